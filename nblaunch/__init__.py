@@ -1,0 +1,85 @@
+"""Run a notebook cell, or a function, on N torch ranks and get N values back.
+
+    %load_ext nblaunch
+
+    %%distributed -n 2 --out res
+    ...
+
+    nblaunch.run(fn, nproc=2)
+
+Importing this package loads neither torch nor IPython; the names below load what they need on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nblaunch._api import run
+    from nblaunch._errors import (
+        CaptureError,
+        LaunchError,
+        NblaunchError,
+        OptionError,
+        RunFailedError,
+        RunTimeoutError,
+    )
+    from nblaunch._options import LaunchOptions
+    from nblaunch._results import HangReport, RankFailure, RankResult, RunResult
+    from nblaunch._transcript import Display
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CaptureError": "_errors",
+    "Display": "_transcript",
+    "HangReport": "_results",
+    "LaunchError": "_errors",
+    "LaunchOptions": "_options",
+    "NblaunchError": "_errors",
+    "OptionError": "_errors",
+    "RankFailure": "_results",
+    "RankResult": "_results",
+    "RunFailedError": "_errors",
+    "RunResult": "_results",
+    "RunTimeoutError": "_errors",
+    "run": "_api",
+}
+
+__all__ = [
+    "CaptureError",
+    "Display",
+    "HangReport",
+    "LaunchError",
+    "LaunchOptions",
+    "NblaunchError",
+    "OptionError",
+    "RankFailure",
+    "RankResult",
+    "RunFailedError",
+    "RunResult",
+    "RunTimeoutError",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
+    home = _HOMES.get(name)
+    if home is None:
+        msg = f"module 'nblaunch' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"nblaunch.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - an InteractiveShell
+    """Register the magics: `%load_ext nblaunch`."""
+    from nblaunch.magic.magics import register  # noqa: PLC0415 - IPython is here when this is called
+
+    register(shell)

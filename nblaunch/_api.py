@@ -1,0 +1,64 @@
+"""`nblaunch.run`, put together from the layers: options, session, view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nblaunch._options import LaunchOptions
+from nblaunch._results import RunResult
+from nblaunch.session import notebook
+from nblaunch.session import run as session_run
+from nblaunch.session.engine import Watcher
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nproc: int | str | None = None,
+    check: bool = True,
+    display: bool | None = None,
+    **options: Any,  # noqa: ANN401 - LaunchOptions checks them
+) -> RunResult:
+    """Run `fn(*args, **kwargs)` on every rank of a fresh worker group and return all values.
+
+    `fn` may be defined in the notebook, a module or a script without a `__main__` guard; a closure, a
+    partial, a bound method, a callable object or a coroutine function. It is sent by value with all it
+    refers to, so every rank works on copies. Each rank has torchrun's environment and, unless
+    `init_process_group=False`, a default process group.
+
+    `nproc` is the number of ranks: an int, `"gpu"`, `"cpu"`, or `"auto"` (one per GPU, else 2). `args` and
+    `kwargs` may hold tensors of any size: CPU tensors and arrays are written once into shared memory and
+    mapped by every rank. `options` are those of `LaunchOptions`: `backend`, `env`, `timeout` (seconds),
+    `grace` (seconds), `max_restarts`, `log_dir`, ...
+
+    `display` shows the run while it lasts; by default in IPython only. With `check=False` a failed run is
+    returned, not raised.
+
+    Raises `OptionError` and `CaptureError` before any process starts, `LaunchError` if the ranks could not
+    be started, `RunTimeoutError` after `timeout`, and `RunFailedError` if a rank failed; the last two hold
+    what came back in `.result`.
+
+    >>> def total(scale):                                                  # doctest: +SKIP
+    ...     import torch, torch.distributed as dist
+    ...     t = torch.ones(1) * scale * (dist.get_rank() + 1)
+    ...     dist.all_reduce(t)
+    ...     return t.item()
+    >>> nblaunch.run(total, args=(10,), nproc=2).values                    # doctest: +SKIP
+    [30.0, 30.0]
+    """
+    if nproc is not None:
+        options["nproc"] = nproc
+    launch_options = LaunchOptions.from_keywords(**options)
+    shown = notebook.shell() is not None if display is None else display
+
+    def watch(title: str, backend: str) -> Watcher:
+        if not shown:
+            return session_run.Silent()
+        from nblaunch.view.watch import watcher  # noqa: PLC0415 - loads ipywidgets in a notebook
+
+        return watcher(title, backend)
+
+    return session_run.call(fn, args, kwargs, check=check, options=launch_options, watch=watch)

@@ -1,0 +1,128 @@
+"""Everything nblaunch raises on purpose.
+
+NblaunchError
+  x OptionError(ValueError)         an option is wrong
+  x CaptureError(TypeError)         a captured value cannot be sent
+  x LaunchError(RuntimeError)       the group could not be started
+  x RunFailedError(RuntimeError)    a rank failed; `__cause__` is the remote exception
+    x RunTimeoutError(TimeoutError) the run took longer than `timeout`
+
+Each message says what was asked, what is true and what to do. All of them can be pickled, fields
+included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nblaunch._results import HangReport, RankFailure, RunResult
+
+MESSAGE_LIMIT = 64 * 1024
+"""Characters of one error message; a rank may raise an exception whose text is a whole data set."""
+
+
+def shorten(text: str, limit: int = MESSAGE_LIMIT) -> str:
+    """Return `text`, its middle left out where it is longer than `limit` characters."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+
+
+class NblaunchError(Exception):
+    """Base of every error that nblaunch raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the message alone in a notebook (an IPython protocol): our own frames are no news."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class OptionError(NblaunchError, ValueError):
+    """An option is wrong; nothing was started."""
+
+
+class CaptureError(NblaunchError, TypeError):
+    """A captured value cannot be sent to the ranks; nothing was started.
+
+    `name` is the notebook variable, `path` leads from it to the part that cannot be sent
+    (`model.trainer._lock`), `size` is that part's size in bytes where it is known.
+    """
+
+    def __init__(self, message: str, *, name: str = "", path: str = "", size: int | None = None) -> None:
+        """Keep the message and where the value is."""
+        super().__init__(message)
+        self.name = name
+        self.path = path
+        self.size = size
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the fields when pickled."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class LaunchError(NblaunchError, RuntimeError):
+    """The worker group could not be started; `phase` says how far it came."""
+
+    def __init__(self, message: str, *, phase: str = "") -> None:
+        """Keep the message and the phase."""
+        super().__init__(message)
+        self.phase = phase
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the fields when pickled."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+class RunFailedError(NblaunchError, RuntimeError):
+    """At least one rank failed.
+
+    `result` holds every rank's value, failure and output; `root_cause` is the first failure in
+    time that is not the consequence of another. Where that rank's exception could be pickled it is
+    the `__cause__`.
+    """
+
+    def __init__(
+        self, message: str, *, result: RunResult | None = None, root_cause: RankFailure | None = None
+    ) -> None:
+        """Keep the message, the result so far and the failure that explains it."""
+        super().__init__(shorten(message))
+        self.result = result
+        self.root_cause = root_cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the fields when pickled."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+    def _render_traceback_(self) -> list[str]:
+        """Show the rank's own traceback in place of the kernel's (an IPython protocol).
+
+        The frames between the cell and the ranks are ours and of no use to the reader.
+        """
+        if self.root_cause is None or not self.root_cause.traceback:
+            return [f"{type(self).__name__}: {self}"]
+        return [*self.root_cause.traceback.rstrip("\n").splitlines(), "", f"{type(self).__name__}: {self}"]
+
+
+class RunTimeoutError(RunFailedError, TimeoutError):
+    """The run took longer than its `timeout`; `hang_report` says where the ranks were."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        result: RunResult | None = None,
+        root_cause: RankFailure | None = None,
+        hang_report: HangReport | None = None,
+    ) -> None:
+        """Keep the message, the result so far and where the ranks were."""
+        super().__init__(message, result=result, root_cause=root_cause)
+        self.hang_report = hang_report
+
+
+def _rebuild(
+    cls: type[BaseException], args: tuple[object, ...], fields: dict[str, object]
+) -> BaseException:
+    error = cls(*args)
+    error.__dict__.update(fields)
+    return error

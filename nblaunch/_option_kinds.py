@@ -1,0 +1,308 @@
+"""What the value of an option may be: one `Kind` for each sort of value.
+
+A kind does not know the name of its option. It raises `ValueError`: without a message where the value
+is simply not what it takes, with one ("what is true. What to do.") where there is more to say.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from keyword import iskeyword
+from numbers import Integral, Real
+from pathlib import Path
+
+LONGEST_SECONDS = 1e9
+"""Longer waits overflow timers of the operating system; no limit at all is said by leaving the option out."""
+
+_SHOWN_CHARACTERS = 120
+_TRUE_WORDS = ("1", "true", "yes", "on")
+_FALSE_WORDS = ("0", "false", "no", "off")
+_NAME = r"[a-z][a-z0-9_]*"
+_BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
+_AGENT_VARIABLE = re.compile(
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE"
+    r"|ROLE_RANK|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*",
+    re.DOTALL,
+)
+"""What torchelastic sets in each rank (`LocalElasticAgent._start_workers`)."""
+
+
+class Variables(Mapping[str, str]):
+    """Environment variables by name; cannot be changed, can be pickled and hashed.
+
+    `repr` leaves the values out: they are often keys and tokens, and a notebook is saved and shared.
+
+    >>> Variables({"HF_TOKEN": "secret"})
+    {'HF_TOKEN': '…'}
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        """Keep a copy of `values`."""
+        self._values = dict(values or {})
+
+    def __getitem__(self, name: str) -> str:
+        """Return the value of one variable."""
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names, in the order given."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """Return the number of variables."""
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        """Agree with `==`, which ignores the order."""
+        return hash(frozenset(self._values.items()))
+
+    def __repr__(self) -> str:
+        """Show the names only."""
+        return repr(dict.fromkeys(self._values, "…"))
+
+
+def brief(value: object) -> str:
+    """Return the `repr` of a value, cut to one short line; never raises."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001  a user's repr, or an int too long to print, must not hide our message
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One sort of value."""
+
+    takes: str
+    """Completes the sentence "this option takes ..."."""
+    metavar: str
+    """Stands for the value in the help text."""
+    check: Callable[[object], object]
+    """Returns the value in its final form, unchanged when it already has it; raises `ValueError`."""
+    parse: Callable[[str], object] = str
+    """Turns text into what `check` judges; text that means nothing is returned as it is."""
+    texts: Callable[[object], tuple[str, ...]] = lambda value: (str(value),)
+    """Turns a value into texts for `parse`, one for each time the option must be written."""
+    shown: Callable[[object], str] = brief
+    """Shows a value, or a text, in an error message."""
+    words: tuple[str, ...] = ()
+    """Values to offer where one is typed; not always all there are."""
+    switch: bool = False
+    """The option is written without a value."""
+    repeatable: bool = False
+    """Giving the option again adds to it instead of replacing it."""
+
+
+def whole_number(least: int, most: int, *words: str, metavar: str = "N") -> Kind:
+    """Take an int between two limits, or one of `words`."""
+
+    def check(value: object) -> int | str:
+        if isinstance(value, str) and value in words:
+            return str(value)
+        if _is_bool(value) or not isinstance(value, Integral) or not least <= int(value) <= most:
+            raise ValueError
+        return int(value)
+
+    def parse(text: str) -> object:
+        try:
+            return int(text)
+        except ValueError:
+            return text
+
+    takes = f"a whole number from {least} to {most}"
+    if words:
+        takes = f"{', '.join([takes, *words[:-1]])} or {words[-1]}"
+    return Kind(takes, metavar, check, parse, words=words)
+
+
+def seconds(*, or_zero: bool = False) -> Kind:
+    """Take a finite number of seconds above 0, or 0 as well; the value is a float."""
+
+    def check(value: object) -> float:
+        if _is_bool(value) or not isinstance(value, Real):
+            raise ValueError
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError from None
+        if 0 < number <= LONGEST_SECONDS:
+            return number
+        if number == 0 and or_zero:
+            return 0.0
+        raise ValueError
+
+    def parse(text: str) -> object:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    lower = "from 0" if or_zero else "above 0"
+    return Kind(f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})", "SECONDS", check, parse)
+
+
+def backend_name() -> Kind:
+    """Take auto, a torch backend's name, or one for each device as `init_process_group` does."""
+    words = ("auto", "gloo", "nccl")
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not _BACKEND.fullmatch(value.lower()):
+            raise ValueError
+        devices = [part.partition(":")[0] for part in value.lower().split(",")]
+        if len(devices) != len(set(devices)):
+            message = "it names a device twice. Give one backend for each device."
+            raise ValueError(message)
+        return value.lower()
+
+    takes = f"{', '.join(words)}, another backend of torch, or one for each device as in cpu:gloo,cuda:nccl"
+    return Kind(takes, "NAME", check, words=words)
+
+
+def python_name() -> Kind:
+    """Take a name that a Python program can assign to."""
+
+    def check(value: object) -> str:
+        if isinstance(value, str) and value.isidentifier() and not iskeyword(value):
+            return str(value)
+        raise ValueError
+
+    return Kind("a Python name, as in results", "VARIABLE", check)
+
+
+def one_line() -> Kind:
+    """Take text that is not empty and has no control characters."""
+
+    def check(value: object) -> str:
+        if isinstance(value, str) and value and value.isprintable():
+            return str(value)
+        raise ValueError
+
+    return Kind("text on one line that is not empty", "NAME", check)
+
+
+def switch(*, given: bool) -> Kind:
+    """Take a bool; the option written without a value means `given`."""
+
+    def check(value: object) -> bool:
+        if isinstance(value, bool):
+            return value
+        raise ValueError
+
+    def parse(text: str) -> object:
+        word = text.strip().lower()
+        if word in _TRUE_WORDS:
+            return given
+        return not given if word in _FALSE_WORDS else text
+
+    def texts(value: object) -> tuple[str, ...]:
+        return ("true" if value is given else "false",)
+
+    return Kind("True or False (as text: true, false, 1 or 0)", "", check, parse, texts, switch=True)
+
+
+def directory() -> Kind:
+    """Take a path that is a directory or can become one; `~` is the home directory, as in a shell."""
+
+    def check(value: object) -> str:
+        path = os.fspath(value) if isinstance(value, os.PathLike) else value
+        if not isinstance(path, str) or not path or not _reaches_the_system(path):
+            raise ValueError
+        try:
+            # Only ~ changes the text, so that checking it again leaves it alone ("./~" stays itself).
+            path = str(Path(path).expanduser()) if path.startswith("~") else path
+            there = _nearest_existing(Path(path))
+            usable = there.is_dir()
+        except OSError as error:
+            message = f"this path cannot be used ({error.strerror}). Give a directory that you can write to."
+            raise ValueError(message) from None
+        except RuntimeError:
+            message = "there is no such user whose home ~ could be. Write the path out."
+            raise ValueError(message) from None
+        if not usable:
+            message = f"{brief(str(there))} is there and is no directory. Give a directory, or a free path."
+            raise ValueError(message)
+        return path
+
+    return Kind("the path of a directory", "PATH", check)
+
+
+def variables() -> Kind:
+    """Take a mapping of names to texts; on a line one `KEY=VALUE` each time."""
+
+    def check(value: object) -> Variables:
+        if not isinstance(value, Mapping):
+            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
+        for name, text in value.items():
+            _check_variable(name, text)
+        return value if isinstance(value, Variables) else Variables(value)
+
+    def parse(text: str) -> object:
+        name, equals, value = text.partition("=")
+        return {name: value} if equals else text
+
+    def texts(value: object) -> tuple[str, ...]:
+        return tuple(f"{name}={text}" for name, text in value.items()) if isinstance(value, Mapping) else ()
+
+    def shown(value: object) -> str:
+        if isinstance(value, Mapping):
+            return brief(dict.fromkeys(value, "…"))
+        if not isinstance(value, str):
+            return f"<{type(value).__name__}>"
+        name, equals, _ = value.partition("=")
+        return brief(f"{name}=…" if equals else value)
+
+    takes = "a mapping of names to texts (on a line: KEY=VALUE, once for each)"
+    return Kind(takes, "KEY=VALUE", check, parse, texts, shown, repeatable=True)
+
+
+def _nearest_existing(path: Path) -> Path:
+    """Return `path`, or the nearest one above it that exists; raises `OSError`."""
+    while True:
+        try:
+            path.lstat()  # `exists` hides a name that is too long, from Python 3.14 on
+        except (FileNotFoundError, NotADirectoryError):
+            path = path.parent
+        else:
+            return path
+
+
+def _is_bool(value: object) -> bool:
+    """Say whether a value is True or False, which Python counts as numbers: nproc=True is a slip."""
+    return isinstance(value, bool)
+
+
+def _check_variable(name: object, text: object) -> None:
+    """Raise `ValueError` where a rank cannot be given this variable."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^\s=\0]+", name) or not _reaches_the_system(name):
+        message = f"{brief(name)} cannot name a variable. Give a name that is not empty and has no spaces."
+        raise ValueError(message)
+    if _AGENT_VARIABLE.fullmatch(name):
+        message = (
+            f"torchelastic itself sets {brief(name)} in every rank, each its own value, and the ranks would "
+            "no longer find each other. Leave it out; the code of a rank reads it from os.environ."
+        )
+        raise ValueError(message)
+    if not isinstance(text, str) or not _reaches_the_system(text):
+        message = (
+            f"an environment holds text only and the value of {brief(name)} is {_what(text)}. "
+            "Give a str without null characters."
+        )
+        raise ValueError(message)
+
+
+def _reaches_the_system(text: str) -> bool:
+    """Say whether the operating system can be given this text."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _what(text: object) -> str:
+    return "a str that it cannot hold" if isinstance(text, str) else f"of type {type(text).__name__}"

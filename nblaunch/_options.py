@@ -1,0 +1,282 @@
+"""The options of a launch: one table that the magics, `run()`, `Session`, PET_ variables and docs share.
+
+To add an option add a field to `LaunchOptions`; nothing else in this file has to change. What a value may
+be is in `_option_kinds`, what a row of the table holds in `_option_row`, reading a line in `_option_line`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from nblaunch._errors import OptionError
+from nblaunch._option_kinds import (
+    Kind,
+    Variables,
+    backend_name,
+    directory,
+    one_line,
+    python_name,
+    seconds,
+    switch,
+    variables,
+    whole_number,
+)
+from nblaunch._option_line import scan
+from nblaunch._option_row import Door, Option, markdown_table, plain_help, unknown
+
+MOST_RANKS_PER_NODE = 4096
+"""More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
+
+_MOST = 2**31 - 1
+
+
+def _row(  # noqa: PLR0913  one parameter for each column of the table
+    kind: Kind,
+    meaning: str,
+    *more_flags: str,
+    flag: str | None = None,
+    pet: bool = False,
+    aliases: tuple[str, ...] = (),
+    doors: tuple[Door, ...] = ("magic", "run"),
+) -> Mapping[str, Callable[[str, object], Option]]:
+    """Return the metadata of an option's field.
+
+    The name of the field gives the flag (`max_restarts`: `--max-restarts`) unless `flag` does, and with
+    `pet` the variable (`PET_MAX_RESTARTS`): torchrun's own rules, so its names cannot be misspelled.
+    """
+
+    def named(name: str, default: object) -> Option:
+        return Option(
+            name=name,
+            flags=(flag or f"--{name.replace('_', '-')}", *more_flags),
+            kind=kind,
+            help=meaning,
+            default=default,
+            variable=f"PET_{name.upper()}" if pet else None,
+            aliases=aliases,
+            doors=doors,
+        )
+
+    return {"option": named}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How to launch a group of ranks; every option under torchrun's name where torchrun has it.
+
+    Made by `from_keywords` (what `run()` was given), by `parse_line` (what `%%distributed` was given), or
+    directly; `dataclasses.replace` works too. Each way checks every value and raises `OptionError`. Only
+    the first two read `PET_` variables: an explicit option beats the variable, which beats the default.
+
+    Instances can be pickled, compared and hashed. `env` is kept as `Variables`, a mapping that nobody can
+    change and whose `repr` leaves the values out.
+
+    >>> LaunchOptions(timeout=60).timeout
+    60.0
+    """
+
+    nproc_per_node: int | Literal["auto", "cpu", "gpu"] = field(
+        default="auto",
+        metadata=_row(
+            whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
+            "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
+            *("-n", "--nproc"),
+            pet=True,
+            aliases=("nproc",),
+        ),
+    )
+    backend: str = field(
+        default="auto",
+        metadata=_row(
+            backend_name(),
+            "Backend of the default process group. auto: nccl on GPUs, else gloo; also cpu:gloo,cuda:nccl.",
+        ),
+    )
+    init_process_group: bool = field(
+        default=True,
+        metadata=_row(
+            switch(given=False),
+            "With --no-init (init_process_group=False) ranks begin without a default process group.",
+            flag="--no-init",
+        ),
+    )
+    out: str | None = field(
+        default=None,
+        metadata=_row(
+            python_name(),
+            "Variable of the notebook that gets the result, also when the run fails.",
+            doors=("magic",),
+        ),
+    )
+    env: Mapping[str, str] = field(
+        default=Variables(),
+        metadata=_row(
+            variables(), "Environment variable for the ranks only; on a line, repeat it to set several."
+        ),
+    )
+    timeout: float | None = field(
+        default=None,
+        metadata=_row(seconds(), "Longest time the run may take. None: no limit."),
+    )
+    grace: float = field(
+        default=5.0,
+        metadata=_row(
+            seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout."
+        ),
+    )
+    max_restarts: int = field(
+        default=0,
+        metadata=_row(
+            whole_number(0, _MOST), "How often the whole group starts again after a rank failed.", pet=True
+        ),
+    )
+    monitor_interval: float = field(
+        default=0.02,
+        metadata=_row(seconds(), "Time between two looks of the agent at its ranks.", pet=True),
+    )
+    role: str = field(
+        default="rank",
+        metadata=_row(one_line(), "Name of the ranks' role, as logs show it.", pet=True),
+    )
+    log_dir: str | None = field(
+        default=None,
+        metadata=_row(
+            directory(), "Where runs keep their logs. None: in private, removed with the result.", pet=True
+        ),
+    )
+    shutdown_timeout: int = field(
+        default=5,
+        metadata=_row(
+            whole_number(1, _MOST, metavar="SECONDS"),
+            "Whole seconds from SIGTERM to SIGKILL when the agent stops ranks.",
+            pet=True,
+        ),
+    )
+    standalone: bool = field(
+        default=True,
+        metadata=_row(switch(given=True), "Rendezvous on this machine only, on a free port.", pet=True),
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value and bring it into its final form; raises `OptionError`."""
+        for option in OPTIONS:
+            object.__setattr__(self, option.name, option.check(option.name, getattr(self, option.name)))
+
+    @classmethod
+    def from_keywords(cls, **keywords: object) -> LaunchOptions:
+        """Return the options that `run()` or `Session` was given; `nproc` is `nproc_per_node`.
+
+        >>> LaunchOptions.from_keywords(nproc=2).nproc_per_node
+        2
+        """
+        values: dict[str, object] = {}
+        for keyword, value in keywords.items():
+            option = _BY_KEYWORD.get(keyword)
+            if option is None:
+                written = f"{keyword}="
+                raise unknown(written, _KEYWORD_MEANINGS, [f"{option.name}=" for option in _OF_RUN])
+            if "run" not in option.doors:
+                message = (
+                    f"{keyword}= was asked for, but only a magic has this option ({option.flags[0]}). "
+                    "Leave it out; in Python assign what the call returns."
+                )
+                raise OptionError(message)
+            if option.name in values:
+                both = " and ".join(f"{known}=" for known in option.keywords if known in keywords)
+                message = f"{both} were asked for, but they are the same option. Give one of them."
+                raise OptionError(message)
+            values[option.name] = option.check(keyword, value)
+        return _with_variables(values)
+
+    def to_line(self) -> str:
+        """Return what to write after `%%distributed` for these options: those that are not the default.
+
+        >>> LaunchOptions(max_restarts=3, role="my trainer").to_line()
+        "--max-restarts=3 --role='my trainer'"
+        """
+        changed = [option for option in OPTIONS if getattr(self, option.name) != option.default]
+        return " ".join(word for option in changed for word in _words(option, getattr(self, option.name)))
+
+
+OPTIONS: tuple[Option, ...] = tuple(
+    each.metadata["option"](each.name, each.default) for each in fields(LaunchOptions)
+)
+"""The table: one row for each option."""
+
+_BY_KEYWORD = {keyword: option for option in OPTIONS for keyword in option.keywords}
+_OF_RUN = [option for option in OPTIONS if "run" in option.doors]
+_OF_MAGIC = [option for option in OPTIONS if "magic" in option.doors]
+_KEYWORD_MEANINGS = {
+    f"{spelling.lstrip('-').replace('-', '_')}=": f"{option.keywords[-1]}="
+    for option in _OF_RUN
+    for spelling in option.spellings
+} | {f"{keyword}=": f"{keyword}=" for option in _OF_RUN for keyword in option.keywords}
+"""What may be written as a keyword, also by someone who thinks of the flag, and the keyword it stands for."""
+
+# `help(nblaunch.LaunchOptions)` is where someone without the docs at hand looks.
+LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """What the line of a magic asks for."""
+
+    options: LaunchOptions
+    rest: tuple[str, ...] = ()
+    """The words from the first one on that is no option."""
+    help_wanted: bool = False
+    """`-h` or `--help` was given; then `options` are the defaults."""
+
+
+def parse_line(line: str, *, positional: bool = False) -> ParsedLine:
+    """Return what a line such as `-n 2 --timeout 60  # a comment` asks for.
+
+    Words that are no options are allowed with `positional` only; the first one ends the options, as
+    with torchrun. Of an option given twice the last counts, `--env` adds up. Raises `OptionError` for
+    everything that is wrong with the line; never prints, never exits.
+
+    >>> parse_line("-n 2 --log-dir runs").options.to_line()
+    '--nproc-per-node=2 --log-dir=runs'
+    """
+    scanned = scan(line, _OF_MAGIC, positional=positional)
+    if scanned.help_wanted:
+        return ParsedLine(LaunchOptions(), help_wanted=True)
+    return ParsedLine(_with_variables(scanned.values()), scanned.rest)
+
+
+def options_table() -> str:
+    """Return the Markdown table of all options, for the README and the docs."""
+    return markdown_table(OPTIONS)
+
+
+def options_help(prog: str) -> str:
+    """Return the help text of a magic; `prog` is how it is written, such as `%%distributed`."""
+    return (
+        f"{prog} [options]\n\n{plain_help(_OF_MAGIC)}\n  -h, --help\n      Show this text.\n\n"
+        "Each option can be written with underscores too: --max_restarts. Of an option given twice the last\n"
+        "counts; --env adds up. An option on the line beats its environment variable."
+    )
+
+
+def _with_variables(values: Mapping[str, object]) -> LaunchOptions:
+    """Return options from explicit values and, for what is not among them, `PET_` variables."""
+    found = {
+        option.name: option.read(option.variable, os.environ[option.variable])
+        for option in OPTIONS
+        if option.name not in values and option.variable is not None and option.variable in os.environ
+    }
+    everything: dict[str, Any] = {**found, **values}
+    return LaunchOptions(**everything)
+
+
+def _words(option: Option, value: object) -> list[str]:
+    """Return the words that give an option this value on a line."""
+    flag, texts = option.flags[0], option.kind.texts(value)
+    if option.kind.switch and texts == ("true",):
+        return [flag]
+    # With "=" because a text may begin with "-".
+    return [f"{flag}={shlex.quote(text)}" for text in texts]

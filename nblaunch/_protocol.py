@@ -1,0 +1,292 @@
+"""What the kernel and its ranks say to each other: one typed message per noun.
+
+Every message is a frozen, tagged struct in MessagePack. Nothing here is ever unpickled by decoding:
+pickles travel as opaque bytes inside `Payload`, and are opened only after the hub has authenticated
+the sender (see `nblaunch.session.hub`).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of ours; says who sent them."""
+
+
+class Phase(enum.StrEnum):
+    """How far a rank has come; the names are those that error messages use."""
+
+    FORK = "fork"
+    CONNECT = "connect"
+    PROCESS_GROUP = "process group"
+    READY = "ready"
+    JOB = "job"
+    VALUE = "value transfer"
+    LEAVE = "leave"
+
+
+class Stream(enum.StrEnum):
+    """A rank's standard streams."""
+
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+class Offsets(msgspec.Struct, frozen=True):
+    """How many bytes a rank had written to its two log files at some moment."""
+
+    stdout: int = 0
+    stderr: int = 0
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """A pickle (protocol 5) and its large buffers.
+
+    `sizes` are the byte lengths of the parts: the pickle stream first, then each out-of-band buffer.
+    The parts lie one after the other, each start aligned to 64 bytes: in `inline`, in the memory
+    file `fd` of process `pid`, or in the file `path`.
+    """
+
+    sizes: tuple[int, ...]
+    inline: bytes | None = None
+    pid: int = 0
+    fd: int = -1
+    path: str = ""
+
+
+class FrameRecord(msgspec.Struct, frozen=True):
+    """One frame of a traceback; `lines` are the user's own line numbers (the magic is line 1)."""
+
+    filename: str
+    line: int
+    function: str
+    source: str
+    variables: dict[str, str] = {}
+
+
+class FailureRecord(msgspec.Struct, frozen=True):
+    """Why a rank failed, as that rank saw it; `exception` is a pickle, or None."""
+
+    type: str
+    message: str
+    traceback: str = ""
+    frames: tuple[FrameRecord, ...] = ()
+    exception: bytes | None = None
+    exitcode: int = 1
+    time: float = 0.0
+    phase: Phase = Phase.JOB
+
+
+# --- from a rank ---------------------------------------------------------------------------------
+
+
+class _FromRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    rank: int
+
+
+class Hello(_FromRank, frozen=True):
+    """The first word of a rank; anything said before it is refused."""
+
+    token: str
+    attempt: int
+    local_rank: int
+    world_size: int
+    node: str
+    pid: int
+    version: int = PROTOCOL_VERSION
+
+
+class Entered(_FromRank, frozen=True):
+    """The rank has entered a phase."""
+
+    phase: Phase
+    device: str = ""
+
+
+class Started(_FromRank, frozen=True):
+    """The job begins; output from `offsets` on is this run's."""
+
+    time: float
+    offsets: Offsets = Offsets()
+
+
+class Displayed(_FromRank, frozen=True):
+    """`display(...)` in a rank; comes after the text up to `offsets`."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] = {}
+    transient: dict[str, Any] = {}
+    update: bool = False
+    offsets: Offsets = Offsets()
+
+
+class Cleared(_FromRank, frozen=True):
+    """`clear_output(wait)` in a rank; comes after the text up to `offsets`."""
+
+    wait: bool = False
+    offsets: Offsets = Offsets()
+
+
+class Switched(_FromRank, frozen=True):
+    """The rank changed between stdout and stderr: what was written up to `offsets` comes first."""
+
+    offsets: Offsets
+
+
+class Returned(_FromRank, frozen=True):
+    """The job is done; `text` and `html` are the value as the rank's own shell shows it."""
+
+    value: Payload
+    time: float
+    text: str = ""
+    html: str = ""
+    offsets: Offsets = Offsets()
+
+
+class Raised(_FromRank, frozen=True):
+    """The job raised, or its value could not be sent."""
+
+    failure: FailureRecord
+    offsets: Offsets = Offsets()
+
+
+# --- seen by the kernel about a rank -------------------------------------------------------------
+
+
+class Printed(_FromRank, frozen=True):
+    """Text found in a rank's log file; `end` is the offset behind it."""
+
+    stream: Stream
+    text: str
+    end: int = 0
+
+
+class Exited(_FromRank, frozen=True):
+    """The process is gone: negative exit codes are signals, as torchelastic has them."""
+
+    exitcode: int
+    time: float
+    expected: bool = False
+    reason: str = ""
+
+
+class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The agent has begun to start a worker group; `reason` is started, failure or membership."""
+
+    number: int
+    world_size: int
+    time: float
+    reason: str = "started"
+    pids: dict[int, int] = {}
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel has given up on ranks without an end: what they are now (STOPPED or LOST)."""
+
+    time: float
+    stopped: bool = True
+
+
+FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised
+AboutRank = Printed | Exited | AttemptStarted | RunEnded
+Message = FromRank | AboutRank
+
+
+# --- to a rank -----------------------------------------------------------------------------------
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
+
+    `environ` are `NAME=VALUE` in bytes, since an environment need not be text.
+    `backend` is what `init_process_group` takes, None for no process group. `accelerators` is how many
+    devices of kind `device_type` the ranks of this node share.
+    """
+
+    environ: tuple[bytes, ...]
+    cwd: str
+    path: tuple[str, ...]
+    argv: tuple[str, ...] = ("",)
+    backend: str | None = None
+    device_type: str = "cpu"
+    accelerators: int = 0
+
+
+class CellJob(msgspec.Struct, frozen=True, tag=True):
+    """A notebook cell as the user wrote it, without the magic's own line, which is line 1.
+
+    It is compiled under `filename`; `title` is what the reader calls it: `Cell In[3]`.
+    """
+
+    source: str
+    filename: str
+    title: str
+    first_line: int = 2
+
+
+class FunctionJob(msgspec.Struct, frozen=True, tag=True):
+    """A call: the payload holds `(fn, args, kwargs)`."""
+
+    name: str = ""
+
+
+class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run this.
+
+    `payload` holds the captured names of a cell, or the call of a function. `sources` maps file
+    names that captured functions were compiled under to `(title, source)`; `imports` are modules the
+    cell reaches through attributes (`import xml` does not load `xml.etree`).
+    """
+
+    job: CellJob | FunctionJob
+    payload: Payload
+    imports: tuple[str, ...] = ()
+    sources: dict[str, tuple[str, str]] = {}
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag=True):
+    """Raise KeyboardInterrupt in the rank's main thread."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """End the process with this exit code."""
+
+    exitcode: int = 0
+
+
+ToRank = Prepare | Dispatch | Interrupt | Leave
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+def encode(message: FromRank | ToRank) -> bytes:
+    """Return `message` as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_from_rank(data: bytes, sender: str) -> FromRank:
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
+    try:
+        return _from_rank.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(_refused(data, sender, error)) from error
+
+
+def decode_to_rank(data: bytes, sender: str) -> ToRank:
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
+    try:
+        return _to_rank.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(_refused(data, sender, error)) from error
+
+
+def _refused(data: bytes, sender: str, error: Exception) -> str:
+    return f"{len(data)} bytes from {sender} are no message of nblaunch's protocol and were refused: {error}"

@@ -1,0 +1,250 @@
+"""What a run gives back: every rank's value, failure and output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import RunFailedError
+from nblaunch._protocol import FrameRecord, Phase
+from nblaunch._state import RunState, State
+from nblaunch._transcript import Display
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """Why one rank failed.
+
+    `exception` is the original where it could be pickled, else None; `type` its qualified name.
+    `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
+    `consequence_of` is the rank whose failure explains this one, or None.
+    """
+
+    rank: int
+    exception: BaseException | None
+    type: str
+    message: str
+    traceback: str
+    frames: tuple[FrameRecord, ...]
+    exitcode: int
+    signal: str | None
+    time: float
+    phase: Phase
+    consequence_of: int | None = None
+    last_output: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The failure in one line, with the user's own line where there is one."""
+        text = self.message.strip().split("\n", 1)[0]
+        if self.exception is None and self.type == "ProcessExited":
+            return text
+        short = self.type.removeprefix("builtins.").removeprefix("__main__.")
+        line = f"{short}: {text}" if text else short
+        return f"{line} ({self.where})" if self.where else line
+
+    @property
+    def where(self) -> str:
+        """The innermost of the user's own frames: `Cell In[3], line 4`."""
+        return f"{self.frames[-1].filename}, line {self.frames[-1].line}" if self.frames else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them."""
+
+    rank: int
+    local_rank: int
+    node: str
+    device: str
+    state: State
+    value: Any
+    failure: RankFailure | None
+    stdout: str
+    stderr: str
+    displays: tuple[Display, ...]
+    exitcode: int | None
+    attempt: int
+    started: float | None
+    ended: float | None
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of the worker group; `reason` is started, failure or membership."""
+
+    number: int
+    world_size: int
+    reason: str
+    failures: tuple[RankFailure, ...]
+    started: float
+    ended: float | None
+
+
+class RankResults:
+    """The ranks that took part, by their own numbers; iterates over `RankResult` in rank order."""
+
+    __slots__ = ("_by_rank",)
+
+    def __init__(self, results: Iterable[RankResult]) -> None:
+        """Keep the results, in rank order."""
+        self._by_rank = {result.rank: result for result in sorted(results, key=lambda each: each.rank)}
+
+    def __getitem__(self, rank: int) -> RankResult:
+        """Return the result of `rank`; `KeyError` if it took no part."""
+        try:
+            return self._by_rank[rank]
+        except (KeyError, TypeError):
+            msg = f"rank {rank!r} took no part in this run; its ranks are {sorted(self._by_rank)}"
+            raise KeyError(msg) from None
+
+    def __iter__(self) -> Iterator[RankResult]:
+        """Iterate over the results in rank order."""
+        return iter(self._by_rank.values())
+
+    def __len__(self) -> int:
+        """Return the number of ranks that took part."""
+        return len(self._by_rank)
+
+    def __contains__(self, rank: object) -> bool:
+        """Return whether `rank` took part."""
+        return rank in self._by_rank
+
+    def keys(self) -> tuple[int, ...]:
+        """Return the rank numbers."""
+        return tuple(self._by_rank)
+
+    def values(self) -> tuple[RankResult, ...]:
+        """Return the results in rank order."""
+        return tuple(self._by_rank.values())
+
+    def items(self) -> tuple[tuple[int, RankResult], ...]:
+        """Return (rank, result) pairs in rank order."""
+        return tuple(self._by_rank.items())
+
+    def __repr__(self) -> str:
+        """List the ranks and their states."""
+        return f"RankResults({', '.join(f'{each.rank}: {each.state}' for each in self)})"
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """What came back from a run: one value per rank, or failures.
+
+    `result[rank]` is that rank's value, or raises that rank's own error; `len(result)` the number of
+    ranks that took part; iterating gives `values`, in rank order.
+
+    >>> result = nblaunch.run(lambda: 7, nproc=2)          # doctest: +SKIP
+    >>> result[0], result.values, result.ok                 # doctest: +SKIP
+    (7, [7, 7], True)
+    """
+
+    ranks: RankResults
+    world_size: int
+    backend: str = ""
+    failures: tuple[RankFailure, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    warnings: tuple[str, ...] = ()
+    title: str = ""
+    _log_dir: Path | None = None
+    _state: RunState | None = field(default=None, repr=False)
+    _keep: object = field(default=None, repr=False)
+    """Holds the private log directory: it is removed when the last result of it is collected."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every rank succeeded."""
+        return all(each.state is State.SUCCEEDED for each in self.ranks)
+
+    @property
+    def values(self) -> list[Any]:
+        """The values in rank order, None where a rank has none."""
+        return [each.value for each in self.ranks]
+
+    @property
+    def root_cause(self) -> RankFailure | None:
+        """The first failure in time that is no consequence of another; None if none failed."""
+        for failure in self.failures:
+            if failure.consequence_of is None:
+                return failure
+        return self.failures[0] if self.failures else None
+
+    @property
+    def log_dir(self) -> Path | None:
+        """This run's own directory of logs, or None once it is removed."""
+        return self._log_dir if self._log_dir is not None and self._log_dir.is_dir() else None
+
+    @property
+    def devices(self) -> dict[int, str]:
+        """Each rank's device: `{0: "cuda:0", 1: "cuda:1"}`."""
+        return {each.rank: each.device for each in self.ranks}
+
+    def __getitem__(self, rank: int) -> Any:  # noqa: ANN401 - any object is a value
+        """Return the value of `rank`; raise that rank's own error if it failed."""
+        result = self.ranks[rank]
+        if result.state is State.SUCCEEDED:
+            return result.value
+        if result.failure is not None and result.failure.exception is not None:
+            raise result.failure.exception
+        why = result.failure.reason if result.failure else f"its state is {result.state}"
+        msg = f"result[{rank}] was asked for, but rank {rank} has no value: {why}"
+        raise RunFailedError(msg, result=self, root_cause=result.failure or self.root_cause)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the values, in rank order."""
+        return iter(self.values)
+
+    def __len__(self) -> int:
+        """Return the number of ranks that took part."""
+        return len(self.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle the values and the output, not the live state nor the log directory."""
+        return {**self.__dict__, "_state": None, "_keep": None}
+
+    def __repr__(self) -> str:
+        """Say how the run ended, in one line without times or pids."""
+        state = "ok" if self.ok else "failed"
+        root = self.root_cause
+        why = f", root cause: rank {root.rank}: {root.reason}" if root else ""
+        return f"<RunResult of {len(self)} ranks, {state}{why}>"
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """Where the ranks were: groups of ranks with one and the same Python stack.
+
+    `groups` maps a tuple of ranks to the stack's text, innermost frame last; `silent` are ranks that
+    gave no answer in time.
+    """
+
+    groups: dict[tuple[int, ...], str]
+    silent: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        parts = [f"[{format_ranks(ranks)}]\n{stack}" for ranks, stack in self.groups.items()]
+        if self.silent:
+            parts.append(f"[{format_ranks(self.silent)}] gave no answer")
+        return "\n".join(parts)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks the way the panel and the errors do.
+
+    >>> format_ranks([0, 2, 3, 4])
+    'ranks 0,2-4'
+    """
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    for index, number in enumerate(numbers):
+        if index + 1 < len(numbers) and numbers[index + 1] == number + 1:
+            continue
+        first = numbers[start]
+        parts.append(str(first) if first == number else f"{first}-{number}")
+        start = index + 1
+    return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"

@@ -1,0 +1,315 @@
+"""What is known of a run: a pure fold of messages into frozen states.
+
+`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts
+any messages in any order: what arrives late, twice or from a rank nobody asked for changes nothing
+that is already final. Views and results read only this.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from nblaunch import _transcript
+from nblaunch._protocol import (
+    AttemptStarted,
+    Cleared,
+    Displayed,
+    Entered,
+    Exited,
+    FailureRecord,
+    Hello,
+    Message,
+    Payload,
+    Phase,
+    Printed,
+    Raised,
+    Returned,
+    RunEnded,
+    Started,
+    Switched,
+)
+from nblaunch._transcript import Transcript
+
+
+class State(enum.StrEnum):
+    """A rank's state; the last four are final."""
+
+    INIT = "INIT"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+    LOST = "LOST"
+
+    @property
+    def final(self) -> bool:
+        """Whether a rank in this state has nothing more to say."""
+        return self in _FINAL
+
+
+_FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """All that is known of one rank in one attempt."""
+
+    rank: int
+    local_rank: int = -1
+    node: str = ""
+    device: str = ""
+    pid: int | None = None
+    state: State = State.INIT
+    phase: Phase = Phase.FORK
+    transcript: Transcript = Transcript()
+    value: Payload | None = None
+    value_text: str = ""
+    value_html: str = ""
+    failure: FailureRecord | None = None
+    exitcode: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptState:
+    """One attempt of the worker group, numbered from 0; `reason` says why it was started."""
+
+    number: int
+    world_size: int
+    reason: str
+    started: float
+    ended: float | None = None
+    ranks: Mapping[int, RankState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run: its present ranks, and the attempts before this one."""
+
+    world_size: int
+    ranks: Mapping[int, RankState]
+    attempt: AttemptState
+    earlier: tuple[AttemptState, ...] = ()
+
+    @classmethod
+    def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
+        """Return the state before anything has happened; `ranks` are those that take part."""
+        members = tuple(range(world_size)) if ranks is None else ranks
+        return cls(
+            world_size=world_size,
+            ranks={rank: RankState(rank) for rank in members},
+            attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank is in a final state."""
+        return all(rank.state.final for rank in self.ranks.values())
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has failed, or is lost, in this attempt."""
+        return any(rank.state in (State.FAILED, State.LOST) for rank in self.ranks.values())
+
+    @property
+    def attempts(self) -> tuple[AttemptState, ...]:
+        """Every attempt, oldest first, the present one last."""
+        ends = [rank.ended for rank in self.ranks.values() if rank.ended is not None]
+        ended = max(ends, default=None) if self.finished else None
+        return (*self.earlier, replace(self.attempt, ranks=self.ranks, ended=ended))
+
+    @property
+    def summary(self) -> State:
+        """Return the run's state in one word."""
+        states = [rank.state for rank in self.ranks.values()]
+        for state in (State.FAILED, State.LOST):
+            if state in states:
+                return State.FAILED
+        if all(state.final for state in states):
+            return State.STOPPED if State.STOPPED in states else State.SUCCEEDED
+        if any(state in (State.RUNNING, State.SUCCEEDED) for state in states):
+            return State.RUNNING
+        return State.STARTING if State.STARTING in states else State.INIT
+
+
+def advance(state: RunState, message: Message) -> RunState:
+    """Return the state after `message`.
+
+    A message of a rank that does not take part is ignored.
+
+    >>> from nblaunch._protocol import Started
+    >>> advance(RunState.fresh(1), Started(rank=0, time=1.0)).ranks[0].state
+    <State.RUNNING: 'RUNNING'>
+    """
+    match message:
+        case AttemptStarted():
+            return _next_attempt(state, message)
+        case RunEnded():
+            ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
+            return replace(state, ranks=ranks)
+        case _:
+            known = state.ranks.get(message.rank)
+            if known is None:
+                return state
+            after = _advance_rank(known, message)
+            return state if after is known else replace(state, ranks={**state.ranks, message.rank: after})
+
+
+def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
+    if message.number < state.attempt.number:
+        return state
+    if message.number == state.attempt.number:
+        ranks = {
+            rank: replace(known, pid=message.pids.get(rank, known.pid), state=_at_least_starting(known.state))
+            for rank, known in state.ranks.items()
+        }
+        return replace(state, ranks=ranks)
+    ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
+    number_of_ranks = max(message.world_size, 0)
+    return RunState(
+        world_size=message.world_size,
+        ranks={
+            rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank))
+            for rank in range(number_of_ranks)
+        },
+        attempt=AttemptState(
+            number=message.number,
+            world_size=message.world_size,
+            reason=message.reason,
+            started=message.time,
+        ),
+        earlier=(*state.earlier, ended),
+    )
+
+
+def _at_least_starting(state: State) -> State:
+    return State.STARTING if state is State.INIT else state
+
+
+def _advance_rank(
+    known: RankState,
+    message: Hello
+    | Entered
+    | Started
+    | Displayed
+    | Cleared
+    | Switched
+    | Returned
+    | Raised
+    | Printed
+    | Exited,
+) -> RankState:
+    match message:
+        case Hello():
+            return replace(
+                known,
+                local_rank=message.local_rank,
+                node=message.node,
+                pid=message.pid,
+                state=_at_least_starting(known.state),
+                phase=known.phase if known.state.final else Phase.CONNECT,
+            )
+        case Entered():
+            phase = known.phase if known.state.final else message.phase
+            return replace(known, phase=phase, device=message.device or known.device)
+        case Started():
+            if known.state.final:
+                return known
+            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time)
+        case Printed():
+            transcript = _transcript.printed(known.transcript, message.stream, message.text)
+            return replace(known, transcript=transcript)
+        case Displayed():
+            return replace(known, transcript=_transcript.displayed(known.transcript, message))
+        case Cleared():
+            return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
+        case Switched():
+            return known
+        case Returned():
+            if known.state.final:
+                return known
+            return replace(
+                known,
+                state=State.SUCCEEDED,
+                value=message.value,
+                value_text=message.text,
+                value_html=message.html,
+                ended=message.time,
+            )
+        case Raised():
+            if known.state.final:
+                return known
+            failure = message.failure
+            return replace(
+                known,
+                state=State.FAILED,
+                failure=failure,
+                phase=failure.phase,
+                exitcode=failure.exitcode,
+                ended=failure.time,
+            )
+        case Exited():
+            return _exited(known, message)
+        case _:
+            assert_never(message)
+
+
+def _exited(known: RankState, message: Exited) -> RankState:
+    if known.state.final:
+        if known.state is State.SUCCEEDED and known.exitcode is None:
+            bad = message.exitcode != 0 and not message.expected
+            warning = f"rank {known.rank} {describe_exit(message.exitcode)} after its value was here"
+            return replace(known, exitcode=message.exitcode, warning=warning if bad else "")
+        return replace(known, exitcode=message.exitcode) if known.exitcode is None else known
+    if message.expected:
+        return replace(known, state=State.STOPPED, exitcode=message.exitcode, ended=message.time)
+    failure = FailureRecord(
+        type="ProcessExited",
+        message=message.reason or describe_exit(message.exitcode),
+        exitcode=message.exitcode,
+        time=message.time,
+        phase=known.phase,
+    )
+    return replace(
+        known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time
+    )
+
+
+def _give_up(known: RankState, message: RunEnded) -> RankState:
+    if known.state.final:
+        return known
+    return replace(known, state=State.STOPPED if message.stopped else State.LOST, ended=message.time)
+
+
+def signal_name(exitcode: int | None) -> str | None:
+    """Return `"SIGKILL"` for -9, None for an exit code that is no signal."""
+    if exitcode is None or exitcode >= 0:
+        return None
+    import signal  # noqa: PLC0415 - only needed when a rank died
+
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def describe_exit(exitcode: int) -> str:
+    """Say in words how a process ended.
+
+    >>> describe_exit(-9)
+    'was killed by SIGKILL'
+    """
+    name = signal_name(exitcode)
+    if name is not None:
+        return f"was killed by {name}"
+    if exitcode == 0:
+        return "ended with exit code 0 but returned no value (os._exit?)"
+    return f"ended with exit code {exitcode}"
+
+

@@ -1,0 +1,1 @@
+"""torchelastic: rendezvous, agent thread, fork server, log files."""

@@ -1,0 +1,386 @@
+"""torchelastic's own agent, as nblaunch runs it. The one module that touches torch's private names.
+
+Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torch broke them):
+`LocalElasticAgent._start_workers`, `._monitor_workers`, `._remaining_restarts`, `._pcontext`;
+`MultiprocessContext._pc`, `._ret_vals`; `DynamicRendezvousHandler._create_tcp_store_server`,
+`._state_holder`, `._shared_tcp_store_server`, `._bootstrap_store_info`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from nblaunch.agent import forkserver
+
+THREAD_PREFIX = "nblaunch-agent"
+_LOOPBACK = "127.0.0.1"
+_EXIT_BARRIER_SECONDS = 5.0
+_KILL_WAIT_SECONDS = 5.0
+
+
+class AgentEvents(Protocol):
+    """What the agent tells; called on the agent's thread."""
+
+    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
+        """A worker group is about to be started."""
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
+        """Its processes have been forked."""
+
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
+        """One of them is gone; `expected` if the agent itself stopped it, or it had leave to go."""
+
+    def agent_ended(self, error: BaseException | None) -> None:
+        """The agent is done; `error` is set if it broke."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker process: its ranks, and where its output goes."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What the agent needs to know of the options."""
+
+    nproc: int
+    role: str
+    max_restarts: int
+    monitor_interval: float
+    grace: float
+    shutdown_timeout: int
+    run_id: str
+    log_dir: Path
+
+
+class LoopbackRendezvous(DynamicRendezvousHandler):
+    """c10d standalone rendezvous of one node: nothing of it listens beyond 127.0.0.1."""
+
+    @classmethod
+    def standalone(cls, run_id: str) -> LoopbackRendezvous:
+        """Make the rendezvous over a store inside this process: one node needs no server for it."""
+        store = dist.HashStore()
+        backend = C10dRendezvousBackend(store, run_id)
+        timeout = RendezvousTimeout(join=timedelta(seconds=60))
+        handler: LoopbackRendezvous = cls.from_backend(
+            run_id, store, backend, 1, 1, local_addr=_LOOPBACK, timeout=timeout
+        )
+        return handler
+
+    def next_rendezvous(self) -> Any:  # noqa: ANN401 - RendezvousInfo, private in older torch
+        """Join at once: the 0 to 0.3 s that torch sleeps in round 0 spread the load of many nodes."""
+        holder = self._state_holder
+        if holder.state.round == 0:
+            holder.state.round = 1
+        return super().next_rendezvous()
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
+        """Host the ranks' store on a socket bound to the loopback address; torch's listens on `::`."""
+        listener = socket.socket(socket.AF_INET)
+        listener.bind((_LOOPBACK, master_port))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            host_name=_LOOPBACK,
+            port=port,
+            is_master=True,
+            wait_for_workers=False,
+            # The store owns the descriptor from here on.
+            master_listen_fd=listener.detach(),
+        )
+
+    def shutdown(self) -> bool:
+        """Close, and let go of the store's server and its threads."""
+        closed = super().shutdown()
+        self._shared_tcp_store_server = None
+        self._bootstrap_store_info = None
+        return bool(closed)
+
+
+class RankAgent(local_elastic_agent.LocalElasticAgent):
+    """`LocalElasticAgent` that tells what happens, and that cannot wait for ever.
+
+    torchelastic decides when to restart and when to give up. Added here: a rank that ends without
+    having been released is a failure whatever its exit code; ranks that outlive SIGTERM by the grace
+    period are killed (torch waits 30 s, unconditionally); `stop` ends the run from another thread.
+    """
+
+    def __init__(
+        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
+    ) -> None:
+        """Prepare an agent; `arguments(attempt)` are those of `run_rank`."""
+        from nblaunch.rank.main import run_rank  # noqa: PLC0415 - pickled by name; ranks have it loaded
+
+        self.rendezvous = LoopbackRendezvous.standalone(settings.run_id)
+        spec = WorkerSpec(
+            role=settings.role,
+            local_world_size=settings.nproc,
+            entrypoint=run_rank,
+            rdzv_handler=self.rendezvous,
+            max_restarts=settings.max_restarts,
+            monitor_interval=settings.monitor_interval,
+            local_addr=_LOOPBACK,
+        )
+        logs = DefaultLogsSpecs(log_dir=os.fspath(settings.log_dir), redirects=Std.ALL)
+        super().__init__(
+            spec,
+            logs,
+            start_method=forkserver.register(),
+            exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
+            shutdown_timeout=settings.shutdown_timeout,
+        )
+        self.settings = settings
+        self._arguments = arguments
+        self._events = events
+        self._attempt = -1
+        self._reason = "started"
+        self._stop = threading.Event()
+        self._grace_over = threading.Event()
+        self._known_dead: set[int] = set()
+        self._succeeded = False
+        self._leave_by = float("inf")
+
+    # --- called from other threads ---------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
+        self._stop.set()
+
+    def hurry(self) -> None:
+        """Skip what is left of the grace period."""
+        self._grace_over.set()
+
+    def release(self, *, succeeded: bool) -> None:
+        """Give the ranks of this attempt leave to end.
+
+        From now on an exit code 0 is no failure; with `succeeded` no exit code is, since every value is
+        here already.
+        """
+        self._succeeded = succeeded
+        self._leave_by = time.monotonic() + self.settings.shutdown_timeout
+        context = self._pcontext
+        if context is not None:
+            for slot in context._ret_vals.values():  # type: ignore[attr-defined]  # noqa: SLF001
+                slot.released = True
+
+    # --- torchelastic's own steps ----------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._stop.is_set():
+            self._interrupted()
+        self._attempt += 1
+        self._known_dead = set()
+        self._succeeded, self._leave_by = False, float("inf")
+        world_size = worker_group.workers[0].world_size
+        self._events.attempt_starting(self._attempt, world_size, self._reason)
+        worker_group.spec.args = self._arguments(self._attempt)
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None  # noqa: S101 - set by the call above
+        workers = tuple(
+            Worker(
+                rank=worker.global_rank,
+                local_rank=worker.local_rank,
+                pid=pids[worker.local_rank],
+                stdout=context.stdouts[worker.local_rank],
+                stderr=context.stderrs[worker.local_rank],
+            )
+            for worker in worker_group.workers
+        )
+        self._events.attempt_started(self._attempt, world_size, workers)
+        self._reason = "membership"  # unless a failure is seen first
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._stop.is_set():
+            self._interrupted()
+        exitcodes = self._exitcodes()
+        released = self._released()
+        fine = released and (self._succeeded or all(code == 0 for code in exitcodes.values()))
+        if exitcodes and not fine:
+            return self._failed(worker_group, exitcodes)
+        if not released:
+            return RunResult(state=WorkerState.HEALTHY)
+        if len(exitcodes) < len(self._processes()):
+            # They are leaving. torch would wait for the last of them without a bound.
+            if time.monotonic() > self._leave_by:
+                self._terminate()
+            return RunResult(state=WorkerState.HEALTHY)
+        self._tell(exitcodes, expected=False)
+        if any(exitcodes.values()):
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+        return super()._monitor_workers(worker_group)
+
+    def _failed(self, worker_group: WorkerGroup, exitcodes: Mapping[int, int]) -> RunResult:
+        """Stop the others of a group in which a rank has failed, and report all that failed."""
+        self._tell(exitcodes, expected=False)
+        self._reason = "failure"
+        context = self._pcontext
+        assert context is not None  # noqa: S101 - there are exit codes
+        failures = {
+            worker_group.workers[local_rank].global_rank: ProcessFailure(
+                local_rank=local_rank,
+                pid=self._processes()[local_rank].pid,
+                exitcode=code,
+                error_file=context.error_files[local_rank],
+            )
+            for local_rank, code in exitcodes.items()
+            if code != 0 or not self._released()
+        }
+        self._terminate()
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._terminate()
+        super()._shutdown(death_sig, timeout)
+        forkserver.server.sweep()
+
+    def _interrupted(self) -> None:
+        msg = "the run was stopped"
+        raise SignalException(msg, signal.SIGTERM)
+
+    # --- processes -------------------------------------------------------------------------------
+
+    def _processes(self) -> list[Any]:
+        context = self._pcontext
+        started = getattr(context, "_pc", None)
+        return list(started.processes) if started is not None else []
+
+    def _released(self) -> bool:
+        slots = getattr(self._pcontext, "_ret_vals", {})
+        return bool(slots) and all(slot.released for slot in slots.values())
+
+    def _exitcodes(self) -> dict[int, int]:
+        return {
+            local_rank: process.exitcode
+            for local_rank, process in enumerate(self._processes())
+            if process.exitcode is not None
+        }
+
+    def _tell(self, exitcodes: Mapping[int, int], *, expected: bool) -> None:
+        for local_rank, code in exitcodes.items():
+            if local_rank not in self._known_dead:
+                self._known_dead.add(local_rank)
+                rank = self._worker_group.workers[local_rank].global_rank
+                self._events.worker_exited(rank, code, expected=expected)
+
+    def _terminate(self) -> None:
+        """SIGTERM to those that live, SIGKILL to those that outlive the grace period, and tell."""
+        self._tell(self._exitcodes(), expected=False)
+        alive = [process for process in self._processes() if process.exitcode is None]
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self.settings.grace
+        while (left := deadline - time.monotonic()) > 0 and not self._grace_over.is_set():
+            alive = [process for process in alive if process.exitcode is None]
+            if not alive:
+                break
+            forkserver.wait_for([process.sentinel for process in alive], min(left, 0.05))
+        for process in alive:
+            if process.exitcode is None:
+                forkserver.kill_group(process.pid)
+        forkserver.wait_for([process.sentinel for process in alive], _KILL_WAIT_SECONDS)
+        self._tell(self._exitcodes(), expected=True)
+
+
+class AgentThread:
+    """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
+
+    def __init__(
+        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
+    ) -> None:
+        """Start the agent."""
+        _quiet_torchelastic()
+        self._events = events
+        self._settings = settings
+        self._arguments = arguments
+        self._agent: RankAgent | None = RankAgent(settings, arguments, events)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{THREAD_PREFIX}-{settings.run_id}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        agent = self._agent
+        assert agent is not None  # noqa: S101 - only this thread lets it go
+        try:
+            agent.run()
+        except SignalException:
+            pass
+        except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
+            error = caught
+        with contextlib.suppress(Exception):
+            agent.rendezvous.shutdown()
+        del agent
+        self._agent = None
+        # The agent, its rendezvous and the store's server threads refer to each other.
+        gc.collect(1)
+        self._events.agent_ended(error)
+
+    def stop(self) -> None:
+        """End the run from outside."""
+        agent = self._agent
+        if agent is not None:
+            agent.stop()
+
+    def hurry(self) -> None:
+        """Skip what is left of the grace period."""
+        agent = self._agent
+        if agent is not None:
+            agent.hurry()
+
+    def release(self, *, succeeded: bool) -> None:
+        """Give the ranks leave to end."""
+        agent = self._agent
+        if agent is not None:
+            agent.release(succeeded=succeeded)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread's end; return whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _quiet_torchelastic() -> None:
+    """Keep torchelastic's log lines about our threads off the notebook; the user's own stay as they are."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logger = logging.getLogger(name)
+            if _not_ours not in logger.filters:
+                logger.addFilter(_not_ours)
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not (record.threadName or "").startswith(THREAD_PREFIX)

@@ -1,0 +1,300 @@
+"""The fork server: one per kernel, torch imported, CUDA never touched; and how ranks are forked from it.
+
+It is the standard library's `multiprocessing.forkserver`, with three differences: it is ours alone (the
+user's own `forkserver` context is left as it is), it is started under the keeper, and its socket lies in
+the private runtime directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, spawn, util
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import LaunchError
+from nblaunch.agent import keeper, runtime
+
+START_METHOD = "nblaunch"
+"""The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
+
+_SWEEP_TIMEOUT = 5.0
+
+
+class Server:
+    """The keeper and its fork server, started on first use and again if they died."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._lock = threading.RLock()
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._address = ""
+        self._log = Path()
+        self._owner = 0
+        self._omp_num_threads = ""
+
+    def ensure_running(self) -> None:
+        """Start the fork server if it is not running; does not wait until it is ready."""
+        with self._lock:
+            if self._alive():
+                return
+            self._forget()
+            self._start()
+
+    @property
+    def pid(self) -> int | None:
+        """The keeper's process id."""
+        return self._keeper.pid if self._keeper is not None else None
+
+    def _alive(self) -> bool:
+        return self._keeper is not None and self._owner == os.getpid() and self._keeper.poll() is None
+
+    def _start(self) -> None:
+        root = runtime.root()
+        self._address = str(root / "fork")
+        self._log = root / "forkserver.log"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._address)
+        ours, theirs = socket.socketpair()
+        with socket.socket(socket.AF_UNIX) as listener, theirs, self._log.open("ab") as log:
+            listener.bind(self._address)
+            listener.listen(128)
+            self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
+                self._command(listener.fileno(), theirs.fileno(), root),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(),
+                pass_fds=(listener.fileno(), theirs.fileno()),
+                # The stop button's SIGINT goes to the kernel's process group: we are not in it.
+                start_new_session=True,
+            )
+        self._control = ours
+        self._owner = os.getpid()
+
+    @staticmethod
+    def _command(listener_fd: int, control_fd: int, root: Path) -> list[str]:
+        executable = spawn.get_executable()
+        name = os.fsdecode(executable) if executable else sys.executable
+        code = (
+            f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.agent.keeper import main; "
+            f"main({listener_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
+        )
+        flags: list[str] = util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
+        return [name, *flags, "-c", code]
+
+    def connect(self, fds: list[int]) -> tuple[int, int]:
+        """Ask for one more process; return (its exit code arrives here, its orders are written here)."""
+        self.ensure_running()
+        with socket.socket(socket.AF_UNIX) as client, open(os.devnull, "wb") as nothing:
+            client.connect(self._address)
+            parent_read, child_write = os.pipe()
+            child_read, parent_write = os.pipe()
+            # Third and fourth are the server's alive pipe and the resource tracker: the keeper does
+            # the work of the first, and a rank starts a tracker of its own if it needs one.
+            sent = [child_read, child_write, nothing.fileno(), nothing.fileno(), *fds]
+            try:
+                reduction.sendfds(client, sent)
+            except OSError:
+                os.close(parent_read)
+                os.close(parent_write)
+                raise
+            finally:
+                os.close(child_read)
+                os.close(child_write)
+        return parent_read, parent_write
+
+    def sweep(self) -> None:
+        """Kill what ranks that are gone have left running."""
+        with self._lock:
+            if not self._alive() or self._control is None:
+                return
+            self._control.settimeout(_SWEEP_TIMEOUT)
+            with contextlib.suppress(OSError):
+                self._control.sendall(keeper.SWEEP)
+                self._control.recv(1)
+
+    def log(self) -> str:
+        """Return what the fork server has printed: why it did not start, if it did not."""
+        try:
+            return self._log.read_text(errors="replace")[-4000:]
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """End the fork server and whatever is below it, and wait until it is gone."""
+        with self._lock:
+            if self._alive() and self._control is not None and self._keeper is not None:
+                self._control.close()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._keeper.wait(_SWEEP_TIMEOUT)
+                if self._keeper.poll() is None:
+                    self._keeper.kill()
+                    self._keeper.wait()
+            self._forget()
+
+    def _forget(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._keeper is not None and self._owner != os.getpid():
+            # A fork of the kernel: the keeper is our parent's child, not ours to wait for.
+            self._keeper.returncode = 0
+        self._keeper, self._control = None, None
+
+
+server = Server()
+
+
+def _absolute_path() -> list[str]:
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _environment() -> dict[str, str]:
+    # torchrun's rule: more than one rank on a machine, and nobody said how many threads: one each.
+    return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
+class RankPopen(popen_forkserver.Popen):
+    """Starts a process from our fork server; otherwise the standard library's."""
+
+    method = START_METHOD
+
+    def _launch(self, process_obj: Any) -> None:  # noqa: ANN401 - as the standard library has it
+        buffer = io.BytesIO()
+        # Neither the main module (a script without a `__main__` guard would run again in every rank)
+        # nor the start method (a rank's own processes start as under torchrun) goes along.
+        preparation = {
+            "name": process_obj.name,
+            "authkey": bytes(process.current_process().authkey),
+            "log_to_stderr": False,
+            "sys_path": _absolute_path(),
+            "orig_dir": os.getcwd(),
+        }
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, order_fd = server.connect(self._fds)
+        parent_fd = os.dup(order_fd)
+        self.finalizer = util.Finalize(self, util.close_fds, (parent_fd, self.sentinel))
+        try:
+            with open(order_fd, "wb") as order:
+                order.write(buffer.getbuffer())
+            self.pid = _read_pid(self.sentinel)
+        except (EOFError, OSError) as error:
+            server.stop()
+            msg = (
+                "A rank was to be forked, and the fork server ended instead. Its last words:\n"
+                f"{server.log() or '(none)'}"
+            )
+            raise LaunchError(msg, phase="fork server") from error
+
+
+def _read_pid(fd: int) -> int:
+    read: Callable[[int], int] = forkserver.read_signed  # type: ignore[attr-defined]
+    return read(fd)
+
+
+class RankProcess(process.BaseProcess):
+    """A process of our context; its own default start method stays the platform's."""
+
+    _start_method = None
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> RankPopen:  # noqa: ANN401, N802 - as the standard library has it
+        return RankPopen(process_obj)
+
+
+class Released:
+    """Stands in for the `Event` by which torchelastic lets finished ranks end.
+
+    Ranks end when the hub tells them to, so nobody waits here; and no semaphore file is made.
+    """
+
+    def set(self) -> None:
+        """Do nothing."""
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the signature of Event
+        """Return at once."""
+        return True
+
+
+class ReturnSlot:
+    """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
+
+    It is full once the hub has released the rank. A rank that ends before that has ended without a
+    word (`os._exit(0)`), for which torchelastic would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.released = False
+
+    def put(self, value: object) -> None:
+        """Do nothing: runs in the rank, whose value has been sent."""
+
+    def empty(self) -> bool:
+        """Return whether the rank is still wanted."""
+        return not self.released
+
+    def get(self) -> None:
+        """Return the value torchelastic is to see."""
+
+
+class RankContext(context.BaseContext):
+    """The `multiprocessing` context whose processes are forks of our server."""
+
+    _name = START_METHOD
+    Process = RankProcess  # type: ignore[assignment]
+
+    def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
+        """Return our own name."""
+        return self._name
+
+    def SimpleQueue(self) -> ReturnSlot:  # type: ignore[override]  # noqa: N802 - as inherited
+        """Return a slot that needs no descriptor: 128 ranks would pass the limit of 256."""
+        return ReturnSlot()
+
+    def Event(self) -> Released:  # type: ignore[override]  # noqa: N802 - as inherited
+        """Return an event that needs no semaphore in /dev/shm."""
+        return Released()
+
+    def _check_available(self) -> None:
+        reduction_possible = reduction.HAVE_SEND_HANDLE
+        if not reduction_possible:
+            msg = "Ranks were to be forked from a server, but this system cannot send descriptors."
+            raise LaunchError(msg, phase="fork server")
+
+
+def register() -> str:
+    """Make `multiprocessing.get_context(START_METHOD)` ours; return the name."""
+    contexts: dict[str, context.BaseContext] = context._concrete_contexts  # type: ignore[attr-defined]  # noqa: SLF001
+    contexts.setdefault(START_METHOD, RankContext())
+    return START_METHOD
+
+
+def kill_group(pid: int) -> None:
+    """Kill a rank and its process group at once."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def wait_for(sentinels: list[int], seconds: float) -> None:
+    """Wait until all processes behind `sentinels` have ended, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    pending = set(sentinels)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        pending -= {fd for fd in connection.wait(list(pending), timeout=left) if isinstance(fd, int)}

@@ -1,0 +1,124 @@
+"""The keeper: a small process that outlives the kernel by a moment and leaves nothing behind.
+
+    kernel --> keeper --> fork server --> rank, rank, ...
+
+It is the subreaper of everything below it: a child that a rank left behind, even one that started a
+session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive"
+is one rule: *a child of the keeper that is not the fork server does not live*. It is applied
+
+* when the kernel asks, at the end of each worker group (one byte on the socket, one byte back), and
+* when the kernel is gone, for whatever reason: then the fork server goes too, and the runtime directory.
+
+This file runs as a program of its own and imports nothing of torch; the fork server is its child and
+imports torch after the fork, so the keeper stays small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+
+from nblaunch.rank.isolate import become_subreaper, die_with_parent
+
+SWEEP = b"s"
+SWEPT = b"."
+_PATIENCE = 0.02
+
+
+def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
+    """Start the fork server and keep watch; returns never."""
+    become_subreaper()
+    alive_read, alive_write = os.pipe()
+    server = os.fork()
+    if server == 0:
+        os.close(alive_write)
+        os.close(control_fd)
+        die_with_parent()
+        from nblaunch.agent.preload import serve  # noqa: PLC0415 - torch is for the child only
+
+        serve(listener_fd, alive_read)
+    os.close(listener_fd)
+    os.close(alive_read)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Whoever wants us gone ends the kernel; a stray signal to all must not orphan the ranks.
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _watch(socket.socket(fileno=control_fd), server, kernel_pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        _sweep(spare=0)
+        shutil.rmtree(root, ignore_errors=True)
+        os._exit(0)
+
+
+def _watch(control: socket.socket, server: int, kernel_pid: int) -> None:
+    """Serve the kernel's requests; return when the kernel or the fork server is gone."""
+    poller = select.poll()
+    poller.register(control, select.POLLIN)
+    poller.register(_process_end(server), select.POLLIN)
+    # The socket alone is not enough: a process that the user forked from the kernel holds it open.
+    poller.register(_process_end(kernel_pid), select.POLLIN)
+    while os.getppid() == kernel_pid:
+        ready = [fd for fd, _ in poller.poll()]
+        if ready != [control.fileno()]:
+            return
+        request = control.recv(1)
+        if request != SWEEP:
+            return
+        _sweep(spare=server)
+        control.sendall(SWEPT)
+
+
+def _process_end(pid: int) -> int:
+    """Return a descriptor that becomes readable when process `pid` ends."""
+    return os.pidfd_open(pid)
+
+
+def _sweep(spare: int) -> None:
+    """Kill and reap every child but `spare`; what they leave becomes ours, and goes too."""
+    while True:
+        children = [pid for pid in _children() if pid != spare]
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _PATIENCE
+        for pid in children:
+            while os.waitpid(pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > deadline:
+                    # Uninterruptible sleep: it will die when the kernel lets it; others come first.
+                    break
+                time.sleep(0.0005)
+
+
+def _children() -> list[int]:
+    me = os.getpid()
+    try:
+        with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as listing:
+            return [int(pid) for pid in listing.read().split()]
+    except OSError:
+        return [pid for pid in _all_pids() if _parent(pid) == me]
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return int(stat.read().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

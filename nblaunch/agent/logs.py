@@ -1,0 +1,95 @@
+"""Reading what ranks print: the tail of two growing files, in the order of the rank's own announcements."""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from nblaunch._protocol import Offsets, Printed, Stream
+
+_STEP = 1 << 20
+
+
+@dataclass(slots=True)
+class _File:
+    """One log file, read so far up to `position`."""
+
+    path: str
+    position: int = 0
+    seen: int = 0
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
+
+    def size(self) -> int:
+        try:
+            return os.stat(self.path).st_size
+        except OSError:
+            return 0
+
+    def read(self, end: int) -> Iterator[str]:
+        if end <= self.position:
+            return
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.position)
+                while self.position < end:
+                    data = file.read(min(_STEP, end - self.position))
+                    if not data:
+                        return
+                    self.position += len(data)
+                    yield self.decoder.decode(data)
+        except OSError:
+            return
+
+
+class LogTail:
+    """The output of one rank, as `Printed` messages."""
+
+    def __init__(self, rank: int, stdout: str, stderr: str) -> None:
+        """Begin at the beginning of both files."""
+        self._rank = rank
+        self._files = {Stream.STDOUT: _File(stdout), Stream.STDERR: _File(stderr)}
+
+    def poll(self) -> Iterator[Printed]:
+        """Yield what was there at the call before this one.
+
+        Not what is there now: announcements that say in which order it was written may be under way.
+        """
+        for stream, file in self._files.items():
+            end, file.seen = file.seen, file.size()
+            yield from self._read(stream, end)
+
+    def up_to(self, offsets: Offsets) -> Iterator[Printed]:
+        """Yield what precedes a moment in the rank's life."""
+        yield from self._read(Stream.STDOUT, offsets.stdout)
+        yield from self._read(Stream.STDERR, offsets.stderr)
+
+    def rest(self) -> Iterator[Printed]:
+        """Yield all there is."""
+        for stream, file in self._files.items():
+            yield from self._read(stream, file.size())
+
+    def skip_to(self, offsets: Offsets) -> None:
+        """Pass over what is before a moment."""
+        self._files[Stream.STDOUT].position = offsets.stdout
+        self._files[Stream.STDERR].position = offsets.stderr
+
+    def _read(self, stream: Stream, end: int) -> Iterator[Printed]:
+        file = self._files[stream]
+        for text in file.read(end):
+            if text:
+                yield Printed(rank=self._rank, stream=stream, text=text, end=file.position)
+
+
+def read_text(path: str, start: int = 0, end: int | None = None) -> str:
+    """Return the text of a log file between two offsets; empty if it is gone."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read() if end is None else file.read(max(end - start, 0))
+    except OSError:
+        return ""
+    return data.decode("utf-8", "replace")

@@ -1,0 +1,86 @@
+"""The private directory of this kernel: sockets, logs and spilled payloads live here, and only here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from nblaunch._errors import LaunchError
+
+PREFIX = "nblaunch-"
+# sun_path holds 108 bytes with its closing zero on Linux, 104 on macOS; the longest name we add is
+# `/hub` and ZMQ needs nothing more. Some room is left for the name that `mkdtemp` makes up.
+_LONGEST_SOCKET_DIRECTORY = 80
+
+_lock = threading.Lock()
+_root: Path | None = None
+_owner = 0
+
+
+def root() -> Path:
+    """Return this process's runtime directory (mode 0700, whatever the umask), made on first use.
+
+    It lies below `TMPDIR`, or below another private place where a socket's path would be too long.
+    Raises `LaunchError` if no directory can be made.
+    """
+    global _root, _owner
+    with _lock:
+        # A process forked from the kernel must neither share nor remove its parent's directory.
+        if _root is None or _owner != os.getpid() or not _root.is_dir():
+            _root, _owner = _make(), os.getpid()
+        return _root
+
+
+def _make() -> Path:
+    tried = []
+    for base in _candidates():
+        if len(os.fsencode(base)) > _LONGEST_SOCKET_DIRECTORY:
+            tried.append(f"{base} (too long for a unix socket)")
+            continue
+        try:
+            made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            made.chmod(0o700)
+        except OSError as error:
+            tried.append(f"{base} ({error.strerror})")
+        else:
+            return made
+    msg = (
+        f"A private runtime directory was needed, and none could be made: tried {', '.join(tried)}. "
+        "Set TMPDIR to a short path that you may write to."
+    )
+    raise LaunchError(msg, phase="fork server")
+
+
+def _candidates() -> Iterator[str]:
+    yield tempfile.gettempdir()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isdir(runtime):
+        yield runtime
+    yield from ("/tmp", "/var/tmp")  # noqa: S108 - mkdtemp makes the private directory below them
+
+
+def make_directory(prefix: str) -> Path:
+    """Make a directory of mode 0700 below the runtime directory."""
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
+    made.chmod(0o700)
+    return made
+
+
+def remove_tree(path: Path) -> None:
+    """Remove `path` and all below it; whatever is gone already is fine."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_root() -> None:
+    """Remove this process's runtime directory (the kernel is ending)."""
+    global _root
+    with _lock:
+        if _root is not None and _owner == os.getpid():
+            remove_tree(_root)
+        _root = None

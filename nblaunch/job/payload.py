@@ -1,0 +1,160 @@
+"""Pickles with their large buffers beside them, and the notebook's own functions and classes.
+
+`dumps` gives a `Packed`: a protocol-5 pickle stream and the buffers that it refers to. `nblaunch.job.shared`
+moves those between processes, `loads` puts them together again without copying a buffer.
+
+Two things differ from plain cloudpickle:
+
+* CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share
+  their memory on the other side; CUDA tensors travel through the CPU (see `nblaunch.job.tensors`).
+* Functions of the notebook live in the rank's own `__main__`: a cell that changes a global that such a
+  function reads sees the change, as in the notebook. On the way back nothing is written into the
+  notebook: classes that came from there are sent by name, functions get globals of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
+
+from nblaunch.job import tensors
+
+OUT_OF_BAND = 4096
+"""Buffers of fewer bytes stay inside the pickle stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickle stream and its out-of-band buffers, each contiguous."""
+
+    stream: memoryview
+    buffers: tuple[memoryview, ...]
+
+    @property
+    def parts(self) -> tuple[memoryview, ...]:
+        """Return the stream first, then the buffers."""
+        return (self.stream, *self.buffers)
+
+    @property
+    def size(self) -> int:
+        """Bytes, all parts together."""
+        return sum(part.nbytes for part in self.parts)
+
+
+class _MainGlobals:
+    """Unpickles as the globals of the process's own `__main__`."""
+
+    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
+        return main_globals, ()
+
+
+def main_globals() -> dict[str, Any]:
+    """Return the globals of this process's `__main__`."""
+    return sys.modules["__main__"].__dict__
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Base of both directions: tensors by storage."""
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's signature
+        reduced = tensors.reduce(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+class _Outbound(_Pickler):
+    """From the notebook to the ranks."""
+
+    def __init__(self, *arguments: Any, namespace: dict[str, Any] | None, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        for globals_ in (namespace, main_globals()):
+            if globals_ is not None:
+                # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+                self.globals_ref[id(globals_)] = _MainGlobals()
+
+
+class _Homebound(_Pickler):
+    """From a rank to the notebook: classes that came from there go back by name."""
+
+    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's signature
+        if isinstance(obj, type) and obj in received_classes:
+            return known_class, (received_classes[obj],)
+        return super().reducer_override(obj)
+
+
+received_classes: dict[type, str] = {}
+"""In a rank: classes that the notebook sent by value, and cloudpickle's name for each."""
+
+
+def remember_received_classes() -> None:
+    """Note which classes have come from the notebook; call before any code of the job runs."""
+    tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
+    received_classes.update(dict(tracked))
+
+
+def known_class(tracker_id: str) -> type:
+    """Return the notebook's own class that was sent under `tracker_id`."""
+    tracked: dict[str, type] = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # noqa: SLF001
+    try:
+        return tracked[tracker_id]
+    except KeyError:
+        msg = "a rank returned an object of a class that has been deleted from the notebook meanwhile"
+        raise pickle.UnpicklingError(msg) from None
+
+
+def dumps(value: object, namespace: dict[str, Any] | None = None) -> Packed:
+    """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
+
+    Raises whatever the objects raise when they cannot be pickled.
+    """
+    return _dumps(value, lambda *args, **kwargs: _Outbound(*args, namespace=namespace, **kwargs))
+
+
+def dumps_home(value: object) -> Packed:
+    """Pickle a rank's value for the notebook."""
+    return _dumps(value, _Homebound)
+
+
+def _dumps(value: object, make: Callable[..., Any]) -> Packed:
+    buffers: list[memoryview] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        try:
+            raw = buffer.raw()
+        except BufferError:  # not contiguous: pickle copies it into the stream
+            return True
+        if raw.nbytes < OUT_OF_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    make(stream, protocol=5, buffer_callback=keep_inside).dump(value)
+    return Packed(stream.getbuffer(), tuple(buffers))
+
+
+def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:  # noqa: ANN401
+    """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
+
+    Only for bytes from an authenticated sender: unpickling runs code.
+    """
+    with tensors.arriving_on(device):
+        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+
+
+def dumps_plain(value: object) -> bytes:
+    """Pickle a small object for the notebook, all in one piece."""
+    stream = io.BytesIO()
+    _Homebound(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+def loads_plain(data: bytes) -> Any:  # noqa: ANN401 - any object
+    """Unpickle what `dumps_plain` made; only from an authenticated sender."""
+    return loads(data, ())

@@ -1,0 +1,180 @@
+"""Large payloads cross once: written into a memory file, and mapped by whoever reads it.
+
+A memory file (memfd) has no name: it needs no room in /dev/shm, which containers keep at 64 MB, and it is
+gone with the last process that holds it. The reader opens it through `/proc/<pid>/fd`, which the system
+allows only to the same user. Where there is no memfd, or not enough memory, the payload is an ordinary
+file in the runtime directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+
+from nblaunch._protocol import Payload
+from nblaunch.job.payload import Packed
+
+INLINE = 256 * 1024
+"""Payloads of at most this many bytes travel inside their message."""
+
+_ALIGNMENT = 64
+_COPY_STEP = 64 * 1024 * 1024
+_RESERVE = 0.95
+
+
+class NoRoomError(MemoryError):
+    """Neither memory nor disk has room for a payload."""
+
+
+class Outgoing:
+    """A payload on its way; its memory stays until `close`. A context manager."""
+
+    def __init__(self, payload: Payload, release: Callable[[], None] | None = None) -> None:
+        """Keep `payload` and what frees it."""
+        self.payload = payload
+        self._release = release
+
+    def close(self) -> None:
+        """Free what nobody has mapped."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Outgoing:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+
+def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
+    """Write `packed` where another process of this user can map it.
+
+    `directory` names a private directory for the case that memory has no room. Raises `NoRoomError`
+    with what was needed and what there is.
+    """
+    parts = packed.parts
+    sizes = tuple(part.nbytes for part in parts)
+    total = _layout(sizes)[1]
+    if total <= INLINE:
+        return Outgoing(Payload(sizes=sizes, inline=_joined(parts, sizes, total)))
+    if total <= _free_memory() * _RESERVE and hasattr(os, "memfd_create"):
+        with contextlib.suppress(OSError):
+            return _in_memory(parts, sizes, total)
+    return _on_disk(parts, sizes, total, directory())
+
+
+def _in_memory(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
+    fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+    try:
+        _write(fd, parts, sizes, total)
+    except BaseException:
+        os.close(fd)
+        raise
+    return Outgoing(Payload(sizes=sizes, pid=os.getpid(), fd=fd), lambda: os.close(fd))
+
+
+def _on_disk(
+    parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int, directory: Path
+) -> Outgoing:
+    free = shutil.disk_usage(directory).free
+    if total > free * _RESERVE:
+        raise NoRoomError(_no_room(total, directory, free))
+    fd, path = tempfile.mkstemp(prefix="payload-", dir=directory)
+    try:
+        # Blocks are allocated now: a full disk is an error here, not a SIGBUS in whoever maps the file.
+        os.posix_fallocate(fd, 0, total)
+        _write(fd, parts, sizes, total)
+    except OSError as error:
+        os.unlink(path)
+        raise NoRoomError(_no_room(total, directory, shutil.disk_usage(directory).free)) from error
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return Outgoing(Payload(sizes=sizes, path=path), lambda: Path(path).unlink(missing_ok=True))
+
+
+def _no_room(total: int, directory: Path, free: int) -> str:
+    return (
+        f"{total / 1e6:.0f} MB are to be sent; memory has {_free_memory() / 1e6:.0f} MB free and the disk "
+        f"under {directory} has {free / 1e6:.0f} MB. Free memory, send less, or set TMPDIR to a larger disk."
+    )
+
+
+def get(payload: Payload, *, private: bool) -> tuple[memoryview, ...]:
+    """Map a payload and return its parts; they may be written to.
+
+    With `private` a write changes this process's copy only (and costs memory only then); without, the
+    mapping is the one and only copy. The sender must still hold the payload when this is called.
+    Raises `OSError` if it does not.
+    """
+    offsets, total = _layout(payload.sizes)
+    if payload.inline is not None:
+        whole = memoryview(payload.inline)
+        if private or len(payload.sizes) > 1:
+            whole = memoryview(bytearray(whole))
+    else:
+        path = payload.path or f"/proc/{payload.pid}/fd/{payload.fd}"
+        fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size < total:
+                msg = f"a payload of {total} bytes was announced, and {path} is shorter"
+                raise OSError(msg)
+            access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+            whole = memoryview(mmap.mmap(fd, total, access=access))
+        finally:
+            os.close(fd)
+    return tuple(
+        whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True)
+    )
+
+
+def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where each part starts, and the length of all together."""
+    offsets, end = [], 0
+    for size in sizes:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(start)
+        end = start + size
+    return offsets, end
+
+
+def _joined(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> bytes:
+    joined = bytearray(total)
+    for part, offset, size in zip(parts, _layout(sizes)[0], sizes, strict=True):
+        joined[offset : offset + size] = part.cast("B")
+    return bytes(joined)
+
+
+def _write(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> None:
+    os.ftruncate(fd, total)
+    for part, offset in zip(parts, _layout(sizes)[0], strict=True):
+        flat = part.cast("B")
+        written = 0
+        while written < flat.nbytes:
+            step = flat[written : written + _COPY_STEP]
+            written += os.pwrite(fd, step, offset + written)
+
+
+def _free_memory() -> int:
+    """Return the bytes that may still be used: of the machine, and of the container's limit."""
+    free = int(psutil.virtual_memory().available)
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            limit = int(Path(limit_file).read_text())
+            free = min(free, limit - int(Path(usage_file).read_text()))
+    return max(free, 0)

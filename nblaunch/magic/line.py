@@ -1,0 +1,49 @@
+"""Completion of the options on the line of a magic.
+
+Values in the line (`-n $ranks`, `-n {len(parts)}`) are nothing of ours: IPython fills them in before it
+calls a magic.
+"""
+
+from __future__ import annotations
+
+import re
+
+from nblaunch._option_line import HELP_FLAGS
+from nblaunch._options import OPTIONS
+
+_MAGIC = re.compile(r"\s*%%?\w+\s")
+_OPTIONS = [option for option in OPTIONS if "magic" in option.doors]
+_BY_SPELLING = {spelling: option for option in _OPTIONS for spelling in option.spellings}
+
+
+def option_completions(text_so_far: str) -> list[str]:
+    """Return what the last word of a line can become: options, or the choices of the one before it.
+
+    The text ends at the cursor, with or without `%%distributed`. After `--backend=` the choices come alone,
+    because IPython replaces only what follows the `=`.
+
+    >>> option_completions("%%distributed -n 2 --ti")
+    ['--timeout']
+    >>> option_completions("--backend n")
+    ['nccl']
+    """
+    if "\n" in text_so_far:
+        return []
+    *before, word = re.split(r"\s+", _MAGIC.sub("", text_so_far, count=1))
+    if any(each.startswith("#") for each in (*before, word)):
+        return []
+    spelling, equals, value = word.partition("=")
+    if not equals and before:
+        spelling, value = before[-1], word
+    option = _BY_SPELLING.get(spelling)
+    if option is not None and not option.kind.switch:
+        return [choice for choice in option.kind.words if choice.startswith(value)]
+    return [] if equals else _options_from(word)
+
+
+def _options_from(word: str) -> list[str]:
+    """Return the options that begin with `word`; those with underscores only once one was typed."""
+    if not word:
+        return [option.flags[0] for option in _OPTIONS]
+    flags = [flag for option in _OPTIONS for flag in (option.spellings if "_" in word else option.flags)]
+    return [flag for flag in (*flags, *HELP_FLAGS) if flag.startswith(word)]

@@ -1,0 +1,91 @@
+"""`%%distributed`: parse the line, capture what the cell needs, run it, hand back the result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, cell_magic, magics_class, no_var_expand
+from IPython.utils.text import DollarFormatter
+
+from nblaunch._options import LaunchOptions, options_help, parse_line
+from nblaunch._protocol import CellJob
+from nblaunch._results import RunResult
+from nblaunch.job.capture import Captured, capture_cell
+from nblaunch.magic.line import option_completions
+from nblaunch.session import engine
+from nblaunch.view.watch import watcher
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """The magics of one shell."""
+
+    shell: InteractiveShell
+
+    # IPython would also look for `$result` among its own local variables.
+    @no_var_expand
+    @cell_magic
+    def distributed(self, line: str, cell: str) -> None:
+        """Run the cell on N torch ranks."""
+        parsed = parse_line(self._expanded(line))
+        if parsed.help_wanted:
+            print(options_help("%%distributed"))  # noqa: T201 - the user asked for it
+            return
+        options = parsed.options
+        placement, environ = engine.place(options)
+        filename, title = self._name(f"%%distributed {line}\n{cell}")
+        captured = self._captured(cell, filename)
+        launch = engine.Launch(
+            job=CellJob(source=cell, filename=filename, title=title),
+            captured=captured,
+            options=options,
+            placement=placement,
+            environ=environ,
+            title=title,
+        )
+        finished = engine.perform(launch, watcher(title, placement.backend))
+        if finished.result is not None:
+            self._hand_over(finished.result, options)
+        if finished.error is not None:
+            raise finished.error
+
+    def _expanded(self, line: str) -> str:
+        try:
+            expanded: str = DollarFormatter().vformat(line, args=[], kwargs=self.shell.user_ns)
+        except Exception:  # noqa: BLE001 - as IPython does: what cannot be expanded stays as it is
+            return line
+        return expanded
+
+    def _name(self, source: str) -> tuple[str, str]:
+        """Register the cell under its name in the notebook, so that tracebacks show its lines."""
+        number = self.shell.displayhook.prompt_count
+        filename: str = self.shell.compile.cache(source, number, raw_code=source)
+        return filename, engine.notebook.title_of(filename)
+
+    def _captured(self, cell: str, filename: str) -> Captured:
+        transformed = "\n" + self.shell.transform_cell(cell)
+        try:
+            return capture_cell(transformed, self.shell.user_ns)
+        except SyntaxError as error:
+            error.filename = filename
+            raise
+
+    def _hand_over(self, result: RunResult, options: LaunchOptions) -> None:
+        """Make the result `_` and the variable of `--out`, whether the run succeeded or not."""
+        if options.out is not None:
+            self.shell.user_ns[options.out] = result
+        self.shell.displayhook.update_user_ns(result)
+
+
+def register(shell: InteractiveShell) -> None:
+    """Register the magics with `shell`, with help and completion."""
+    magics = DistributedMagics(shell)
+    method: Any = DistributedMagics.distributed
+    method.__doc__ = f"{options_help('%%distributed')}"
+    shell.register_magics(magics)
+    shell.set_hook(
+        "complete_command",
+        lambda _shell, event: option_completions(event.text_until_cursor),
+        str_key="%%distributed",
+    )

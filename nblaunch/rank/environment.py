@@ -1,0 +1,69 @@
+"""A rank's environment: the notebook's as it is now, under what torchelastic has set for this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import torch
+
+from nblaunch._protocol import Prepare
+
+# What torchelastic's agent sets; the kernel's own values of these never reach a rank.
+AGENT_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_TIMER_FILE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+
+
+def apply(prepare: Prepare) -> None:
+    """Take over the notebook's environment, directory, path and arguments."""
+    agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
+    sent = (os.fsdecode(entry).partition("=") for entry in prepare.environ)
+    wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
+    wanted = {"OMP_NUM_THREADS": "1", **wanted, **agent}
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    with contextlib.suppress(OSError):
+        os.chdir(prepare.cwd)
+    sys.path[:] = prepare.path
+    sys.argv[:] = prepare.argv
+    _set_threads(os.environ["OMP_NUM_THREADS"])
+
+
+def _set_threads(value: str) -> None:
+    """Follow OMP_NUM_THREADS although torch, imported in the fork server, has read it already."""
+    with contextlib.suppress(ValueError):
+        threads = int(value.partition(",")[0])
+        if threads > 0 and threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+
+def choose_device(prepare: Prepare) -> torch.device:
+    """Return this rank's device, made current if it is an accelerator."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if prepare.device_type == "cpu" or prepare.accelerators == 0:
+        return torch.device("cpu")
+    device = torch.device(prepare.device_type, local_rank % prepare.accelerators)
+    torch.get_device_module(device).set_device(device)
+    return device

@@ -1,0 +1,145 @@
+"""A rank's exception as a record: the user's own frames, with source; never fails itself."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import reprlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+
+from nblaunch._errors import shorten
+from nblaunch._protocol import FailureRecord, FrameRecord, Phase
+from nblaunch.job import payload
+
+_EXCEPTION_LIMIT = 4 * 1024 * 1024
+_VARIABLES = 40
+_short_repr = reprlib.Repr()
+_short_repr.maxother = _short_repr.maxstring = 200
+# Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
+_OURS = re.compile(
+    r"(/nblaunch/(rank|job|agent|session)/|/torch/distributed/elastic/|/torch/multiprocessing/"
+    r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
+    r"|<frozen runpy>|/asyncio/(runners|base_events|events)\.py)"
+)
+
+
+def record(
+    error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
+) -> FailureRecord:
+    """Return what there is to say about `error`.
+
+    `titles` maps the file names of notebook cells to what the reader calls them: `Cell In[3]`.
+    """
+    return FailureRecord(
+        type=_qualified_name(type(error)),
+        message=encodable(shorten(_text(error))),
+        traceback=encodable(shorten(_format(error, titles))),
+        frames=tuple(_frames(error, titles)),
+        exception=_pickled(error),
+        exitcode=exitcode,
+        time=time.time(),
+        phase=phase,
+    )
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001 - an exception's __str__ may do anything
+        return f"<its text raised {type(broken).__name__}>"
+
+
+def encodable(text: str) -> str:
+    """Return `text` without lone surrogates, which no message can carry."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = payload.dumps_plain(error)
+        # Some exceptions pickle and do not unpickle (required arguments); know it here, not there.
+        payload.loads_plain(data)
+    except Exception:  # noqa: BLE001 - then the record says it in words
+        return None
+    return data if len(data) <= _EXCEPTION_LIMIT else None
+
+
+def _format(error: BaseException, titles: Mapping[str, str]) -> str:
+    try:
+        report = traceback.TracebackException.from_exception(error)
+        for part in _chain(report, set()):
+            _trim(part, titles)
+        text = "".join(report.format())
+    except Exception as broken:  # noqa: BLE001 - a broken exception must still be told
+        return f"{_qualified_name(type(error))}: {_text(error)} (its traceback raised {broken!r})\n"
+    return re.sub(r'File "(Cell In\[[^"]*)", line', r"\1, line", text)
+
+
+def _chain(
+    report: traceback.TracebackException, seen: set[int]
+) -> Iterator[traceback.TracebackException]:
+    if id(report) in seen:
+        return
+    seen.add(id(report))
+    yield report
+    for other in (report.__cause__, report.__context__, *(getattr(report, "exceptions", None) or ())):
+        if other is not None:
+            yield from _chain(other, seen)
+
+
+def _trim(report: traceback.TracebackException, titles: Mapping[str, str]) -> None:
+    kept = [frame for frame in report.stack if not _OURS.search(frame.filename.replace("\\", "/"))]
+    for frame in kept:
+        frame.filename = titles.get(frame.filename, frame.filename)
+        frame.name = re.sub(r"^<(cell line: \d+|module)>.*", "<module>", frame.name)
+    report.stack = traceback.StackSummary.from_list(kept)
+    if isinstance(getattr(report, "filename", None), str):
+        report.filename = titles.get(str(report.filename), str(report.filename))
+
+
+def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRecord]:
+    if isinstance(error, SyntaxError) and error.filename in titles:
+        yield FrameRecord(
+            filename=titles[error.filename],
+            line=error.lineno or 1,
+            function="<module>",
+            source=encodable((error.text or "").strip()),
+        )
+        return
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if _OURS.search(filename.replace("\\", "/")):
+            continue
+        summary = traceback.FrameSummary(filename, line, frame.f_code.co_name)
+        yield FrameRecord(
+            filename=titles.get(filename, filename),
+            line=line,
+            function=frame.f_code.co_name,
+            source=encodable(summary.line or ""),
+            variables=_variables(dict(frame.f_locals)) if frame.f_code.co_name != "<module>" else {},
+        )
+
+
+def _variables(values: Mapping[str, object]) -> dict[str, str]:
+    shown = {}
+    for name, value in list(values.items())[:_VARIABLES]:
+        with contextlib.suppress(Exception):
+            shown[name] = encodable(_short_repr.repr(value))
+    return shown
+
+
+def write_error_file(error: BaseException) -> None:
+    """Write torchelastic's `error.json`, as its `@record` does."""
+    handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
+    if handlers is not None and isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            handlers.get_error_handler().record_exception(error)

@@ -1,0 +1,76 @@
+"""What a rank does first, before it can leave anything behind; standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import sys
+from multiprocessing import forkserver, resource_tracker
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LINUX = sys.platform.startswith("linux")
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process when its parent ends (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Have orphans below this process become its children (Linux)."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def isolate() -> None:
+    """Make this fork of the server a process of its own."""
+    # SIGKILL in place of the SIGINT that torch.multiprocessing asks for: SIGINT is no guarantee.
+    die_with_parent()
+    become_subreaper()
+    # A session of its own: the stop button's SIGINT reaches this rank only through us.
+    with contextlib.suppress(PermissionError):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    _forget_inherited_servers()
+    _seed_anew()
+
+
+def _forget_inherited_servers() -> None:
+    """Let the user's own `forkserver` context start a server of this rank's, not use ours."""
+    inherited = forkserver._forkserver  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]  # noqa: SLF001
+    for fd in (inherited._forkserver_alive_fd, tracker._fd):  # noqa: SLF001
+        if fd is not None:
+            os.close(fd)
+    for name, value in (
+        ("_forkserver_address", None),
+        ("_forkserver_alive_fd", None),
+        ("_forkserver_pid", None),
+        ("_inherited_fds", None),
+        ("_preload_modules", ["__main__"]),
+    ):
+        setattr(inherited, name, value)
+    tracker._fd = None  # noqa: SLF001
+    tracker._pid = None  # noqa: SLF001
+
+
+def _seed_anew() -> None:
+    """Forks start with the server's random state, the same in every rank; fresh processes do not."""
+    random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        # Of the CPU's generator only: torch.seed() would queue a call for CUDA's first use.
+        torch.default_generator.seed()

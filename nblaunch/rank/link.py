@@ -1,0 +1,94 @@
+"""The rank's end of the hub: a thread that owns the socket, an inbox and an outbox."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+from collections import deque
+
+import zmq
+
+from nblaunch._protocol import (
+    Dispatch,
+    FromRank,
+    Hello,
+    Interrupt,
+    Leave,
+    Prepare,
+    ToRank,
+    decode_to_rank,
+    encode,
+)
+
+_LINGER_MS = 2000
+
+
+class Link:
+    """Carries messages both ways while the main thread works, or is stuck.
+
+    Interrupts act at once; everything else waits in `inbox` until the main thread asks for it.
+    """
+
+    def __init__(self, address: str, identity: bytes) -> None:
+        """Connect to the hub at `address`; say nothing yet."""
+        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Leave] = queue.SimpleQueue()
+        self.working = threading.Event()
+        self._outbox: deque[bytes] = deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # A burst of displays waits here; it never blocks the job and is never dropped.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._main = threading.main_thread().ident or 0
+        self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
+
+    def start(self, hello: Hello) -> None:
+        """Say hello and begin to carry messages."""
+        self._socket.send(encode(hello))
+        self._thread.start()
+
+    def send(self, message: FromRank) -> None:
+        """Send `message` after all that was sent before it; from any thread, never blocks."""
+        self._outbox.append(encode(message))
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def close(self) -> None:
+        """Send what is left and end the thread."""
+        self._closing = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+        self._thread.join(_LINGER_MS / 1000)
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            while self._outbox:
+                self._socket.send(self._outbox.popleft())
+            if self._closing and not self._outbox:
+                return
+            if self._socket in ready:
+                self._receive(decode_to_rank(self._socket.recv(), "the hub"))
+
+    def _receive(self, message: ToRank) -> None:
+        match message:
+            case Interrupt():
+                if self.working.is_set():
+                    signal.pthread_kill(self._main, signal.SIGINT)
+            case _:
+                self.inbox.put(message)

@@ -1,0 +1,242 @@
+"""The life of a rank: hello, prepare, ready, job, outcome, leave.
+
+torchelastic calls `run_rank` in a fresh fork of the server. A rank ends only when the hub tells it to:
+one that has failed or finished stays until the others have said what happened to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import inspect
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nblaunch._protocol import (
+    CellJob,
+    Dispatch,
+    Entered,
+    FunctionJob,
+    Hello,
+    Leave,
+    Offsets,
+    Phase,
+    Prepare,
+    Raised,
+    Returned,
+    Started,
+    Switched,
+)
+from nblaunch.job import payload, shared
+from nblaunch.rank import environment, failure, process_group, shell, streams
+from nblaunch.rank.display import outlet
+from nblaunch.rank.isolate import isolate
+from nblaunch.rank.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a rank is born with: where the hub is, and how it will know this rank."""
+
+    address: str
+    group: str
+    token: str
+    attempt: int
+    spill: str
+
+
+class ValueNotSentError(TypeError):
+    """The job succeeded, but its value cannot be pickled; says which part."""
+
+
+class _Done(Exception):  # noqa: N818 - no error: the hub has told this rank to leave
+    pass
+
+
+class Rank:
+    """This process, as a rank."""
+
+    def __init__(self, orders: Orders) -> None:
+        """Connect to the hub."""
+        self.orders = orders
+        self.rank = int(os.environ["RANK"])
+        self.device = torch.device("cpu")
+        self.phase = Phase.CONNECT
+        self.titles: dict[str, str] = {}
+        self.outgoing: shared.Outgoing | None = None
+        identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
+        self.link = Link(orders.address, identity)
+        streams.install(lambda offsets: self.link.send(Switched(rank=self.rank, offsets=offsets)))
+        outlet.send, outlet.rank = self.link.send, self.rank
+        self.link.start(
+            Hello(
+                rank=self.rank,
+                token=orders.token,
+                attempt=orders.attempt,
+                local_rank=int(os.environ["LOCAL_RANK"]),
+                world_size=int(os.environ["WORLD_SIZE"]),
+                node=platform.node(),
+                pid=os.getpid(),
+            )
+        )
+
+    def live(self) -> int:
+        """Follow the hub's orders until it says leave; return the exit code."""
+        try:
+            while True:
+                match self.link.inbox.get():
+                    case Prepare() as prepare:
+                        self._guarded(lambda prepare=prepare: self._prepare(prepare))
+                    case Dispatch() as dispatch:
+                        self._guarded(lambda dispatch=dispatch: self._work(dispatch))
+                    case Leave(exitcode=exitcode):
+                        return exitcode
+        finally:
+            self._leave()
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Do one step; whatever it raises becomes this rank's failure."""
+        try:
+            try:
+                step()
+            finally:
+                self.link.working.clear()
+        except SystemExit as error:
+            self._exited(error)
+        except BaseException as error:  # noqa: BLE001 - a job may raise anything
+            self._failed(error, 1)
+
+    def _prepare(self, prepare: Prepare) -> None:
+        self._enter(Phase.PROCESS_GROUP)
+        environment.apply(prepare)
+        process_group.prefer_loopback()
+        self.device = environment.choose_device(prepare)
+        self._enter(Phase.PROCESS_GROUP)
+        if prepare.backend is not None:
+            process_group.form(prepare.backend, self.device)
+        process_group.accept_user_calls()
+        self._enter(Phase.READY)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.link.send(Entered(rank=self.rank, phase=phase, device=str(self.device)))
+
+    def _work(self, dispatch: Dispatch) -> None:
+        self.phase = Phase.JOB
+        self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()))
+        self.link.working.set()
+        job = dispatch.job
+        self.titles = {filename: title for filename, (title, _) in dispatch.sources.items()}
+        shell.remember_sources(dispatch.sources)
+        for module in dispatch.imports:
+            __import__(module)
+        stream, *buffers = shared.get(dispatch.payload, private=True)
+        loaded = payload.loads(stream, buffers, str(self.device))
+        payload.remember_received_classes()
+        match job:
+            case CellJob():
+                value = self._run_cell(job, loaded)
+            case FunctionJob():
+                value = self._call(*loaded)
+        self.link.working.clear()
+        self._returned(value)
+
+    def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
+        namespace = shell.namespace()
+        namespace.update(captured)
+        namespace.update(
+            rank=self.rank,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            device=self.device,
+        )
+        self.titles[job.filename] = job.title
+        result = shell.prepare().run(job.source, job.filename, job.first_line)
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            raise error
+        return result.result
+
+    @staticmethod
+    def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        value = function(*args, **kwargs)
+        return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
+
+    def _returned(self, value: object) -> None:
+        self.phase = Phase.VALUE
+        text, html = shell.prepare().describe(value)
+        try:
+            packed = payload.dumps_home(value)
+            self.outgoing = shared.put(packed, lambda: _directory(self.orders.spill))
+        except Exception as error:
+            msg = (
+                f"the job returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+                f"sent to the notebook: {error}. Return plain data (numbers, tensors, a state_dict) instead."
+            )
+            raise ValueNotSentError(msg) from error
+        self.link.send(
+            Returned(
+                rank=self.rank,
+                value=self.outgoing.payload,
+                time=time.time(),
+                text=failure.encodable(text),
+                html=failure.encodable(html),
+                offsets=streams.offsets(),
+            )
+        )
+
+    def _exited(self, error: SystemExit) -> None:
+        """`sys.exit()` ends the job with value None; with a code, it is a failure of that code."""
+        if error.code is None or error.code == 0:
+            self._guarded(lambda: self._returned(None))
+            return
+        if not isinstance(error.code, int):
+            sys.stderr.write(f"{error.code}\n")
+        self._failed(error, error.code if isinstance(error.code, int) else 1)
+
+    def _failed(self, error: BaseException, exitcode: int) -> None:
+        failure.write_error_file(error)
+        record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=self._offsets()))
+
+    @staticmethod
+    def _offsets() -> Offsets:
+        return streams.offsets()
+
+    def _leave(self) -> None:
+        self.phase = Phase.LEAVE
+        try:
+            atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
+            process_group.leave()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.link.close()
+            if self.outgoing is not None:
+                self.outgoing.close()
+
+
+async def _awaited(value: Any) -> object:  # noqa: ANN401 - any coroutine
+    return await value
+
+
+def _directory(spill: str) -> Any:  # noqa: ANN401 - a Path
+    from pathlib import Path  # noqa: PLC0415 - only for values larger than memory
+
+    return Path(spill)
+
+
+def run_rank(orders: Orders) -> None:
+    """Be a rank; torchelastic's entry point."""
+    isolate()
+    process_group.remember_agent_address()
+    exitcode = Rank(orders).live()
+    if exitcode:
+        raise SystemExit(exitcode)

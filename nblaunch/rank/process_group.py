@@ -1,0 +1,125 @@
+"""The default process group of a rank, and the user's own calls of `init_process_group`.
+
+torchelastic's agent already hosts a store for the ranks. A program that brings its own address
+(`MASTER_ADDR`/`MASTER_PORT` set in the cell, `tcp://...`) would, under an agent, wait for a server that
+nobody starts. So every group that is made through an address is made over the agent's store, each under
+a prefix of its own: keys of a group that is gone (an earlier attempt, an earlier call) are never met.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_STORE_TIMEOUT = timedelta(seconds=300)
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+_original: Callable[..., None] = distributed_c10d.init_process_group
+_calls: Counter[str] = Counter()
+_ours: Any = None
+_agent_store: dist.Store | None = None
+
+
+def form(backend: str, device: torch.device) -> None:
+    """Form the default group of all ranks over the agent's store."""
+    global _ours
+    keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    _original(
+        backend=backend,
+        store=_store("default", int(os.environ["TORCHELASTIC_RESTART_COUNT"])),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        **keywords,
+    )
+    _ours = dist.group.WORLD
+
+
+def prefer_loopback() -> None:
+    """Keep gloo and NCCL off the network, unless the user chose an interface: one machine needs none."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, _LOOPBACK)
+
+
+def leave() -> None:
+    """Leave the default process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def accept_user_calls() -> None:
+    """Make `init_process_group` replace the group that was made before the user's code ran."""
+    distributed_c10d.init_process_group = _init_process_group
+    dist.init_process_group = _init_process_group
+
+
+@functools.wraps(_original)
+def _init_process_group(*args: object, **keywords: object) -> None:
+    global _ours
+    if _ours is not None:
+        if dist.is_initialized() and dist.group.WORLD is _ours:
+            dist.destroy_process_group()
+        _ours = None
+    call = inspect.signature(_original).bind(*args, **keywords)
+    address = _address(call.arguments)
+    if address is not None:
+        where, rank, world_size = address
+        call.arguments.pop("init_method", None)
+        call.arguments["store"] = _store(where, _calls[where])
+        call.arguments["rank"], call.arguments["world_size"] = rank, world_size
+        _calls[where] += 1
+    _original(*call.args, **call.kwargs)
+
+
+def _address(arguments: dict[str, Any]) -> tuple[str, int, int] | None:
+    """Return (address, rank, world size) of a call that meets its peers at an address, else None."""
+    method = arguments.get("init_method") or "env://"
+    scheme = urlsplit(method).scheme
+    if arguments.get("store") is not None or scheme not in ("env", "tcp"):
+        return None
+    query = parse_qs(urlsplit(method).query)
+    try:
+        rank = _number(arguments.get("rank", -1), query.get("rank"), "RANK")
+        world_size = _number(arguments.get("world_size", -1), query.get("world_size"), "WORLD_SIZE")
+    except (KeyError, ValueError):
+        return None  # torch says what is missing
+    if scheme == "tcp":
+        return method.partition("?")[0], rank, world_size
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", rank, world_size
+
+
+def _number(argument: int | None, query: list[str] | None, variable: str) -> int:
+    if argument is not None and argument >= 0:
+        return int(argument)
+    return int(query[0]) if query else int(os.environ[variable])
+
+
+def _store(where: str, number: int) -> dist.Store:
+    """Return the agent's store under a prefix that no other group has had."""
+    global _agent_store
+    if _agent_store is None:
+        _agent_store = dist.TCPStore(
+            _agent_address[0], _agent_address[1], is_master=False, timeout=_STORE_TIMEOUT
+        )
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    return dist.PrefixStore(f"nblaunch/{attempt}/{where}/{number}", _agent_store)
+
+
+# Taken when the rank starts, before the user's code can set these variables to an address of its own.
+_agent_address: tuple[str, int] = ("127.0.0.1", 0)
+
+
+def remember_agent_address() -> None:
+    """Note where the agent's store is."""
+    global _agent_address
+    _agent_address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

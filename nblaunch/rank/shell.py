@@ -1,0 +1,117 @@
+"""The IPython shell in which a rank runs a cell: quiet, without history, with the cell's own file name."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from IPython.core.compilerop import CachingCompiler
+from IPython.core.displayhook import DisplayHook
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from traitlets.config import Config
+
+from nblaunch.rank.display import RankDisplayPublisher
+
+_VALUE_CHARACTERS = 20_000
+
+
+class QuietDisplayHook(DisplayHook):
+    """Keeps the last expression's value and prints nothing: the notebook shows it."""
+
+    def __call__(self, result: object = None) -> None:
+        """Keep `result`, unless the cell ends with a semicolon."""
+        if result is not None and not self.quiet():
+            self.fill_exec_result(result)
+
+    def quiet(self) -> bool:
+        """Return whether the cell that runs ends with a semicolon."""
+        source = getattr(self.shell, "running_source", "")
+        return bool(self.semicolon_at_end_of_expression(source))
+
+
+class CellCompiler(CachingCompiler):
+    """Compiles a cell under the name that it has in the notebook."""
+
+    filename: str | None = None
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        """Return the notebook's name for the cell."""
+        return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
+
+
+class RankShell(InteractiveShell):
+    """An IPython without a terminal, history or prompt; magics, `!`, `await` and `display` work."""
+
+    compiler_class = CellCompiler
+    displayhook_class = QuietDisplayHook
+    display_pub_class = RankDisplayPublisher
+    running_source = ""
+    lines_above = 0
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Transform magics, and put the cell where it stands below the magic's own line."""
+        # Not done by a blank line in the source: IPython strips those, and looks for `%%` in line 1.
+        return "\n" * self.lines_above + str(super().transform_cell(raw_cell))
+
+    def showtraceback(self, *_: object, **__: object) -> None:
+        """Print nothing: the failure goes to the notebook."""
+
+    def showsyntaxerror(self, *_: object, **__: object) -> None:
+        """Print nothing: the failure goes to the notebook."""
+
+    def run(self, source: str, filename: str, first_line: int) -> ExecutionResult:
+        """Run a cell that begins in `first_line` of `filename`."""
+        compiler = self.compile
+        assert isinstance(compiler, CellCompiler)  # noqa: S101 - set by compiler_class
+        compiler.filename, self.running_source = filename, source
+        self.lines_above = first_line - 1
+        try:
+            return self.run_cell(source, store_history=False)
+        finally:
+            compiler.filename, self.lines_above = None, 0
+
+    def describe(self, value: object) -> tuple[str, str]:
+        """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""
+        if value is None:
+            return "", ""
+        try:
+            data, _ = self.display_formatter.format(value, include={"text/plain", "text/html"})
+        except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
+            return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
+        text, html = data.get("text/plain", ""), data.get("text/html", "")
+        if len(text) > _VALUE_CHARACTERS:
+            text = f"{text[:_VALUE_CHARACTERS]}… ({len(text)} characters)"
+        return text, html if len(html) <= 10 * _VALUE_CHARACTERS else ""
+
+
+_prepared: RankShell | None = None
+
+
+def prepare() -> RankShell:
+    """Make the shell once; done in the fork server, since it costs a rank 20 to 30 ms."""
+    global _prepared
+    if _prepared is None:
+        config = Config()
+        config.HistoryManager.enabled = False
+        config.InteractiveShell.colors = "nocolor"
+        main = types.ModuleType("__main__", doc="The notebook's namespace, on this rank.")
+        sys.modules["__main__"] = main
+        _prepared = RankShell.instance(config=config, user_module=main)
+    return _prepared
+
+
+def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
+    """Let `inspect.getsource` and tracebacks find the code of functions that came from the notebook."""
+    for filename, (_, source) in sources.items():
+        lines = source.splitlines(keepends=True)
+        # Without a modification time `linecache.checkcache` leaves the entry alone.
+        linecache.cache[filename] = (len(source), None, lines, filename)
+
+
+def namespace() -> dict[str, Any]:
+    """Return the globals of the cells that run here."""
+    main: dict[str, Any] = sys.modules["__main__"].__dict__
+    return main

@@ -1,0 +1,1 @@
+"""The hub, the rank group and the run."""

@@ -1,0 +1,287 @@
+"""One run from its options to its result: place, capture, start, wait, collect."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunTimeoutError
+from nblaunch._options import LaunchOptions
+from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare
+from nblaunch._results import RankFailure, RunResult, format_ranks
+from nblaunch._state import RunState, State
+from nblaunch.agent import devices, forkserver, runtime
+from nblaunch.agent.devices import Placement
+from nblaunch.agent.elastic import AgentSettings
+from nblaunch.job import shared
+from nblaunch.job.capture import Captured
+from nblaunch.session import hub, notebook, outcome
+from nblaunch.session.group import WorkerGroup
+
+_DRAW_SECONDS = 0.1
+# An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
+_END_SECONDS = 30.0
+
+
+class Watcher(Protocol):
+    """Whoever shows the run; called on the caller's thread only."""
+
+    def open(self, state: RunState) -> None:
+        """Begin."""
+
+    def draw(self, state: RunState) -> None:
+        """Show what is new."""
+
+    def close(self, state: RunState) -> None:
+        """Show the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A job with everything that is decided before a process starts."""
+
+    job: CellJob | FunctionJob
+    captured: Captured
+    options: LaunchOptions
+    placement: Placement
+    environ: dict[str, str]
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result, and what is to be raised once the result is where the user can reach it."""
+
+    result: RunResult | None
+    error: BaseException | None
+
+
+def refuse_inside_rank() -> None:
+    """Raise `LaunchError` in a process that is itself a rank."""
+    rank = notebook.inside_rank()
+    if rank is not None:
+        msg = (
+            f"A run was asked for inside rank {rank} of a run, but a rank cannot start ranks of its own. "
+            "Call it in the notebook, outside the distributed cell."
+        )
+        raise LaunchError(msg, phase=Phase.FORK.value)
+
+
+def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
+    """Decide ranks, devices and backend; return them and the ranks' environment."""
+    refuse_inside_rank()
+    if sys.platform == "win32":
+        msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
+        raise LaunchError(msg, phase=Phase.FORK.value)
+    environ = {**os.environ, **options.env}
+    return devices.place(options.nproc_per_node, options.backend, environ), environ
+
+
+def perform(launch: Launch, watcher: Watcher) -> Outcome:
+    """Run a job to its end, whatever that is; every failure is in the outcome."""
+    forkserver.server.ensure_running()
+    settings = _settings(launch)
+    private = None if launch.options.log_dir else outcome.LogDirectory(settings.log_dir)
+    with shared.put(launch.captured.packed, runtime.root) as outgoing:
+        group = WorkerGroup(
+            hub.get(), settings, _prepare(launch), _dispatch(launch, outgoing.payload)
+        )
+        ending = _Ending(group, launch.options, watcher)
+        try:
+            group.start()
+            error = ending.wait()
+            result = outcome.collect(
+                group,
+                backend=launch.placement.backend,
+                title=launch.title,
+                log_dir=_own_directory(group),
+                keep=private,
+            )
+        finally:
+            ending.ensure()
+            group.close()
+    watcher.close(group.state)
+    return Outcome(result, error or _error(group, result, launch.options))
+
+
+class _Ending:
+    """Waits for a group's end, and sees to it that there is one."""
+
+    def __init__(self, group: WorkerGroup, options: LaunchOptions, watcher: Watcher) -> None:
+        self._group = group
+        self._options = options
+        self._watcher = watcher
+
+    def wait(self) -> BaseException | None:
+        """Wait until all is over; return what ended it early: an interrupt or the timeout."""
+        deadline = None if self._options.timeout is None else time.monotonic() + self._options.timeout
+        try:
+            self._watcher.open(self._group.state)
+            while not self._group.ended.wait(_DRAW_SECONDS):
+                self._watcher.draw(self._group.state)
+                if deadline is not None and time.monotonic() > deadline:
+                    return self._timed_out()
+        except KeyboardInterrupt as interrupt:
+            return self._interrupted(interrupt)
+        return None
+
+    def _timed_out(self) -> BaseException:
+        where = _where(self._group.state)
+        self._group.stop()
+        self.ensure()
+        return RunTimeoutError(
+            f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
+        )
+
+    def _interrupted(self, interrupt: KeyboardInterrupt) -> BaseException:
+        """Give the ranks the grace period to end by themselves; a second interrupt skips it."""
+        where = _where(self._group.state)
+        try:
+            self._group.interrupt()
+            if not self._group.ended.wait(self._options.grace):
+                self._group.hurry()
+            self._group.ended.wait(_END_SECONDS)
+        except KeyboardInterrupt:
+            self._group.hurry()
+            self.ensure()
+        interrupt.args = (f"the run was interrupted: {where}",)
+        return interrupt.with_traceback(None)
+
+    def ensure(self) -> None:
+        """End the group if it has not ended."""
+        if not self._group.ended.is_set():
+            self._group.stop()
+            self._group.ended.wait(self._options.grace + _END_SECONDS)
+
+
+def _where(state: RunState) -> str:
+    """Say in one line where the ranks are."""
+    groups: dict[str, list[int]] = {}
+    for rank in state.ranks.values():
+        word = f"phase '{rank.phase}'" if rank.state in (State.INIT, State.STARTING) else rank.state.value
+        groups.setdefault(word, []).append(rank.rank)
+    return ", ".join(f"{format_ranks(ranks)} {word}" for word, ranks in groups.items())
+
+
+def _settings(launch: Launch) -> AgentSettings:
+    options = launch.options
+    directory = Path(options.log_dir).absolute() if options.log_dir else runtime.make_directory("logs-")
+    directory.mkdir(parents=True, exist_ok=True)
+    return AgentSettings(
+        nproc=launch.placement.nproc,
+        role=options.role,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        grace=options.grace,
+        shutdown_timeout=options.shutdown_timeout,
+        run_id=uuid.uuid4().hex[:12],
+        log_dir=directory,
+    )
+
+
+def _prepare(launch: Launch) -> Prepare:
+    backend = launch.placement.backend if launch.options.init_process_group else None
+    return Prepare(
+        environ=tuple(os.fsencode(f"{name}={value}") for name, value in launch.environ.items()),
+        cwd=os.getcwd(),
+        path=tuple(os.path.abspath(entry) for entry in sys.path),
+        argv=tuple(sys.argv[:1]) or ("",),
+        backend=backend,
+        device_type=launch.placement.device_type,
+        accelerators=launch.placement.accelerators,
+    )
+
+
+def _dispatch(launch: Launch, payload: object) -> Dispatch:
+    sources = {
+        filename: (notebook.title_of(filename), source)
+        for filename, source in launch.captured.sources.items()
+    }
+    return Dispatch(
+        job=launch.job,
+        payload=payload,  # type: ignore[arg-type]
+        imports=launch.captured.imports,
+        sources=sources,
+    )
+
+
+def _own_directory(group: WorkerGroup) -> Path | None:
+    """Return this run's directory: below it are attempts, below those ranks, below those files."""
+    for ranks in group.logs.values():
+        for logs in ranks.values():
+            return Path(logs.worker.stdout).parents[2]
+    return None
+
+
+def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> BaseException | None:
+    """Return the error that a run which was not cut short ends with, if it failed."""
+    if group.launch_failure is not None:
+        phase, message = group.launch_failure
+        return LaunchError(message, phase=phase)
+    if group.error is not None:
+        if isinstance(group.error, NblaunchError):
+            return group.error
+        phase = next(iter(result.ranks)).state.value if len(result) else ""
+        error: BaseException = LaunchError(
+            f"torchelastic's agent broke while the ranks were {phase}: "
+            f"{type(group.error).__name__}: {group.error}",
+            phase=_furthest_phase(group.state),
+        )
+        error.__cause__ = group.error
+        return error
+    root = result.root_cause
+    if root is None:
+        return None
+    if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
+        error = LaunchError(
+            f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"
+            + (f"\n{root.last_output}" if root.last_output else ""),
+            phase=root.phase.value,
+        )
+    else:
+        error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
+    error.__cause__ = root.exception
+    return error
+
+
+def _furthest_phase(state: RunState) -> str:
+    phases = list(Phase)
+    return max((rank.phase for rank in state.ranks.values()), key=phases.index, default=Phase.FORK).value
+
+
+def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
+    """Say which rank failed, how, where, and what became of the others; no times, no pids."""
+    lines = [f"rank {root.rank} of {result.world_size} failed: {root.reason}"]
+    if root.frames and root.frames[-1].source:
+        lines[0] += f"\n    {root.frames[-1].source}"
+    others = [failure for failure in result.failures if failure.rank != root.rank]
+    consequences = [failure.rank for failure in others if failure.consequence_of is not None]
+    failed_too = [failure for failure in others if failure.consequence_of is None]
+    if failed_too:
+        lines.append(f"{format_ranks(failure.rank for failure in failed_too)} failed too")
+    if consequences:
+        lines.append(f"{format_ranks(consequences)} failed as a consequence")
+    stopped = [each.rank for each in result.ranks if each.state is State.STOPPED]
+    if stopped:
+        lines.append(f"{format_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
+    if options.max_restarts:
+        lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
+    if root.exception is None and not root.traceback and root.last_output:
+        lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
+    return "\n".join(lines)
+
+
+def close() -> None:
+    """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
+    forkserver.server.stop()
+    hub.close()
+    runtime.remove_root()
+
+
+atexit.register(close)

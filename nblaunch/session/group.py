@@ -1,0 +1,322 @@
+"""A worker group and its run: what the ranks say and the agent reports, brought together.
+
+All methods named `_on_...`, `receive` and `tick` run on the hub's thread and are the only ones that
+change anything; `state` is an immutable snapshot that any thread may read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+
+from nblaunch._protocol import (
+    AttemptStarted,
+    Cleared,
+    Dispatch,
+    Displayed,
+    Entered,
+    Exited,
+    FromRank,
+    Hello,
+    Interrupt,
+    Leave,
+    Message,
+    Offsets,
+    Phase,
+    Prepare,
+    Raised,
+    Returned,
+    RunEnded,
+    Started,
+    Switched,
+)
+from nblaunch._results import format_ranks
+from nblaunch._state import RankState, RunState, State, advance
+from nblaunch.agent import runtime
+from nblaunch.agent.elastic import AgentSettings, AgentThread, Worker
+from nblaunch.agent.logs import LogTail
+from nblaunch.job import shared
+from nblaunch.rank.main import Orders
+from nblaunch.session.hub import Hub
+
+# How long the other ranks may take to say what happened to them once one has failed.
+SETTLE_SECONDS = 0.1
+# A rank's last words may still lie in the socket when its process is gone.
+_LAST_WORDS_SECONDS = 0.05
+_CONNECT_SECONDS = 60.0
+_PROCESS_GROUP_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Where one rank of one attempt wrote, and from where to where its job did."""
+
+    worker: Worker
+    started: Offsets = Offsets()
+    ended: Offsets | None = None
+
+
+class WorkerGroup:
+    """N ranks under one agent, for one job."""
+
+    def __init__(self, hub: Hub, settings: AgentSettings, prepare: Prepare, dispatch: Dispatch) -> None:
+        """Prepare a group; `start` starts it."""
+        self.group = secrets.token_hex(4)
+        self.token = secrets.token_hex(16)
+        self.attempt = 0
+        self.state = RunState.fresh(settings.nproc, time=time.time())
+        self.values: dict[int, tuple[memoryview, ...]] = {}
+        self.logs: dict[int, dict[int, Logs]] = {}
+        self.error: BaseException | None = None
+        self.launch_failure: tuple[str, str] | None = None
+        self.changed = threading.Event()
+        self.ended = threading.Event()
+        self._hub = hub
+        self._settings = settings
+        self._prepare = prepare
+        self._dispatch = dispatch
+        self._directory = runtime.make_directory("group-")
+        self._tails: dict[int, LogTail] = {}
+        self._ready: set[int] = set()
+        self._gone: dict[int, tuple[float, Exited]] = {}
+        self._leave_at: float | None = None
+        self._left = False
+        self._phase_deadline: tuple[Phase, float] | None = None
+        self._agent = AgentThread(settings, self._rank_arguments, self)
+
+    # --- for the caller's thread -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the agent, which starts the ranks."""
+        self._hub.add(self)
+        self._agent.start()
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in every rank."""
+        self._hub.call(self._on_interrupt)
+
+    def stop(self) -> None:
+        """End the ranks: SIGTERM, then SIGKILL after the grace period."""
+        self._agent.stop()
+
+    def hurry(self) -> None:
+        """Skip what is left of the grace period."""
+        self._agent.hurry()
+        self._agent.stop()
+
+    def close(self) -> None:
+        """Forget the group; it has ended."""
+        self._hub.remove(self)
+        self._agent.join()
+        runtime.remove_tree(self._directory)
+
+    # --- from the agent's thread -----------------------------------------------------------------
+
+    def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+        spill = str(self._directory)
+        return (Orders(self._hub.address, self.group, self.token, attempt, spill),)
+
+    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
+        """Take note before the first process is forked: it may speak before the last one is."""
+        done = threading.Event()
+
+        def note() -> None:
+            self._on_attempt(AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason))
+            done.set()
+
+        self._hub.call(note)
+        done.wait()
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
+        """Take note of the processes and their log files."""
+        self._hub.call(lambda: self._on_workers(number, world_size, workers))
+
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
+        """Take note of a process that is gone."""
+        exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected)
+        self._hub.call(lambda: self._on_exit(exited))
+
+    def agent_ended(self, error: BaseException | None) -> None:
+        """Take note of the agent's end."""
+        self._hub.call(lambda: self._on_agent_end(error))
+
+    # --- on the hub's thread ---------------------------------------------------------------------
+
+    def receive(self, message: FromRank) -> None:
+        """Fold a rank's message, after the output that came before it."""
+        self._read_logs(message)
+        match message:
+            case Hello():
+                self._hub.send(self, message.rank, self._prepare)
+            case Entered(phase=Phase.READY):
+                self._ready.add(message.rank)
+            case Started():
+                self._note_offsets(message.rank, started=message.offsets)
+            case Returned():
+                if not self._take_value(message):
+                    return
+            case Raised():
+                self._note_offsets(message.rank, ended=message.offsets)
+            case _:
+                pass
+        self._fold(message)
+        self._after(message)
+
+    def tick(self, now: float) -> None:
+        """Read logs; do what is due."""
+        for rank, tail in self._tails.items():
+            # What a rank prints before its job (gloo's greeting) is not the job's output.
+            if self.state.ranks[rank].started is not None:
+                for printed in tail.poll():
+                    self._fold(printed)
+        self._fold_exits(now)
+        if self._leave_at is not None and now >= self._leave_at:
+            self._let_go()
+        if self._phase_deadline is not None and now > self._phase_deadline[1]:
+            self._phase_timed_out(self._phase_deadline[0])
+
+    def _after(self, message: Message) -> None:
+        self._dispatch_when_ready()
+        if isinstance(message, Hello) and all(
+            rank.state is not State.INIT and rank.node for rank in self.state.ranks.values()
+        ):
+            self._phase_deadline = (Phase.PROCESS_GROUP, time.monotonic() + _PROCESS_GROUP_SECONDS)
+        if self.state.finished:
+            self._let_go()
+        elif self.state.failed and self._leave_at is None:
+            self._leave_at = time.monotonic() + SETTLE_SECONDS
+
+    def _dispatch_when_ready(self) -> None:
+        """Dispatch once every rank has its process group, and its log files are known."""
+        if len(self._ready) == self.state.world_size and self._tails and not self._left:
+            self._phase_deadline = None
+            self._ready.clear()
+            for rank in self.state.ranks:
+                self._hub.send(self, rank, self._dispatch)
+
+    def _let_go(self) -> None:
+        """Tell every rank that has an outcome to end; the agent sees to the others."""
+        if self._left:
+            return
+        self._left, self._leave_at = True, None
+        succeeded = all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
+        self._agent.release(succeeded=succeeded)
+        for rank in self.state.ranks.values():
+            if rank.state is State.FAILED and rank.failure is not None:
+                self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
+            elif rank.state.final:
+                self._hub.send(self, rank.rank, Leave())
+
+    def _take_value(self, message: Returned) -> bool:
+        """Map a value while its rank still holds it; return False if that came too late."""
+        self._note_offsets(message.rank, ended=message.offsets)
+        try:
+            self.values[message.rank] = shared.get(message.value, private=False)
+        except OSError:
+            return False  # the process is gone; its exit says so
+        return True
+
+    def _read_logs(self, message: FromRank) -> None:
+        tail = self._tails.get(message.rank)
+        if tail is None:
+            return
+        match message:
+            case Started(offsets=offsets):
+                tail.skip_to(offsets)
+            case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Switched(offsets=offsets):
+                self._fold_printed(tail, offsets)
+            case Returned(offsets=offsets) | Raised(offsets=offsets):
+                self._fold_printed(tail, offsets)
+            case _:
+                pass
+
+    def _fold_printed(self, tail: LogTail, offsets: Offsets) -> None:
+        for printed in tail.up_to(offsets):
+            self._fold(printed)
+
+    def _note_offsets(
+        self, rank: int, *, started: Offsets | None = None, ended: Offsets | None = None
+    ) -> None:
+        logs = self.logs.get(self.attempt, {})
+        known = logs.get(rank)
+        if known is not None:
+            logs[rank] = Logs(known.worker, started or known.started, ended or known.ended)
+
+    def _on_attempt(self, message: AttemptStarted) -> None:
+        self._hub.drain()
+        self._fold_exits(float("inf"))
+        self.attempt = message.number
+        self._tails, self._ready, self._gone = {}, set(), {}
+        self._leave_at, self._left = None, False
+        self.values = {}
+        self._fold(message)
+        self._phase_deadline = (Phase.CONNECT, time.monotonic() + _CONNECT_SECONDS)
+
+    def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
+        self.logs[number] = {worker.rank: Logs(worker) for worker in workers}
+        self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
+        pids = {worker.rank: worker.pid for worker in workers}
+        self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
+        self._dispatch_when_ready()
+
+    def _on_exit(self, exited: Exited) -> None:
+        self._hub.drain()
+        self._gone[exited.rank] = (time.monotonic() + _LAST_WORDS_SECONDS, exited)
+        self._fold_exits(time.monotonic())
+
+    def _fold_exits(self, now: float) -> None:
+        """Fold ends whose last words have had time to arrive, or that have no more to say."""
+        for rank, (due, exited) in list(self._gone.items()):
+            known = self.state.ranks.get(rank)
+            if known is not None and not known.state.final and now < due:
+                continue
+            del self._gone[rank]
+            tail = self._tails.get(rank)
+            if tail is not None and (known is None or not known.state.final):
+                for printed in tail.rest():
+                    self._fold(printed)
+            self._fold(exited)
+            self._after(exited)
+
+    def _on_interrupt(self) -> None:
+        for rank in self.state.ranks.values():
+            if not rank.state.final:
+                self._hub.send(self, rank.rank, Interrupt())
+
+    def _phase_timed_out(self, phase: Phase) -> None:
+        waiting = [rank for rank in self.state.ranks.values() if not self._passed(rank, phase)]
+        seconds = _CONNECT_SECONDS if phase is Phase.CONNECT else _PROCESS_GROUP_SECONDS
+        self._phase_deadline = None
+        self.launch_failure = (
+            phase.value,
+            f"phase '{phase}' did not finish in {seconds:.0f} s: "
+            f"{format_ranks(rank.rank for rank in waiting)} did not come that far",
+        )
+        self._agent.stop()
+
+    def _passed(self, rank: RankState, phase: Phase) -> bool:
+        return bool(rank.node) if phase is Phase.CONNECT else rank.rank in self._ready
+
+    def _on_agent_end(self, error: BaseException | None) -> None:
+        self._hub.drain()
+        self._fold_exits(float("inf"))
+        for tail in self._tails.values():
+            for printed in tail.rest():
+                self._fold(printed)
+        self.error = error
+        self._fold(RunEnded(time=time.time(), stopped=error is None))
+        self.ended.set()
+        self.changed.set()
+
+    def _fold(self, message: Message) -> None:
+        self.state = advance(self.state, message)
+        self.changed.set()
+
+
+def _as_exitcode(code: int) -> int:
+    """Return what a process can end with: `sys.exit(256)` would be a success."""
+    return code & 0xFF or 1
+
+

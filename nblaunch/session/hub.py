@@ -1,0 +1,231 @@
+"""The hub: one thread, one ZMQ socket, all ranks of all worker groups of this kernel.
+
+Whatever happens to a group happens on this thread, one thing after the other: messages from ranks,
+reports of its agent's thread (`call`), and its own clock (`tick`). So a group needs no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import zmq
+
+from nblaunch._errors import LaunchError
+from nblaunch._protocol import FromRank, Hello, ProtocolError, ToRank, decode_from_rank, encode
+from nblaunch.agent import runtime
+
+_log = logging.getLogger("nblaunch")
+_TICK_SECONDS = 0.05
+
+
+class Member(Protocol):
+    """A worker group, as the hub sees it."""
+
+    group: str
+    token: str
+    attempt: int
+
+    def receive(self, message: FromRank) -> None:
+        """Take a message from an authenticated rank of the present attempt."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due; `now` is monotonic."""
+
+
+class Hub:
+    """Routes between ranks and their groups. Made on first use, lives as long as the kernel."""
+
+    def __init__(self) -> None:
+        """Bind the socket and start the thread."""
+        self._owner = os.getpid()
+        self._directory = runtime.root()
+        self._address = f"ipc://{self._directory / 'hub'}"
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # A rank whose process is gone must not make a send fail; a full queue must not drop one.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
+            raise LaunchError(msg, phase="connect") from error
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._members: dict[str, Member] = {}
+        self._known: set[bytes] = set()
+        self._refused: set[bytes] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where ranks connect: a unix socket in the private runtime directory."""
+        return self._address
+
+    @property
+    def usable(self) -> bool:
+        """Whether this hub serves this process (a fork has none) and can still be reached."""
+        return self._owner == os.getpid() and self._thread.is_alive() and (self._directory / "hub").exists()
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` on the hub's thread, after all that was asked before."""
+        self._calls.put(action)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def add(self, member: Member) -> None:
+        """Begin to route messages of this group."""
+        self.call(lambda: self._members.__setitem__(member.group, member))
+
+    def remove(self, member: Member) -> None:
+        """Stop routing messages of this group, and forget its ranks."""
+
+        def forget() -> None:
+            self._members.pop(member.group, None)
+            prefix = f"{member.group}/".encode()
+            self._known = {identity for identity in self._known if not identity.startswith(prefix)}
+
+        self.call(forget)
+
+    def send(self, member: Member, rank: int, message: ToRank) -> None:
+        """Send to one rank of the group's present attempt; only on the hub's thread."""
+        identity = f"{member.group}/{member.attempt}/{rank}".encode()
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, encode(message)])
+
+    def drain(self) -> None:
+        """Handle every message that is here already; only on the hub's thread."""
+        while self._socket.poll(0):
+            self._receive()
+
+    def close(self) -> None:
+        """End the thread and the socket."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+        self._thread.join(5)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_tick = 0.0
+        while not self._closing:
+            wait = None
+            if self._members:
+                wait = max(0.0, next_tick - time.monotonic()) * 1000
+            ready = dict(poller.poll(wait))
+            if self._socket in ready:
+                self.drain()
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._run_calls()
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + _TICK_SECONDS
+                for member in list(self._members.values()):
+                    self._guard(lambda member=member, now=now: member.tick(now))
+        self._context.destroy(linger=0)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                action = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            self._guard(action)
+
+    def _receive(self) -> None:
+        frames = self._socket.recv_multipart()
+        identity, data = frames[0], frames[-1]
+        try:
+            message = decode_from_rank(data, _name(identity))
+        except ProtocolError as error:
+            self._refuse(identity, str(error))
+            return
+        group, attempt, rank = _parse(identity)
+        member = self._members.get(group)
+        if member is None or attempt != member.attempt:
+            return  # of a group that has ended, or an attempt that has been given up
+        if identity not in self._known:
+            if not self._authentic(member, message, rank):
+                self._refuse(identity, f"{_name(identity)} did not say hello with this run's token")
+                return
+            self._known.add(identity)
+        if message.rank != rank:
+            self._refuse(identity, f"{_name(identity)} spoke for rank {message.rank}")
+            return
+        self._guard(lambda: member.receive(message))
+
+    @staticmethod
+    def _authentic(member: Member, message: FromRank, rank: int) -> bool:
+        return (
+            isinstance(message, Hello)
+            and message.rank == rank
+            and message.attempt == member.attempt
+            and hmac.compare_digest(message.token.encode(), member.token.encode())
+        )
+
+    def _refuse(self, identity: bytes, why: str) -> None:
+        if identity not in self._refused:
+            self._refused.add(identity)
+            _log.warning("refused: %s", why)
+
+    @staticmethod
+    def _guard(action: Callable[[], None]) -> None:
+        """Keep one group's defect from ending the thread that serves all of them."""
+        try:
+            action()
+        except Exception:
+            _log.exception("nblaunch's hub could not do a step; please report this")
+
+
+def _name(identity: bytes) -> str:
+    return f"sender {identity[:64]!r}"
+
+
+def _parse(identity: bytes) -> tuple[str, int, int]:
+    try:
+        group, attempt, rank = identity.decode().split("/")
+        return group, int(attempt), int(rank)
+    except ValueError:
+        return "", -1, -1
+
+
+_lock = threading.Lock()
+_hub: Hub | None = None
+
+
+def get() -> Hub:
+    """Return this kernel's hub."""
+    global _hub
+    with _lock:
+        if _hub is None or not _hub.usable:
+            if _hub is not None and _hub._owner == os.getpid():  # noqa: SLF001 - our own
+                _hub.close()
+            _hub = Hub()
+        return _hub
+
+
+def close() -> None:
+    """Close this kernel's hub, if there is one; the next run makes another."""
+    global _hub
+    with _lock:
+        hub, _hub = _hub, None
+    if hub is not None and hub._owner == os.getpid():  # noqa: SLF001 - our own
+        hub.close()

@@ -1,0 +1,154 @@
+"""From a run's final state to its result: values unpickled, failures explained, output collected."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nblaunch._protocol import FailureRecord, Phase
+from nblaunch._results import Attempt, RankFailure, RankResult, RankResults, RunResult
+from nblaunch._state import AttemptState, RankState, RunState, State, signal_name
+from nblaunch.agent import runtime
+from nblaunch.agent.logs import read_text
+from nblaunch.diagnose.root_cause import Explained, explain
+from nblaunch.job import payload
+from nblaunch.session.group import Logs, WorkerGroup
+
+_LAST_OUTPUT_LINES = 10
+
+
+class LogDirectory:
+    """A private log directory: gone when the last result that refers to it is, or with the kernel."""
+
+    def __init__(self, path: Path) -> None:
+        """Remove `path` when this object is collected."""
+        self.path = path
+        self._finalizer = weakref.finalize(self, runtime.remove_tree, path)
+
+
+def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:
+    """Return the result of a group that has ended."""
+    values, broken = _unpickled(group)
+    state = _with_failures(group.state, broken)
+    attempts = tuple(_attempt(each) for each in state.attempts)
+    failures = attempts[-1].failures
+    by_rank = {failure.rank: failure for failure in failures}
+    logs = group.logs.get(state.attempt.number, {})
+    ranks = RankResults(
+        _rank_result(rank, state, by_rank.get(rank.rank), values.get(rank.rank), logs.get(rank.rank))
+        for rank in state.ranks.values()
+    )
+    return RunResult(
+        ranks=ranks,
+        world_size=state.world_size,
+        backend=backend,
+        failures=failures,
+        attempts=attempts,
+        warnings=tuple(rank.warning for rank in state.ranks.values() if rank.warning),
+        title=title,
+        _log_dir=log_dir,
+        _state=state,
+        _keep=keep,
+    )
+
+
+def _unpickled(group: WorkerGroup) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
+    """Return the values, and a failure for each that the notebook cannot read."""
+    values: dict[int, Any] = {}
+    broken: dict[int, FailureRecord] = {}
+    for rank, (stream, *buffers) in group.values.items():
+        try:
+            values[rank] = payload.loads(stream, buffers)
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            broken[rank] = FailureRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=(
+                    f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
+                    "Is a module that the rank imported missing here?"
+                ),
+                time=group.state.ranks[rank].ended or 0.0,
+                phase=Phase.VALUE,
+            )
+    return values, broken
+
+
+def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunState:
+    from dataclasses import replace  # noqa: PLC0415 - rare
+
+    if not broken:
+        return state
+    ranks = {
+        number: replace(rank, state=State.FAILED, failure=broken[number]) if number in broken else rank
+        for number, rank in state.ranks.items()
+    }
+    return replace(state, ranks=ranks)
+
+
+def _attempt(attempt: AttemptState) -> Attempt:
+    failures = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
+    return Attempt(
+        number=attempt.number,
+        world_size=attempt.world_size,
+        reason=attempt.reason,
+        failures=tuple(_failure(each, attempt.ranks[each.rank]) for each in explain(failures)),
+        started=attempt.started,
+        ended=attempt.ended,
+    )
+
+
+def _failure(explained: Explained, rank: RankState) -> RankFailure:
+    record = explained.failure
+    exception = None
+    if record.exception is not None:
+        try:
+            exception = payload.loads_plain(record.exception)
+        except Exception:  # noqa: BLE001 - the record says it in words
+            exception = None
+    return RankFailure(
+        rank=explained.rank,
+        exception=exception if isinstance(exception, BaseException) else None,
+        type=record.type,
+        message=record.message,
+        traceback=record.traceback,
+        frames=record.frames,
+        exitcode=record.exitcode,
+        signal=signal_name(record.exitcode),
+        time=record.time,
+        phase=record.phase,
+        consequence_of=explained.consequence_of,
+        last_output=_last_output(rank),
+    )
+
+
+def _last_output(rank: RankState) -> str:
+    text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
+    return "\n".join(text.splitlines()[-_LAST_OUTPUT_LINES:])
+
+
+def _rank_result(
+    rank: RankState, state: RunState, failure: RankFailure | None, value: object, logs: Logs | None
+) -> RankResult:
+    stdout = stderr = ""
+    if logs is not None:
+        ended = logs.ended
+        stdout = read_text(logs.worker.stdout, logs.started.stdout, ended.stdout if ended else None)
+        stderr = read_text(logs.worker.stderr, logs.started.stderr, ended.stderr if ended else None)
+    return RankResult(
+        rank=rank.rank,
+        local_rank=logs.worker.local_rank if logs is not None else rank.local_rank,
+        node=rank.node,
+        device=rank.device,
+        state=rank.state,
+        value=value if failure is None else None,
+        failure=failure,
+        stdout=stdout,
+        stderr=stderr,
+        displays=rank.transcript.displays,
+        exitcode=rank.exitcode,
+        attempt=state.attempt.number,
+        started=rank.started,
+        ended=rank.ended,
+        pid=rank.pid,
+    )

@@ -1,0 +1,1 @@
+"""State drawn as text, static HTML or a live widget."""

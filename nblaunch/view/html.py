@@ -1,0 +1,266 @@
+"""A run as static HTML: no script, no style sheet, the same for the same run.
+
+It is what a saved notebook holds, so it must read without a kernel, in a renderer that drops styles,
+and stay below 1 MB together with its text form, whatever 64 ranks print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nblaunch._protocol import FailureRecord
+from nblaunch._results import format_ranks
+from nblaunch._state import RankState, RunState, State
+from nblaunch._transcript import Display
+from nblaunch.diagnose.root_cause import Explained
+from nblaunch.view import markup
+from nblaunch.view.header import Header
+from nblaunch.view.outcome import (
+    attempt_lines,
+    consequence_lines,
+    failures,
+    headline,
+    others_lines,
+    reason,
+    reason_limit,
+    traceback_text,
+    warning_lines,
+)
+from nblaunch.view.output import (
+    Item,
+    Omission,
+    Output,
+    by_rank,
+    cost_of_line,
+    cost_of_text,
+    describe,
+    display_text,
+    fair_limit,
+    fit,
+    folded,
+    last_line,
+    shortened,
+)
+from nblaunch.view.rich import balanced, embedded, kinds
+from nblaunch.view.terminal import PLAIN, Line, colored, plain
+
+OUTPUT_BUDGET = 450_000
+"""Bytes of printed lines and displays; images of a rank are left out, and named, beyond that."""
+LINES_BUDGET = 250_000
+VALUES_BUDGET = 60_000
+_TRACEBACK_COST = 20_000
+_TRACEBACKS = 4
+_CELLS_COST = 40_000
+_CELL_COST = 300
+_ELEMENT_COST = 300
+_ROWS_OPEN = 16
+_OUTPUTS_OPEN = 8
+_LINES_OPEN = 40
+
+_ROOT = (
+    "font-family:var(--jp-ui-font-family,system-ui,sans-serif);"
+    "font-size:var(--jp-ui-font-size1,13px);line-height:1.4;text-align:left"
+)
+_TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
+_CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
+_FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
+
+
+def render_html(state: RunState, header: Header) -> str:
+    """Return the run as HTML: how it ended, a row per rank, then output and values.
+
+    It holds no times, pids or host names, so that a notebook's saved output can be compared.
+    """
+    parts = [
+        _headline(state, header),
+        *_failures(state),
+        _table(state),
+        *_values(state),
+        *_outputs(folded(state)),
+    ]
+    return f'<div style="{_ROOT}">{"".join(parts)}</div>'
+
+
+def _headline(state: RunState, header: Header) -> str:
+    what = markup.escaped(headline(state, header.title, header.backend))
+    return f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>"
+
+
+def _failures(state: RunState) -> Iterator[str]:
+    explained = failures(state.ranks.values())
+    limit = reason_limit(explained)
+    causes = [each for each in explained if each.consequence_of is None]
+    consequences = consequence_lines(explained, limit)
+    parts = [_cause(each, limit, number) for number, each in enumerate(causes)]
+    if consequences:
+        count = len(explained) - len(causes)
+        summary = f"{count} consequence{'' if count == 1 else 's'} of it"
+        content = markup.pre(markup.escaped("\n".join(consequences)))
+        parts.append(markup.details(summary, content, opened=False))
+    if parts:
+        yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
+    for line in (*attempt_lines(state), *others_lines(state), *warning_lines(state)):
+        yield f"<div>{markup.code(line)}</div>"
+
+
+def _cause(explained: Explained, limit: int, number: int) -> str:
+    label = "Also failed" if number else "Root cause"
+    line = f"<strong>{label}: rank {explained.rank}:</strong> {markup.code(reason(explained, limit))}"
+    traceback = _traceback(explained.failure) if number < _TRACEBACKS else ""
+    if not traceback:
+        return f"<div>{line}</div>"
+    return f"<div>{line}</div>{markup.details('Traceback', traceback, opened=not number)}"
+
+
+def _traceback(failure: FailureRecord) -> str:
+    text = shortened(traceback_text(failure), _TRACEBACK_COST)
+    shown = colored(text)
+    # Colours only where they fit too: a span around each character is possible.
+    cost = sum(cost_of_line(line) for line in shown)
+    content = markup.lines(shown) if cost <= 2 * _TRACEBACK_COST else markup.escaped(plain(text))
+    return markup.pre(content) if text.strip() else ""
+
+
+def _table(state: RunState) -> str:
+    explained = {each.rank: each for each in failures(state.ranks.values())}
+    limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
+    rows = [_cells(known, explained.get(rank), limit) for rank, known in sorted(state.ranks.items())]
+    names = ("rank", "device", "state", "last output", "value or failure")
+    shown = [index for index in range(len(names)) if index in (0, 2) or any(row[index] for row in rows)]
+    head = "".join(f'<th style="{_CELL}">{names[index]}</th>' for index in shown)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{row[index]}</td>' for index in shown) + "</tr>"
+        for row in rows
+    )
+    table = f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    if len(rows) <= _ROWS_OPEN:
+        return table
+    counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
+    summary = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
+    values = by_rank(state, lambda known: _in_one_line(plain(known.value_text).strip()))
+    lines = [f"{format_ranks(ranks)}: {shortened(value, _CELL_COST)}" for ranks, value in values]
+    below = markup.pre(markup.escaped("\n".join(lines))) if len(lines) <= _OUTPUTS_OPEN else ""
+    return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
+
+
+def _cells(known: RankState, explained: Explained | None, limit: int) -> tuple[str, str, str, str, str]:
+    last = shortened(last_line(known.transcript), limit)
+    if explained is not None:
+        result = shortened(reason(explained), limit)
+        if explained.consequence_of is not None:
+            result = shortened(f"consequence of rank {explained.consequence_of}: {result}", limit)
+    else:
+        result = shortened(_in_one_line(plain(known.value_text).strip()), limit)
+    return (
+        str(known.rank),
+        markup.escaped(plain(known.device)),
+        markup.state(known.state),
+        markup.code(last) if last else "",
+        markup.code(result) if result else "",
+    )
+
+
+def _in_one_line(text: str) -> str:
+    first, newline, _ = text.partition("\n")
+    return f"{first.rstrip()} …" if newline else text
+
+
+def _values(state: RunState) -> Iterator[str]:
+    """Yield the values that a table's cell cannot hold, equal ones once."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, known in sorted(state.ranks.items()):
+        text = plain(known.value_text).rstrip("\n")
+        if known.value_html or "\n" in text or cost_of_text(text) > _CELL_COST:
+            groups.setdefault((text, known.value_html), []).append(rank)
+    limit = fair_limit((cost_of_text(rich) or cost_of_text(text) for text, rich in groups), VALUES_BUDGET)
+    for (text, rich), ranks in groups.items():
+        if rich and cost_of_text(rich) <= limit:
+            content = f'<div style="overflow-x:auto">{balanced(rich)}</div>'
+        else:
+            content = markup.pre(markup.escaped(shortened(text, limit)))
+        yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=len(groups) <= _OUTPUTS_OPEN)
+
+
+def _outputs(outputs: Sequence[Output]) -> Iterator[str]:
+    lines = sum(_cost_of_lines(each) for each in outputs)
+    outputs, taken = _with_displays(outputs, OUTPUT_BUDGET - min(lines, LINES_BUDGET))
+    for output in fit(outputs, OUTPUT_BUDGET - taken):
+        opened = len(outputs) <= _OUTPUTS_OPEN and (output.lines <= _LINES_OPEN or bool(output.displays))
+        yield markup.details(_summary(output), "".join(_blocks(output)), opened=opened)
+
+
+def _summary(output: Output) -> str:
+    counts = ((output.lines, "line"), (len(output.displays), "display"))
+    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
+    return f"Output of {format_ranks(output.ranks)} ({said})"
+
+
+def _cost_of_lines(output: Output) -> int:
+    return sum(cost_of_line(item) for item in output.items if isinstance(item, Line))
+
+
+def _with_displays(outputs: Sequence[Output], budget: int) -> tuple[list[Output], int]:
+    """Turn displays into lines where they are text, or more than the budget; return what the rest takes.
+
+    Every rank's first display comes before any rank's second one, so that no rank is without.
+    """
+    places = sorted(
+        (sum(isinstance(before, Display) for before in output.items[:index]), number, index)
+        for number, output in enumerate(outputs)
+        for index, item in enumerate(output.items)
+        if isinstance(item, Display)
+    )
+    items: list[list[list[Item]]] = [[[item] for item in output.items] for output in outputs]
+    taken = 0
+    for order, number, index in places:
+        display = outputs[number].items[index]
+        assert isinstance(display, Display)  # noqa: S101 - chosen above
+        cost = _cost_of_display(display, budget - taken)
+        if cost is not None and taken + cost <= budget:
+            taken += cost
+            continue
+        note = (
+            f"… {kinds(display)} left out, see result.ranks[{outputs[number].ranks[0]}].displays[{order}] …"
+        )
+        text = display_text(display) + (f"\n{note}" if cost is not None else "")
+        items[number][index] = [Line(((PLAIN, line),)) for line in text.split("\n")]
+    return [
+        replace(output, items=tuple(item for group in groups for item in group))
+        for output, groups in zip(outputs, items, strict=True)
+    ], taken
+
+
+def _cost_of_display(display: Display, budget: int) -> int | None:
+    """Return the bytes of a display as HTML, None if it is only text; large ones are only estimated."""
+    raw = sum(
+        len(data) for kind, data in display.data.items() if isinstance(data, str) and kind != "text/plain"
+    )
+    if raw > 4 * max(budget, 0) + _ELEMENT_COST:
+        return raw
+    content = embedded(display)
+    return None if content is None else _saved(content) + _ELEMENT_COST
+
+
+def _saved(content: str) -> int:
+    # In JSON a quote or a line end takes more than itself.
+    return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
+
+
+def _blocks(output: Output) -> Iterator[str]:
+    """Yield the output in order: a block for lines that follow each other, an element for a display."""
+    waiting: list[Line] = []
+    for item in output.items:
+        if isinstance(item, Line):
+            waiting.append(item)
+            continue
+        if waiting:
+            yield markup.pre(markup.lines(waiting))
+            waiting = []
+        match item:
+            case Omission():
+                yield f"<div><em>{markup.escaped(describe(item, output))}</em></div>"
+            case Display():
+                yield f'<div style="margin:4px 0">{embedded(item) or ""}</div>'
+    if waiting:
+        yield markup.pre(markup.lines(waiting))

@@ -1,0 +1,125 @@
+"""How a run ended, in lines that text, HTML and panel share; nothing here differs from run to run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from msgspec.structs import replace
+
+from nblaunch._protocol import FailureRecord
+from nblaunch._results import RankFailure, format_ranks
+from nblaunch._state import RankState, RunState, State, signal_name
+from nblaunch.diagnose.root_cause import Explained, explain
+from nblaunch.view.output import by_rank, shortened
+from nblaunch.view.terminal import plain
+
+REASON_COST = 1_500
+_ATTEMPTS_SHOWN = 10
+# Where a peer's socket was differs in every run, and says nothing to the reader.
+_PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
+_PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
+_KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
+
+
+def failures(ranks: Iterable[RankState]) -> tuple[Explained, ...]:
+    """Return why ranks failed: causes first, then their consequences."""
+    return explain({rank.rank: rank.failure for rank in ranks if rank.failure is not None})
+
+
+def reason(explained: Explained, limit: int = REASON_COST) -> str:
+    """Return a failure in one line; of a consequence without the port of the peer that went away."""
+    failure = explained.failure
+    line = RankFailure(
+        rank=explained.rank,
+        exception=None,
+        type=failure.type,
+        message=plain(failure.message),
+        traceback="",
+        frames=tuple(replace(each, filename=short_path(each.filename)) for each in failure.frames[-1:]),
+        exitcode=failure.exitcode,
+        signal=signal_name(failure.exitcode),
+        time=failure.time,
+        phase=failure.phase,
+    ).reason
+    if explained.consequence_of is not None:
+        line = _PORT.sub(r"\1", line)
+    return shortened(plain(line), limit)
+
+
+def reason_limit(explained: Sequence[Explained]) -> int:
+    """Return how many bytes each reason may take, so that 256 of them still make one readable page."""
+    return REASON_COST * 20 // max(len(explained), 20)
+
+
+def short_path(path: str) -> str:
+    """Return a file's name without its folder, and `Cell In[3]` as it is."""
+    return path.rpartition("/")[2] if path.startswith("/") else path
+
+
+def traceback_text(failure: FailureRecord) -> str:
+    """Return a traceback without what differs from machine to machine: where Python is installed."""
+    text = _PLACES.sub("…/", failure.traceback.rstrip("\n"))
+    return _KERNEL_FILE.sub("ipykernel", text)
+
+
+def consequence_lines(explained: Iterable[Explained], limit: int = REASON_COST) -> list[str]:
+    """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
+    lines: dict[tuple[int, str], list[int]] = {}
+    for each in explained:
+        if each.consequence_of is not None:
+            lines.setdefault((each.consequence_of, reason(each, limit)), []).append(each.rank)
+    return [
+        f"{format_ranks(ranks)}: consequence of rank {cause}: {why}"
+        for (cause, why), ranks in sorted(lines.items(), key=lambda item: item[1])
+    ]
+
+
+def others_lines(state: RunState) -> list[str]:
+    """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
+    causes = failures(state.ranks.values())
+    why = f", because of rank {causes[0].rank}" if causes else ""
+
+    def describe(rank: RankState) -> str:
+        match rank.state:
+            case State.SUCCEEDED | State.FAILED:
+                return ""
+            case State.STOPPED:
+                return f"STOPPED{why}"
+            case State.LOST:
+                return "LOST: ended without a value and without a word"
+            case _:
+                return str(rank.state)
+
+    return [f"{format_ranks(ranks)}: {what}" for ranks, what in by_rank(state, describe)]
+
+
+def attempt_lines(state: RunState) -> list[str]:
+    """Return a line for each attempt before this one, the latest ten of them."""
+    lines = []
+    for attempt in state.earlier[-_ATTEMPTS_SHOWN:]:
+        causes = failures(attempt.ranks.values())
+        why = f"rank {causes[0].rank}: {reason(causes[0])}" if causes else "the worker group changed"
+        lines.append(f"attempt {attempt.number}: restarted: {why}")
+    left_out = len(state.earlier) - len(lines)
+    return [f"… {left_out} attempts left out …", *lines] if left_out else lines
+
+
+def warning_lines(state: RunState) -> list[str]:
+    """Return what went wrong without failing the run."""
+    warnings = by_rank(state, lambda rank: plain(rank.warning))
+    limit = REASON_COST * 10 // max(len(warnings), 10)
+    return [f"warning: {shortened(warning, limit)}" for _, warning in warnings]
+
+
+def headline(state: RunState, title: str, backend: str) -> str:
+    """Return what ran where: `cell · 8 ranks · gloo`.
+
+    >>> headline(RunState.fresh(2), "cell", "gloo")
+    'cell · 2 ranks · gloo'
+    """
+    count = len(state.ranks)
+    ranks = f"{count} rank{'' if count == 1 else 's'}"
+    if count != state.world_size:
+        ranks = f"{format_ranks(state.ranks)} of {state.world_size}" if count else ranks
+    return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)

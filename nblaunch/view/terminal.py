@@ -1,0 +1,286 @@
+r"""Text as a terminal shows it: `\r`, backspace, colours and cursor movement become lines.
+
+A progress bar that draws itself a thousand times is one line here, its last state. Nothing a rank
+writes moves anything but its own lines: what is no known control sequence is dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from nblaunch._protocol import Stream
+
+MAXIMUM_COLUMN = 4096
+_TAB = 8
+
+_TOKEN = re.compile(
+    r"(?P<text>[^\x00-\x1f\x7f-\x9f\ud800-\udfff]+)"
+    r"|(?P<newline>\n)"
+    r"|\x1b\[(?P<arguments>[0-?]*)[ -/]*(?P<final>[@-~])"
+    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"
+    r"|\x1b[ -/]*[0-~]?"
+    r"|(?P<control>[\r\b\t])"
+    r"|(?P<surrogate>[\ud800-\udfff])"
+    r"|[\x00-\x1f\x7f-\x9f]"
+)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\t]")
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How characters look; `color` is 1 to 6 (red, green, yellow, blue, magenta, cyan), or 0 for none.
+
+    256 and 24-bit colours are drawn as the nearest of the six, greys as plain text: each of the six
+    can be read on a light and on a dark page, which an arbitrary colour cannot.
+    """
+
+    color: int = 0
+    bold: bool = False
+    italic: bool = False
+    underline: bool = False
+
+
+PLAIN = Style()
+_CHANGES: dict[int, Callable[[Style], Style]] = {
+    1: lambda style: replace(style, bold=True),
+    3: lambda style: replace(style, italic=True),
+    4: lambda style: replace(style, underline=True),
+    22: lambda style: replace(style, bold=False),
+    23: lambda style: replace(style, italic=False),
+    24: lambda style: replace(style, underline=False),
+    39: lambda style: replace(style, color=0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One finished line of one stream, as runs of equal style."""
+
+    runs: tuple[tuple[Style, str], ...]
+    stream: Stream = Stream.STDOUT
+
+    @property
+    def text(self) -> str:
+        """Return the line without its styles."""
+        return "".join(text for _, text in self.runs)
+
+
+@dataclass(slots=True)
+class _Row:
+    stream: Stream
+    characters: list[str] = field(default_factory=list)
+    styles: list[Style] = field(default_factory=list)
+
+    def line(self) -> Line:
+        runs: list[tuple[Style, str]] = []
+        start = 0
+        for index in range(1, len(self.styles) + 1):
+            if index == len(self.styles) or self.styles[index] != self.styles[start]:
+                runs.append((self.styles[start], "".join(self.characters[start:index])))
+                start = index
+        return Line(tuple(runs), self.stream)
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """Where one stream writes next; the rows are those of this stream only."""
+
+    rows: list[_Row] = field(default_factory=list)
+    row: int = 0
+    column: int = 0
+    style: Style = PLAIN
+
+
+class Screen:
+    """Takes the text of both streams, and gives lines.
+
+    Each stream has a cursor of its own: a progress bar on stderr keeps its line while stdout goes on
+    printing lines below it.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no line."""
+        self._rows: list[_Row] = []
+        self._cursors: dict[Stream, _Cursor] = {}
+
+    def write(self, stream: Stream, text: str) -> None:
+        """Draw `text`."""
+        cursor = self._cursors.setdefault(stream, _Cursor())
+        if not _CONTROL.search(text) and cursor.style == PLAIN:
+            self._write_plain(stream, cursor, text)
+            return
+        for token in _TOKEN.finditer(text):
+            match token.lastgroup:
+                case "text":
+                    self._put(stream, cursor, token.group())
+                case "newline":
+                    self._row(stream, cursor)
+                    cursor.row, cursor.column = cursor.row + 1, 0
+                case "final":
+                    self._sequence(stream, cursor, token.group("final"), token.group("arguments"))
+                case "control":
+                    self._control(stream, cursor, token.group())
+                case "surrogate":
+                    self._put(stream, cursor, "\ufffd")
+                case _:
+                    pass
+
+    def _write_plain(self, stream: Stream, cursor: _Cursor, text: str) -> None:
+        """Draw text that only goes forward: nearly all there is, and by far the fastest."""
+        first, *others = text.split("\n")
+        if first:
+            self._put(stream, cursor, first)
+        for line in others:
+            row = self._row(stream, cursor)
+            cursor.row, cursor.column = cursor.row + 1, 0
+            if line:
+                row = self._row(stream, cursor)
+                row.characters[: len(line)] = line
+                row.styles[: len(line)] = [PLAIN] * len(line)
+                cursor.column = len(line)
+
+    def lines(self) -> list[Line]:
+        """Return the lines so far, the unfinished ones too."""
+        return [row.line() for row in self._rows]
+
+    def _row(self, stream: Stream, cursor: _Cursor) -> _Row:
+        while len(cursor.rows) <= cursor.row:
+            row = _Row(stream)
+            cursor.rows.append(row)
+            self._rows.append(row)
+        return cursor.rows[cursor.row]
+
+    def _put(self, stream: Stream, cursor: _Cursor, text: str) -> None:
+        row = self._row(stream, cursor)
+        gap = cursor.column - len(row.characters)
+        if gap > 0:
+            row.characters.extend(" " * gap)
+            row.styles.extend([PLAIN] * gap)
+        end = cursor.column + len(text)
+        row.characters[cursor.column : end] = text
+        row.styles[cursor.column : end] = [cursor.style] * len(text)
+        cursor.column = end
+
+    def _control(self, stream: Stream, cursor: _Cursor, control: str) -> None:
+        if control == "\r":
+            cursor.column = 0
+        elif control == "\b":
+            cursor.column = max(cursor.column - 1, 0)
+        else:
+            self._put(stream, cursor, " " * (_TAB - cursor.column % _TAB))
+
+    def _sequence(self, stream: Stream, cursor: _Cursor, final: str, arguments: str) -> None:
+        count = min(int(arguments), MAXIMUM_COLUMN) if _is_count(arguments) else 0
+        match final:
+            case "m":
+                cursor.style = styled(cursor.style, arguments)
+            case "K":
+                _erase(self._row(stream, cursor), cursor.column, count)
+            case "J" if count == 0:
+                _erase(self._row(stream, cursor), cursor.column, 0)
+                for row in cursor.rows[cursor.row + 1 :]:
+                    _erase(row, 0, 0)
+            case _:
+                _move(cursor, final, max(count, 1))
+
+
+def _move(cursor: _Cursor, final: str, steps: int) -> None:
+    match final:
+        case "A" | "F":
+            cursor.row = max(cursor.row - steps, 0)
+        case "B" | "E":
+            cursor.row = min(cursor.row + steps, max(len(cursor.rows) - 1, cursor.row))
+        case "C":
+            cursor.column = min(cursor.column + steps, max(MAXIMUM_COLUMN, cursor.column))
+        case "D":
+            cursor.column = max(cursor.column - steps, 0)
+        case "G":
+            cursor.column = steps - 1
+        case _:
+            pass
+    if final in "EF":
+        cursor.column = 0
+
+
+def _is_count(arguments: str) -> bool:
+    return arguments.isascii() and arguments.isdigit() and len(arguments) < len(str(MAXIMUM_COLUMN)) + 1
+
+
+def _erase(row: _Row, column: int, mode: int) -> None:
+    """Erase to the end of the line (0), from its beginning (1), or all of it (2)."""
+    if mode == 0:
+        del row.characters[column:], row.styles[column:]
+    elif mode == 1:
+        end = min(column + 1, len(row.characters))
+        row.characters[:end], row.styles[:end] = [" "] * end, [PLAIN] * end
+    else:
+        row.characters.clear()
+        row.styles.clear()
+
+
+def styled(style: Style, arguments: str) -> Style:
+    """Return `style` after the escape sequence `ESC [ arguments m`."""
+    codes = [int(part) if _is_count(part) else 0 for part in re.split("[;:]", arguments)]
+    while codes:
+        code = codes.pop(0)
+        if code in (38, 48):
+            color, codes = _extended_color(codes)
+            style = replace(style, color=color) if code == 38 else style  # noqa: PLR2004 - SGR
+        else:
+            style = _one_code(style, code)
+    return style
+
+
+def _one_code(style: Style, code: int) -> Style:
+    if code == 0:
+        return PLAIN
+    if 30 <= code <= 37 or 90 <= code <= 97:  # noqa: PLR2004 - SGR
+        return replace(style, color=code % 10 % 7)
+    change = _CHANGES.get(code)
+    return change(style) if change else style
+
+
+def _extended_color(codes: list[int]) -> tuple[int, list[int]]:
+    """Take the arguments of 38 or 48: `5;n` of 256 colours, or `2;r;g;b`."""
+    if codes[:1] == [5]:
+        return _hue_of_256((codes[1:2] or [0])[0]), codes[2:]
+    if codes[:1] == [2]:
+        red, green, blue = [*codes[1:4], 0, 0, 0][:3]
+        return _hue(red, green, blue), codes[4:]
+    return 0, codes[1:]
+
+
+def _hue_of_256(number: int) -> int:
+    if number < 16:  # noqa: PLR2004 - the 16 colours that have names
+        return number % 8 % 7
+    if number > 231:  # noqa: PLR2004 - the greys
+        return 0
+    red, green, blue = (number - 16) // 36, (number - 16) // 6 % 6, (number - 16) % 6
+    return _hue(red * 51, green * 51, blue * 51)
+
+
+def _hue(red: int, green: int, blue: int) -> int:
+    low, high = min(red, green, blue), max(red, green, blue)
+    if high - low < 48:  # noqa: PLR2004 - nearly grey
+        return 0
+    middle = (low + high) / 2
+    return ((red > middle) + 2 * (green > middle) + 4 * (blue > middle)) % 7
+
+
+def plain(text: str) -> str:
+    """Return `text` as a terminal would leave it, without colours."""
+    if not _CONTROL.search(text):
+        return text
+    screen = Screen()
+    screen.write(Stream.STDOUT, text)
+    shown = "\n".join(line.text for line in screen.lines())
+    return shown + "\n" if text.endswith("\n") else shown
+
+
+def colored(text: str) -> list[Line]:
+    """Return `text` as lines with their colours."""
+    screen = Screen()
+    screen.write(Stream.STDOUT, text)
+    return screen.lines()

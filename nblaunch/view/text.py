@@ -1,0 +1,116 @@
+"""A run as text: the same for the same run, in rank order, equal ranks folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from nblaunch._results import format_ranks
+from nblaunch._state import RunState
+from nblaunch._transcript import Display
+from nblaunch.view.header import Header
+from nblaunch.view.outcome import (
+    attempt_lines,
+    consequence_lines,
+    failures,
+    headline,
+    others_lines,
+    reason,
+    reason_limit,
+    warning_lines,
+)
+from nblaunch.view.output import (
+    Item,
+    Omission,
+    by_rank,
+    cost_of_text,
+    describe,
+    display_text,
+    fair_limit,
+    fit,
+    folded,
+    shortened,
+)
+from nblaunch.view.terminal import PLAIN, Line, plain
+
+TEXT_BUDGET = 150_000
+"""Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""
+VALUES_BUDGET = 60_000
+_LONGEST_LABEL = 24
+
+
+def render_text(state: RunState, header: Header) -> str:
+    """Return the run as text: output, values, failures.
+
+    It holds no times, pids or host names, so that a notebook's saved output can be compared.
+    """
+    lines = [*attempt_lines(state), *_output_lines(state), *_ending_lines(state)]
+    return "\n".join(lines or [_nothing_said(state, header)])
+
+
+def render_ending(state: RunState, header: Header) -> str:
+    """Return what `render_text` says after the output: values and failures."""
+    return "\n".join(list(_ending_lines(state)) or [_nothing_said(state, header)])
+
+
+def prefixed(ranks: tuple[int, ...], text: str) -> str:
+    """Return `[ranks 0-7] text`, with the prefix on every line.
+
+    >>> prefixed((0,), "loss 3.0")
+    '[rank 0] loss 3.0'
+    """
+    prefix = f"[{format_ranks(ranks)}]"
+    return "\n".join(f"{prefix} {line}".rstrip() for line in text.split("\n"))
+
+
+def labelled(label: str, text: str) -> str:
+    r"""Return `label` and `text`, its further lines below its first one, so that columns stay columns.
+
+    >>> print(labelled("rank 0: ", "a\nb"))
+    rank 0: a
+            b
+    """
+    if "\n" in text and len(label) > _LONGEST_LABEL:
+        return "\n    ".join([label.rstrip(), *text.split("\n")])
+    return label + text.replace("\n", "\n" + " " * len(label))
+
+
+def _output_lines(state: RunState) -> Iterator[str]:
+    outputs = [replace(each, items=tuple(_in_text(each.items))) for each in folded(state)]
+    for output in fit(outputs, TEXT_BUDGET, prefix=lambda output: len(format_ranks(output.ranks))):
+        for item in output.items:
+            match item:
+                case Line():
+                    yield prefixed(output.ranks, item.text)
+                case Omission():
+                    yield prefixed(output.ranks, describe(item, output))
+                case _:
+                    pass
+
+
+def _in_text(items: Iterable[Item]) -> Iterator[Line | Omission]:
+    for item in items:
+        if isinstance(item, Display):
+            for line in display_text(item).split("\n"):
+                yield Line(((PLAIN, line),))
+        else:
+            yield item
+
+
+def _ending_lines(state: RunState) -> Iterator[str]:
+    values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
+    limit = fair_limit((cost_of_text(value) for _, value in values), VALUES_BUDGET)
+    for ranks, value in values:
+        yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
+    explained = failures(state.ranks.values())
+    limit = reason_limit(explained)
+    for number, failure in enumerate(each for each in explained if each.consequence_of is None):
+        label = "also failed" if number else "root cause"
+        yield f"{label}: rank {failure.rank}: {reason(failure, limit)}"
+    yield from consequence_lines(explained, limit)
+    yield from others_lines(state)
+    yield from warning_lines(state)
+
+
+def _nothing_said(state: RunState, header: Header) -> str:
+    return f"{headline(state, header.title, header.backend)}: {state.summary}"

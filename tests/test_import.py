@@ -1,0 +1,54 @@
+"""`import nblaunch` costs next to nothing, so a notebook may have it at its top."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+HEAVY = {"IPython", "anywidget", "ipykernel", "ipywidgets", "numpy", "torch", "zmq"}
+ROUNDS = 9
+
+
+def fresh(code: str) -> str:
+    """Run `code` in an interpreter of its own and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def seconds(code: str) -> float:
+    started = time.perf_counter()
+    fresh(code)
+    return time.perf_counter() - started
+
+
+def test_import_loads_nothing_heavy():
+    loaded = json.loads(
+        fresh("import json, sys, nblaunch; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
+    )
+    assert HEAVY.isdisjoint(loaded)
+    assert "nblaunch" in loaded
+
+
+def test_import_takes_less_than_50_ms_over_bare_python():
+    """Pairs, one after the other, so that a busy machine slows both; the median drops the odd one."""
+    seconds("import nblaunch")  # compiles the modules
+    extra = [seconds("import nblaunch") - seconds("pass") for _ in range(ROUNDS)]
+    assert statistics.median(extra) < 0.050
+
+
+def test_every_public_name_is_there_and_listed():
+    names = json.loads(
+        fresh(
+            "import json, nblaunch\n"
+            "missing = [name for name in nblaunch.__all__ if not hasattr(nblaunch, name)]\n"
+            "unlisted = sorted(set(nblaunch.__all__) - set(dir(nblaunch)))\n"
+            "print(json.dumps([missing, unlisted]))"
+        )
+    )
+    assert names == [[], []]
