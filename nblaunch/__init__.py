@@ -80,6 +80,10 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - an InteractiveShell
     """Register the magics: `%load_ext nblaunch`."""
+    from nblaunch.agent import forkserver  # noqa: PLC0415 - `import nblaunch` stays light
+
+    # It boots while this process imports torch, so that the first cell need not wait for it.
+    forkserver.server.ensure_running()
     from nblaunch.magic.magics import register  # noqa: PLC0415 - IPython is here when this is called
 
     register(shell)

@@ -46,9 +46,26 @@ class RankFailure:
         return f"{line} ({self.where})" if self.where else line
 
     @property
+    def frame(self) -> FrameRecord | None:
+        """The innermost frame of the notebook, else of a file that is no installed library's."""
+        for wanted in (_in_notebook, _not_installed):
+            for frame in reversed(self.frames):
+                if wanted(frame):
+                    return frame
+        return self.frames[-1] if self.frames else None
+
+    @property
     def where(self) -> str:
-        """The innermost of the user's own frames: `Cell In[3], line 4`."""
-        return f"{self.frames[-1].filename}, line {self.frames[-1].line}" if self.frames else ""
+        """The user's own line: `Cell In[3], line 4`."""
+        return f"{self.frame.filename}, line {self.frame.line}" if self.frame is not None else ""
+
+
+def _in_notebook(frame: FrameRecord) -> bool:
+    return frame.filename.startswith("Cell In[")
+
+
+def _not_installed(frame: FrameRecord) -> bool:
+    return not any(part in frame.filename for part in ("/site-packages/", "/dist-packages/", "/lib/python"))
 
 
 @dataclass(frozen=True, slots=True)

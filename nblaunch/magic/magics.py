@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -68,8 +69,11 @@ class DistributedMagics(Magics):
         try:
             return capture_cell(transformed, self.shell.user_ns)
         except SyntaxError as error:
-            error.filename = filename
-            raise
+            error.filename = engine.notebook.title_of(filename)
+            shown = traceback.format_exception_only(error)
+            # Our frames between the cell and its parser are no news to whoever forgot a bracket.
+            error._render_traceback_ = lambda: "".join(shown).splitlines()  # type: ignore[attr-defined]
+            raise error.with_traceback(None) from None
 
     def _hand_over(self, result: RunResult, options: LaunchOptions) -> None:
         """Make the result `_` and the variable of `--out`, whether the run succeeded or not."""

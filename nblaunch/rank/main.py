@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from nblaunch._protocol import (
     FunctionJob,
     Hello,
     Leave,
-    Offsets,
     Phase,
     Prepare,
     Raised,
@@ -54,10 +54,6 @@ class Orders:
 
 class ValueNotSentError(TypeError):
     """The job succeeded, but its value cannot be pickled; says which part."""
-
-
-class _Done(Exception):  # noqa: N818 - no error: the hub has told this rank to leave
-    pass
 
 
 class Rank:
@@ -89,6 +85,7 @@ class Rank:
 
     def live(self) -> int:
         """Follow the hub's orders until it says leave; return the exit code."""
+        exitcode = 1
         try:
             while True:
                 match self.link.inbox.get():
@@ -99,7 +96,7 @@ class Rank:
                     case Leave(exitcode=exitcode):
                         return exitcode
         finally:
-            self._leave()
+            self._leave(exitcode)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do one step; whatever it raises becomes this rank's failure."""
@@ -174,7 +171,7 @@ class Rank:
         text, html = shell.prepare().describe(value)
         try:
             packed = payload.dumps_home(value)
-            self.outgoing = shared.put(packed, lambda: _directory(self.orders.spill))
+            self.outgoing = shared.put(packed, lambda: Path(self.orders.spill))
         except Exception as error:
             msg = (
                 f"the job returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
@@ -204,17 +201,15 @@ class Rank:
     def _failed(self, error: BaseException, exitcode: int) -> None:
         failure.write_error_file(error)
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=self._offsets()))
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
 
-    @staticmethod
-    def _offsets() -> Offsets:
-        return streams.offsets()
-
-    def _leave(self) -> None:
+    def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE
         try:
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
-            process_group.leave()
+            if exitcode == 0:
+                # A rank that failed closes its connections by dying: leaving in order could wait for peers.
+                process_group.leave()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -225,12 +220,6 @@ class Rank:
 
 async def _awaited(value: Any) -> object:  # noqa: ANN401 - any coroutine
     return await value
-
-
-def _directory(spill: str) -> Any:  # noqa: ANN401 - a Path
-    from pathlib import Path  # noqa: PLC0415 - only for values larger than memory
-
-    return Path(spill)
 
 
 def run_rank(orders: Orders) -> None:

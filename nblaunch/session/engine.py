@@ -107,7 +107,10 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
             ending.ensure()
             group.close()
     watcher.close(group.state)
-    return Outcome(result, error or _error(group, result, launch.options))
+    error = error or _error(group, result, launch.options)
+    if isinstance(error, RunFailedError):
+        error.result, error.root_cause = result, error.root_cause or result.root_cause
+    return Outcome(result, error)
 
 
 class _Ending:
@@ -150,7 +153,10 @@ class _Ending:
         except KeyboardInterrupt:
             self._group.hurry()
             self.ensure()
-        interrupt.args = (f"the run was interrupted: {where}",)
+        message = f"the run was interrupted: {where}"
+        interrupt.args = (message,)
+        # IPython's own protocol; the frames of our waiting are no news.
+        interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]  # noqa: SLF001
         return interrupt.with_traceback(None)
 
     def ensure(self) -> None:
@@ -258,8 +264,8 @@ def _furthest_phase(state: RunState) -> str:
 def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
     """Say which rank failed, how, where, and what became of the others; no times, no pids."""
     lines = [f"rank {root.rank} of {result.world_size} failed: {root.reason}"]
-    if root.frames and root.frames[-1].source:
-        lines[0] += f"\n    {root.frames[-1].source}"
+    if root.frame is not None and root.frame.source:
+        lines[0] += f"\n    {root.frame.source}"
     others = [failure for failure in result.failures if failure.rank != root.rank]
     consequences = [failure.rank for failure in others if failure.consequence_of is not None]
     failed_too = [failure for failure in others if failure.consequence_of is None]

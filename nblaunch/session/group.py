@@ -71,7 +71,6 @@ class WorkerGroup:
         self.logs: dict[int, dict[int, Logs]] = {}
         self.error: BaseException | None = None
         self.launch_failure: tuple[str, str] | None = None
-        self.changed = threading.Event()
         self.ended = threading.Event()
         self._hub = hub
         self._settings = settings
@@ -107,10 +106,8 @@ class WorkerGroup:
         self._agent.stop()
 
     def close(self) -> None:
-        """Forget the group; it has ended."""
-        self._hub.remove(self)
+        """Wait for the last of the group, which has ended."""
         self._agent.join()
-        runtime.remove_tree(self._directory)
 
     # --- from the agent's thread -----------------------------------------------------------------
 
@@ -307,12 +304,13 @@ class WorkerGroup:
                 self._fold(printed)
         self.error = error
         self._fold(RunEnded(time=time.time(), stopped=error is None))
+        # Here and not in `close`: a caller who is interrupted once more may never come that far.
+        self._hub.remove(self)
+        runtime.remove_tree(self._directory)
         self.ended.set()
-        self.changed.set()
 
     def _fold(self, message: Message) -> None:
         self.state = advance(self.state, message)
-        self.changed.set()
 
 
 def _as_exitcode(code: int) -> int:

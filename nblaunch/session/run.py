@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch._errors import OptionError
+from nblaunch._errors import OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import FunctionJob
 from nblaunch._results import RunResult
@@ -52,20 +52,8 @@ def call(
         title=name,
     )
     finished = engine.perform(launch, watch(name, placement.backend))
-    if finished.error is not None and (check or finished.result is None or not _is_failure(finished.error)):
-        _attach(finished)
+    failed = isinstance(finished.error, RunFailedError) and finished.result is not None
+    if finished.error is not None and (check or not failed):
         raise finished.error
     assert finished.result is not None  # noqa: S101 - without a result there is an error
     return finished.result
-
-
-def _is_failure(error: BaseException) -> bool:
-    from nblaunch._errors import RunFailedError  # noqa: PLC0415 - next to its only use
-
-    return isinstance(error, RunFailedError)
-
-
-def _attach(finished: engine.Outcome) -> None:
-    """Give a timeout's error what came back until then."""
-    if getattr(finished.error, "result", ...) is None:
-        finished.error.result = finished.result  # type: ignore[union-attr]

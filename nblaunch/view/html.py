@@ -6,7 +6,7 @@ and stay below 1 MB together with its text form, whatever 64 ranks print.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nblaunch._protocol import FailureRecord
@@ -32,6 +32,7 @@ from nblaunch.view.output import (
     Omission,
     Output,
     by_rank,
+    clipped,
     cost_of_line,
     cost_of_text,
     describe,
@@ -54,6 +55,10 @@ _TRACEBACKS = 4
 _CELLS_COST = 40_000
 _CELL_COST = 300
 _ELEMENT_COST = 300
+_LAST_LINE_COST = 120
+_COLUMNS = ("rank", "device", "state", "last output", "value", "failure")
+_NARROW_COLUMNS = 3
+_NARROW = ";white-space:nowrap"
 _ROWS_OPEN = 16
 _OUTPUTS_OPEN = 8
 _LINES_OPEN = 40
@@ -67,17 +72,18 @@ _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
 
-def render_html(state: RunState, header: Header) -> str:
+def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | None = None) -> str:
     """Return the run as HTML: how it ended, a row per rank, then output and values.
 
-    It holds no times, pids or host names, so that a notebook's saved output can be compared.
+    It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
+    is `folded(state)` where the caller has it already.
     """
     parts = [
         _headline(state, header),
         *_failures(state),
         _table(state),
         *_values(state),
-        *_outputs(folded(state)),
+        _outputs(folded(state) if outputs is None else outputs),
     ]
     return f'<div style="{_ROOT}">{"".join(parts)}</div>'
 
@@ -126,38 +132,42 @@ def _table(state: RunState) -> str:
     explained = {each.rank: each for each in failures(state.ranks.values())}
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     rows = [_cells(known, explained.get(rank), limit) for rank, known in sorted(state.ranks.items())]
-    names = ("rank", "device", "state", "last output", "value or failure")
-    shown = [index for index in range(len(names)) if index in (0, 2) or any(row[index] for row in rows)]
-    head = "".join(f'<th style="{_CELL}">{names[index]}</th>' for index in shown)
-    body = "".join(
-        "<tr>" + "".join(f'<td style="{_CELL}">{row[index]}</td>' for index in shown) + "</tr>"
-        for row in rows
-    )
-    table = f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
+    head = _row("th", (_COLUMNS[index] for index in shown))
+    body = "".join(_row("td", (row[index] for index in shown)) for row in rows)
+    table = f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
     if len(rows) <= _ROWS_OPEN:
         return table
     counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
     summary = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
     values = by_rank(state, lambda known: _in_one_line(plain(known.value_text).strip()))
-    lines = [f"{format_ranks(ranks)}: {shortened(value, _CELL_COST)}" for ranks, value in values]
-    below = markup.pre(markup.escaped("\n".join(lines))) if len(lines) <= _OUTPUTS_OPEN else ""
+    lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
+    below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _OUTPUTS_OPEN else ""
     return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
 
 
-def _cells(known: RankState, explained: Explained | None, limit: int) -> tuple[str, str, str, str, str]:
-    last = shortened(last_line(known.transcript), limit)
-    if explained is not None:
-        result = shortened(reason(explained), limit)
-        if explained.consequence_of is not None:
-            result = shortened(f"consequence of rank {explained.consequence_of}: {result}", limit)
-    else:
-        result = shortened(_in_one_line(plain(known.value_text).strip()), limit)
+def _row(tag: str, cells: Iterable[str]) -> str:
+    content = "".join(
+        f'<{tag} style="{_CELL}{_NARROW if number < _NARROW_COLUMNS else ""}">{cell}</{tag}>'
+        for number, cell in enumerate(cells)
+    )
+    return f"<tr>{content}</tr>"
+
+
+def _cells(known: RankState, explained: Explained | None, limit: int) -> tuple[str, ...]:
+    """Return a rank's cells in the order of `_COLUMNS`."""
+    last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
+    value = clipped(_in_one_line(plain(known.value_text).strip()), limit)
+    why = "" if explained is None else reason(explained, limit)
+    if explained is not None and explained.consequence_of is not None:
+        why = f"consequence of rank {explained.consequence_of}: {why}"
     return (
         str(known.rank),
         markup.escaped(plain(known.device)),
         markup.state(known.state),
-        markup.code(last) if last else "",
-        markup.code(result) if result else "",
+        markup.code(last),
+        "(below)" if known.value_html else markup.code(value),
+        markup.code(clipped(why, limit)),
     )
 
 
@@ -182,12 +192,22 @@ def _values(state: RunState) -> Iterator[str]:
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=len(groups) <= _OUTPUTS_OPEN)
 
 
-def _outputs(outputs: Sequence[Output]) -> Iterator[str]:
+def _outputs(outputs: Sequence[Output]) -> str:
     lines = sum(_cost_of_lines(each) for each in outputs)
     outputs, taken = _with_displays(outputs, OUTPUT_BUDGET - min(lines, LINES_BUDGET))
-    for output in fit(outputs, OUTPUT_BUDGET - taken):
-        opened = len(outputs) <= _OUTPUTS_OPEN and (output.lines <= _LINES_OPEN or bool(output.displays))
-        yield markup.details(_summary(output), "".join(_blocks(output)), opened=opened)
+    few = len(outputs) <= _OUTPUTS_OPEN
+    parts = [
+        markup.details(
+            _summary(output),
+            "".join(_blocks(output)),
+            opened=few and (output.lines <= _LINES_OPEN or bool(output.displays)),
+        )
+        for output in fit(outputs, OUTPUT_BUDGET - taken)
+    ]
+    if few:
+        return "".join(parts)
+    count = sum(len(output.ranks) for output in outputs)
+    return markup.details(f"Output of {count} ranks", "".join(parts), opened=False)
 
 
 def _summary(output: Output) -> str:

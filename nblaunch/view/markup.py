@@ -60,6 +60,8 @@ def pre(content: str) -> str:
 
 def code(text: str) -> str:
     """Return text a rank is the author of: notebooks typeset `$...$` elsewhere, but not in here."""
+    if not text:
+        return ""
     return f'<code style="{_CODE}">{escaped(text)}</code>'
 
 

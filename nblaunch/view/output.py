@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from nblaunch.view.terminal import PLAIN, Line, Screen, plain
 
 LINE_COST = 8_000
 """Bytes of one line; a longer one is cut in its middle."""
-_LAST_LINE_COST = 300
 _RECENT_CHARACTERS = 2_000
 _LINE_OVERHEAD = 40
 _STYLE_COST = 80
-_NEWLINE_COST = 12
 _MAXIMUM_COST = 14
+_COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
+# A notebook holds text as a list of lines, each indented and quoted: a line end takes 13 bytes more.
+_COSTLY = re.compile(r"""[^ !#-%(-;=?-\[\]-~]""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +64,21 @@ def folded(state: RunState) -> list[Output]:
 
     Ranks without output are not there.
     """
-    groups: list[tuple[Transcript, list[int], tuple[Item, ...]]] = []
-    by_items: dict[object, int] = {}
+    groups: dict[object, tuple[list[int], tuple[Item, ...]]] = {}
+    read_before: dict[object, object] = {}
     for rank, known in sorted(state.ranks.items()):
-        items = read(known.transcript)
-        if not items:
-            continue
-        key = _key(items)
-        if key in by_items:
-            groups[by_items[key]][1].append(rank)
-        else:
-            by_items[key] = len(groups)
-            groups.append((known.transcript, [rank], items))
-    return [Output(tuple(ranks), items) for _, ranks, items in groups]
+        transcript = known.transcript
+        raw = (_key(transcript.entries), transcript.omitted, transcript.omitted_displays)
+        if raw not in read_before:
+            # Drawing is what costs; and different text may look the same once drawn.
+            items = read(transcript)
+            read_before[raw] = key = _key(items)
+            groups.setdefault(key, ([], items))
+        groups[read_before[raw]][0].append(rank)
+    return [Output(tuple(ranks), items) for ranks, items in groups.values() if items]
 
 
-def _key(items: Iterable[Item]) -> tuple[object, ...]:
+def _key(items: Iterable[Item | Text]) -> tuple[object, ...]:
     return tuple(
         json.dumps([item.data, item.metadata], sort_keys=True, default=repr)
         if isinstance(item, Display)
@@ -187,11 +188,22 @@ def shortened(text: str, limit: int) -> str:
     return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
 
 
+def clipped(text: str, limit: int) -> str:
+    """Return the beginning of `text`, as many bytes of it as `limit` allows in a saved notebook."""
+    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
+        return text
+    candidate = text[:limit]
+    end = bisect_right(range(len(candidate)), limit, key=lambda end: cost_of_text(candidate[:end]))
+    return f"{text[: max(end - 1, 0)].rstrip()} …"
+
+
 def cost_of_text(text: str) -> int:
     """Return how many bytes `text` takes in a saved notebook, escaped for HTML and then for JSON."""
-    saved = json.dumps(html.escape(text), ensure_ascii=False).encode("utf-8", "replace")
-    # A notebook holds text as a list of lines, each indented and quoted.
-    return len(saved) - 2 + _NEWLINE_COST * text.count("\n")
+    if not _COSTLY.search(text):
+        return len(text)
+    # Counting is three times as fast as escaping, and this is asked of every line of every rank.
+    more = sum(extra * text.count(character) for character, extra in _COSTS)
+    return len(text.encode("utf-8", "replace")) + more
 
 
 def cost_of_line(line: Line) -> int:
@@ -238,9 +250,8 @@ def fair_limit(costs: Iterable[int], budget: int) -> int:
 def _cut(items: Sequence[Item], budget: int, more: int) -> tuple[Item, ...]:
     """Keep the first third and the last two thirds of what may be shown, in whole lines."""
     limit = max(budget // 8, 80)
-    items = [_short(item, limit) if isinstance(item, Line) else item for item in items]
-    first = _lines_within(items, budget // 3, more)
-    last = len(items) - _lines_within(items[first:][::-1], budget - budget // 3, more)
+    first = _items_within(items, budget // 3, limit, more)
+    last = len(items) - _items_within(items[first:][::-1], budget - budget // 3, limit, more)
     dropped = items[first:last]
     omission = Omission(
         lines=sum(
@@ -252,16 +263,20 @@ def _cut(items: Sequence[Item], budget: int, more: int) -> tuple[Item, ...]:
         displays=sum(item.displays for item in dropped if isinstance(item, Omission)),
     )
     shown = [item for item in dropped if isinstance(item, Display)]
-    return (*items[:first], omission, *shown, *items[last:])
+    kept = (*items[:first], omission, *shown, *items[last:])
+    return tuple(_short(item, limit) if isinstance(item, Line) else item for item in kept)
 
 
-def _lines_within(items: Sequence[Item], budget: int, more: int) -> int:
-    """Return how many items from the start are within `budget`; an omission is no place to go on."""
+def _items_within(items: Sequence[Item], budget: int, longest: int, more: int) -> int:
+    """Return how many items from the start are within `budget`; an omission is no place to go on.
+
+    Lines are to be cut to `longest` bytes; `more` is what each takes beside itself.
+    """
     for index, item in enumerate(items):
         if isinstance(item, Omission):
             return index
         if isinstance(item, Line):
-            budget -= cost_of_line(item) + more
+            budget -= min(cost_of_line(item), longest + _LINE_OVERHEAD) + more
             if budget < 0:
                 return index
     return len(items)
@@ -284,7 +299,7 @@ def describe(omission: Omission, output: Output) -> str:
 
 
 def last_line(transcript: Transcript) -> str:
-    """Return the last line that is not blank, as a terminal shows it, cut where it is long."""
+    """Return the last line that is not blank, as a terminal shows it: no more than its last 2,000 characters."""
     recent: list[Text] = []
     wanted = _RECENT_CHARACTERS
     for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
@@ -296,8 +311,11 @@ def last_line(transcript: Transcript) -> str:
     screen = Screen()
     for entry in reversed(recent):
         screen.write(entry.stream, entry.text)
-    texts = (line.text.strip() for line in reversed(screen.lines()))
-    return shortened(next(filter(None, texts), ""), _LAST_LINE_COST)
+    lines = [line.text.strip() for line in screen.lines()]
+    if wanted < 0 and not any(lines[1:]):
+        # Only the end of this line was looked at.
+        return f"… {lines[0]}" if lines else ""
+    return next(filter(None, reversed(lines)), "")
 
 
 def display_text(display: Display) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from nblaunch._protocol import Stream
 
@@ -69,17 +70,45 @@ class Line:
 
 @dataclass(slots=True)
 class _Row:
+    """A line being drawn; without `styles` all of it is plain, which nearly every line is."""
+
     stream: Stream
-    characters: list[str] = field(default_factory=list)
-    styles: list[Style] = field(default_factory=list)
+    text: str = ""
+    styles: list[Style] | None = None
+
+    def put(self, column: int, text: str, style: Style) -> int:
+        """Write over what is at `column`; return the column after it."""
+        end = column + len(text)
+        if not self.text and not column and style == PLAIN:
+            self.text = text
+            return end
+        if style != PLAIN and self.styles is None:
+            self.styles = [PLAIN] * len(self.text)
+        if self.styles is not None:
+            self.styles.extend([PLAIN] * (column - len(self.styles)))
+            self.styles[column:end] = [style] * len(text)
+        self.text = f"{self.text[:column]:{column}}{text}{self.text[end:]}"
+        return end
+
+    def erase(self, column: int, mode: int) -> None:
+        """Erase to the end of the line (0), from its beginning (1), or all of it (2)."""
+        if mode == 1:
+            self.put(0, " " * min(column + 1, len(self.text)), PLAIN)
+            return
+        kept = column if mode == 0 else 0
+        self.text = self.text[:kept]
+        if self.styles is not None:
+            del self.styles[kept:]
 
     def line(self) -> Line:
+        if self.styles is None:
+            return Line(((PLAIN, self.text),) if self.text else (), self.stream)
         runs: list[tuple[Style, str]] = []
         start = 0
-        for index in range(1, len(self.styles) + 1):
-            if index == len(self.styles) or self.styles[index] != self.styles[start]:
-                runs.append((self.styles[start], "".join(self.characters[start:index])))
-                start = index
+        for style, group in groupby(self.styles):
+            end = start + sum(1 for _ in group)
+            runs.append((style, self.text[start:end]))
+            start = end
         return Line(tuple(runs), self.stream)
 
 
@@ -133,13 +162,10 @@ class Screen:
         if first:
             self._put(stream, cursor, first)
         for line in others:
-            row = self._row(stream, cursor)
+            self._row(stream, cursor)
             cursor.row, cursor.column = cursor.row + 1, 0
             if line:
-                row = self._row(stream, cursor)
-                row.characters[: len(line)] = line
-                row.styles[: len(line)] = [PLAIN] * len(line)
-                cursor.column = len(line)
+                self._put(stream, cursor, line)
 
     def lines(self) -> list[Line]:
         """Return the lines so far, the unfinished ones too."""
@@ -153,15 +179,7 @@ class Screen:
         return cursor.rows[cursor.row]
 
     def _put(self, stream: Stream, cursor: _Cursor, text: str) -> None:
-        row = self._row(stream, cursor)
-        gap = cursor.column - len(row.characters)
-        if gap > 0:
-            row.characters.extend(" " * gap)
-            row.styles.extend([PLAIN] * gap)
-        end = cursor.column + len(text)
-        row.characters[cursor.column : end] = text
-        row.styles[cursor.column : end] = [cursor.style] * len(text)
-        cursor.column = end
+        cursor.column = self._row(stream, cursor).put(cursor.column, text, cursor.style)
 
     def _control(self, stream: Stream, cursor: _Cursor, control: str) -> None:
         if control == "\r":
@@ -177,11 +195,11 @@ class Screen:
             case "m":
                 cursor.style = styled(cursor.style, arguments)
             case "K":
-                _erase(self._row(stream, cursor), cursor.column, count)
+                self._row(stream, cursor).erase(cursor.column, count)
             case "J" if count == 0:
-                _erase(self._row(stream, cursor), cursor.column, 0)
+                self._row(stream, cursor).erase(cursor.column, 0)
                 for row in cursor.rows[cursor.row + 1 :]:
-                    _erase(row, 0, 0)
+                    row.erase(0, 0)
             case _:
                 _move(cursor, final, max(count, 1))
 
@@ -206,18 +224,6 @@ def _move(cursor: _Cursor, final: str, steps: int) -> None:
 
 def _is_count(arguments: str) -> bool:
     return arguments.isascii() and arguments.isdigit() and len(arguments) < len(str(MAXIMUM_COLUMN)) + 1
-
-
-def _erase(row: _Row, column: int, mode: int) -> None:
-    """Erase to the end of the line (0), from its beginning (1), or all of it (2)."""
-    if mode == 0:
-        del row.characters[column:], row.styles[column:]
-    elif mode == 1:
-        end = min(column + 1, len(row.characters))
-        row.characters[:end], row.styles[:end] = [" "] * end, [PLAIN] * end
-    else:
-        row.characters.clear()
-        row.styles.clear()
 
 
 def styled(style: Style, arguments: str) -> Style:

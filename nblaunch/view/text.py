@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nblaunch._results import format_ranks
@@ -22,6 +22,7 @@ from nblaunch.view.outcome import (
 from nblaunch.view.output import (
     Item,
     Omission,
+    Output,
     by_rank,
     cost_of_text,
     describe,
@@ -39,12 +40,14 @@ VALUES_BUDGET = 60_000
 _LONGEST_LABEL = 24
 
 
-def render_text(state: RunState, header: Header) -> str:
+def render_text(state: RunState, header: Header, *, outputs: Sequence[Output] | None = None) -> str:
     """Return the run as text: output, values, failures.
 
-    It holds no times, pids or host names, so that a notebook's saved output can be compared.
+    It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
+    is `folded(state)` where the caller has it already.
     """
-    lines = [*attempt_lines(state), *_output_lines(state), *_ending_lines(state)]
+    shown = folded(state) if outputs is None else outputs
+    lines = [*attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
     return "\n".join(lines or [_nothing_said(state, header)])
 
 
@@ -75,9 +78,9 @@ def labelled(label: str, text: str) -> str:
     return label + text.replace("\n", "\n" + " " * len(label))
 
 
-def _output_lines(state: RunState) -> Iterator[str]:
-    outputs = [replace(each, items=tuple(_in_text(each.items))) for each in folded(state)]
-    for output in fit(outputs, TEXT_BUDGET, prefix=lambda output: len(format_ranks(output.ranks))):
+def _output_lines(outputs: Sequence[Output]) -> Iterator[str]:
+    only_text = [replace(each, items=tuple(_in_text(each.items))) for each in outputs]
+    for output in fit(only_text, TEXT_BUDGET, prefix=lambda output: len(format_ranks(output.ranks))):
         for item in output.items:
             match item:
                 case Line():
