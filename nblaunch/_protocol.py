@@ -156,6 +156,33 @@ class Raised(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
+class Collective(msgspec.Struct, frozen=True):
+    """The last collective that a rank has begun, as torch's flight recorder has it."""
+
+    group: str
+    sequence: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    completed: bool = False
+
+
+class Connection(msgspec.Struct, frozen=True):
+    """An open TCP connection of a rank, by its two ends; `fd` is the rank's own descriptor."""
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    fd: int
+
+
+class Where(_FromRank, frozen=True):
+    """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections."""
+
+    frames: tuple[FrameRecord, ...]
+    collectives: tuple[Collective, ...] = ()
+    connections: tuple[Connection, ...] = ()
+
+
 # --- seen by the kernel about a rank -------------------------------------------------------------
 
 
@@ -193,7 +220,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stopped: bool = True
 
 
-FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised
+FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Where
 AboutRank = Printed | Exited | AttemptStarted | RunEnded
 Message = FromRank | AboutRank
 
@@ -254,13 +281,23 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
     """Raise KeyboardInterrupt in the rank's main thread."""
 
 
+class ReportWhere(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Where`, from the control thread, whatever the main thread does."""
+
+
+class FreeCollective(msgspec.Struct, frozen=True, tag=True):
+    """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
+
+    fds: tuple[int, ...] = ()
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """End the process with this exit code."""
 
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | Leave
+ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import RunFailedError
-from nblaunch._protocol import FrameRecord, Phase
+from nblaunch._protocol import Collective, FrameRecord, Phase
 from nblaunch._state import RunState, State
 from nblaunch._transcript import Display
 
@@ -48,7 +48,7 @@ class RankFailure:
     @property
     def frame(self) -> FrameRecord | None:
         """The innermost frame of the notebook, else of a file that is no installed library's."""
-        for wanted in (_in_notebook, _not_installed):
+        for wanted in (in_notebook, not_installed):
             for frame in reversed(self.frames):
                 if wanted(frame):
                     return frame
@@ -60,11 +60,13 @@ class RankFailure:
         return f"{self.frame.filename}, line {self.frame.line}" if self.frame is not None else ""
 
 
-def _in_notebook(frame: FrameRecord) -> bool:
+def in_notebook(frame: FrameRecord) -> bool:
+    """Return whether a frame is a notebook cell's."""
     return frame.filename.startswith("Cell In[")
 
 
-def _not_installed(frame: FrameRecord) -> bool:
+def not_installed(frame: FrameRecord) -> bool:
+    """Return whether a frame is of a file outside the installed libraries."""
     return not any(part in frame.filename for part in ("/site-packages/", "/dist-packages/", "/lib/python"))
 
 
@@ -231,22 +233,55 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True)
-class HangReport:
-    """Where the ranks were: groups of ranks with one and the same Python stack.
+class StackGroup:
+    """Ranks whose main threads have one and the same Python stack, innermost frame last."""
 
-    `groups` maps a tuple of ranks to the stack's text, innermost frame last; `silent` are ranks that
-    gave no answer in time.
+    ranks: tuple[int, ...]
+    headline: str
+    frames: tuple[FrameRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """Where the ranks were.
+
+    `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
+    group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
+    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stacks
+    that faulthandler wrote; `finished` are ranks that had returned already.
     """
 
-    groups: dict[tuple[int, ...], str]
-    silent: tuple[int, ...] = ()
+    groups: tuple[StackGroup, ...]
+    collectives: Mapping[int, tuple[Collective, ...]]
+    findings: tuple[str, ...] = ()
+    silent: Mapping[int, str] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
 
-    def __str__(self) -> str:
-        """Return the report as text."""
-        parts = [f"[{format_ranks(ranks)}]\n{stack}" for ranks, stack in self.groups.items()]
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        parts = [f"[{format_ranks(group.ranks)}] {group.headline}" for group in self.groups]
         if self.silent:
             parts.append(f"[{format_ranks(self.silent)}] gave no answer")
-        return "\n".join(parts)
+        if self.finished:
+            parts.append(f"[{format_ranks(self.finished)}] had finished")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        """Return the whole report as text."""
+        lines = list(self.findings)
+        for group in self.groups:
+            lines.append(f"[{format_ranks(group.ranks)}] {group.headline}")
+            for frame in group.frames:
+                lines.append(f"    {frame.filename}, line {frame.line}, in {frame.function}")
+                if frame.source:
+                    lines.append(f"        {frame.source}")
+        for rank, stacks in self.silent.items():
+            lines.append(f"[rank {rank}] gave no answer (its interpreter is held, or it is stopped)")
+            lines.extend(f"    {line}" for line in stacks.splitlines())
+        if self.finished:
+            lines.append(f"[{format_ranks(self.finished)}] had finished")
+        return "\n".join(lines)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -30,6 +30,7 @@ from nblaunch._protocol import (
     RunEnded,
     Started,
     Switched,
+    Where,
 )
 from nblaunch._transcript import Transcript
 
@@ -203,7 +204,8 @@ def _advance_rank(
     | Returned
     | Raised
     | Printed
-    | Exited,
+    | Exited
+    | Where,
 ) -> RankState:
     match message:
         case Hello():
@@ -229,7 +231,7 @@ def _advance_rank(
             return replace(known, transcript=_transcript.displayed(known.transcript, message))
         case Cleared():
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
-        case Switched():
+        case Switched() | Where():
             return known
         case Returned():
             if known.state.final:

@@ -311,6 +311,10 @@ def test_annotations_are_needed_unless_they_are_evaluated_later(
         ("def f():\n  x = 1\n  class A:\n    x = x\nf()", "x", ""),
         ("class A:\n  x = 1\n  del x\n  y = x", "x", ""),
         ("class A:\n  global x\n  x = 1\nx", "", ""),
+        ("class A:\n  def m(self): x\nclass B(A): pass\nx = 1\nB()", "", ""),
+        ("class A:\n  def m(self): x\nclass B(A[int]): pass\nB()", "x", ""),
+        ("class A:\n  def m(self): x\ndef f(a: A): pass\nx = 1\nA(), f()", "", ""),
+        ("def f(): x\nclass A(f()): pass\nx = 1\nA()", "x", ""),
     ],
 )
 def test_a_class_body_runs_at_once_and_its_methods_with_its_name(
@@ -475,10 +479,10 @@ SIMPLE = st.one_of(
     st.builds("{} = {}".format, st.sampled_from(NAMES), EXPRESSIONS),
     st.builds("{} = {} = {}".format, st.sampled_from(NAMES), st.sampled_from(NAMES), EXPRESSIONS),
     st.builds("{}, {} = [1, {}]".format, st.sampled_from(NAMES), st.sampled_from(NAMES), EXPRESSIONS),
-    st.builds("{}: int = {}".format, st.sampled_from(NAMES), EXPRESSIONS),
     st.builds("import sys as {}".format, st.sampled_from(NAMES)),
 )
-STRAIGHT = st.lists(SIMPLE, min_size=1, max_size=8).map("\n".join)
+ANNOTATED = st.builds("{}: int = {}".format, st.sampled_from(NAMES), EXPRESSIONS)
+STRAIGHT = st.lists(SIMPLE | ANNOTATED, min_size=1, max_size=8).map("\n".join)
 
 
 def raises_name_error(program: str, names: frozenset[str]) -> bool:

@@ -298,6 +298,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
+                # A stopped process (SIGSTOP, Ctrl-Z) hears nothing until it goes on.
+                os.kill(process.pid, signal.SIGCONT)
         deadline = time.monotonic() + self.settings.grace
         while (left := deadline - time.monotonic()) > 0 and not self._grace_over.is_set():
             alive = [process for process in alive if process.exitcode is None]

@@ -43,7 +43,7 @@ def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
     [(1, None), (0, 1)]
     """
     in_time = sorted(failures.items(), key=lambda item: (item[1].time, item[0]))
-    causes = [(rank, failure) for rank, failure in in_time if not _blames_a_peer(failure)]
+    causes = [(rank, failure) for rank, failure in in_time if not blames_a_peer(failure)]
     if not causes:
         causes = in_time[:1]
     known = {rank for rank, _ in causes}
@@ -54,7 +54,8 @@ def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
     return tuple(explained)
 
 
-def _blames_a_peer(failure: FailureRecord) -> bool:
+def blames_a_peer(failure: FailureRecord) -> bool:
+    """Return whether a failure says that another rank went away."""
     if signal_name(failure.exitcode) == "SIGTERM":
         return True
     kind = failure.type.rpartition(".")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -189,6 +190,23 @@ def defaults_of(node: FunctionNode) -> list[ast.expr]:
 def imported_name(alias: ast.alias) -> str:
     """Return the variable that an import makes; `import a.b` makes `a`."""
     return alias.asname or alias.name.partition(".")[0]
+
+
+def are_annotations_lazy(tree: ast.Module) -> bool:
+    """Say whether annotations are evaluated only when asked for."""
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    return sys.version_info >= (3, 14) or any(
+        node.module == "__future__" and any(alias.name == "annotations" for alias in node.names)
+        for node in imports
+    )
+
+
+def extends_property(decorator: ast.expr, name: str) -> bool:
+    """Say whether `decorator` is `@name.setter` or the like on a method called `name`."""
+    match decorator:
+        case ast.Attribute(value=ast.Name(id=extended)):
+            return extended == name
+    return False
 
 
 def _scope(kind: Kind, parent: Scope, nodes: Iterable[ast.AST], extra: Iterable[str] = ()) -> Scope:

@@ -8,7 +8,6 @@ lambdas, methods) is followed where its name is first loaded, with what is defin
 from __future__ import annotations
 
 import ast
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,10 +21,12 @@ from nblaunch.job._scopes import (
     Kind,
     Scope,
     Variable,
+    are_annotations_lazy,
     args_of,
     class_scope,
     comprehension_scope,
     defaults_of,
+    extends_property,
     function_scope,
     imported_name,
     type_parameter_scope,
@@ -62,7 +63,7 @@ def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNam
     (['os', 'print', 'x'], ['z'], ['os.path.sep'])
     """
     tree = ast.parse(source)
-    analysis = _Analysis(transform, lazy_annotations=_are_annotations_lazy(tree))
+    analysis = _Analysis(transform, lazy_annotations=are_annotations_lazy(tree))
     try:
         analysis.follow(tree)
     except RecursionError:
@@ -73,14 +74,6 @@ def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNam
         needed=frozenset(analysis.needed),
         maybe=frozenset(analysis.maybe - analysis.needed),
         dotted=frozenset(analysis.dotted),
-    )
-
-
-def _are_annotations_lazy(tree: ast.Module) -> bool:
-    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-    return sys.version_info >= (3, 14) or any(
-        node.module == "__future__" and any(alias.name == "annotations" for alias in node.names)
-        for node in imports
     )
 
 
@@ -107,6 +100,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self._scope = self._module
         self._scopes: dict[ast.AST, Scope] = {}
         self._certain = True
+        self._uses = True
         self._followed: dict[Body, list[_Followed]] = {}
 
     def follow(self, tree: ast.Module) -> None:
@@ -155,8 +149,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
 
     def _load_variable(self, variable: Variable) -> bool:
         reported = self._report(variable)
-        for body in self.flow.bodies(variable):
-            self._enter(body)
+        if self._uses:
+            for body in self.flow.bodies(variable):
+                self._enter(body)
         return reported
 
     def _report(self, variable: Variable) -> bool:
@@ -219,7 +214,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
 
     def _visit_annotation(self, annotation: ast.expr | None) -> None:
         if annotation is not None:
-            with self._uncertainly(unless=not self._lazy_annotations):
+            with self._uncertainly(unless=not self._lazy_annotations), self._mentioning():
                 self.visit(annotation)
 
     @contextmanager
@@ -228,6 +223,13 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         outer, self._certain = self._certain, self._certain and unless
         yield
         self._certain = outer
+
+    @contextmanager
+    def _mentioning(self) -> Iterator[None]:
+        """Functions and classes named in this block are not called for that, save in a call."""
+        outer, self._uses = self._uses, False
+        yield
+        self._uses = outer
 
     # Imports
 
@@ -242,7 +244,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         is_method = self._scope.kind is Kind.CLASS
-        decorators = [each for each in node.decorator_list if not (is_method and _extends(each, node.name))]
+        decorators = [
+            each for each in node.decorator_list if not (is_method and extends_property(each, node.name))
+        ]
         self.visit_all([*decorators, *defaults_of(node)])
         with self._type_parameters(node):
             for annotation in [*(arg.annotation for arg in args_of(node)), node.returns]:
@@ -264,13 +268,19 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.visit_all(node.decorator_list)
         with self._type_parameters(node):
-            self.visit_all([*node.bases, *node.keywords])
+            with self._mentioning():
+                self.visit_all([*node.bases, *node.keywords])
+            inherited = [body for base in node.bases for body in self._bodies_named_in(base)]
             scope = self._scope_of(node, class_scope(node, self._scope))
             with self._inside(scope):
                 self.visit_all(node.body)
         methods = [body for variable, body in self.flow.functions if variable.scope is scope]
         self.flow = self.flow.leaving(scope)
-        self.store(node.name, methods)
+        self.store(node.name, [*methods, *inherited])
+
+    def _bodies_named_in(self, base: ast.expr) -> list[Body]:
+        names = [node.id for node in ast.walk(base) if isinstance(node, ast.Name)]
+        return [body for name in names for body in self.flow.bodies(self._variable(name))]
 
     def visit_ListComp(self, node: ComprehensionNode) -> None:
         first, *others = node.generators
@@ -349,7 +359,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             case ("run_cell_magic", [name, line, cell]):
                 self._cell_magic(name, line, cell)
             case _:
+                outer, self._uses = self._uses, True
                 self.generic_visit(node)
+                self._uses = outer
 
     def _line_magic(self, name: str, line: str) -> None:
         before = self.flow
@@ -382,11 +394,3 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         with self._uncertainly():
             for expression in interpolated(text):
                 self.visit_all(parsed(expression))
-
-
-def _extends(decorator: ast.expr, name: str) -> bool:
-    """Say whether `decorator` is `@name.setter` or the like on a method called `name`."""
-    match decorator:
-        case ast.Attribute(value=ast.Name(id=extended)):
-            return extended == name
-    return False

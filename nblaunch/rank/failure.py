@@ -26,6 +26,11 @@ _OURS = re.compile(
 )
 
 
+def is_ours(filename: str) -> bool:
+    """Return whether a frame belongs to the machinery between the user's code and the process."""
+    return _OURS.search(filename.replace("\\", "/")) is not None
+
+
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
@@ -97,7 +102,7 @@ def _chain(
 
 
 def _trim(report: traceback.TracebackException, titles: Mapping[str, str]) -> None:
-    kept = [frame for frame in report.stack if not _OURS.search(frame.filename.replace("\\", "/"))]
+    kept = [frame for frame in report.stack if not is_ours(frame.filename)]
     for frame in kept:
         frame.filename = titles.get(frame.filename, frame.filename)
         frame.name = re.sub(r"^<(cell line: \d+|module)>.*", "<module>", frame.name)
@@ -117,7 +122,7 @@ def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRe
         return
     for frame, line in traceback.walk_tb(error.__traceback__):
         filename = frame.f_code.co_filename
-        if _OURS.search(filename.replace("\\", "/")):
+        if is_ours(filename):
             continue
         summary = traceback.FrameSummary(filename, line, frame.f_code.co_name)
         yield FrameRecord(

@@ -8,22 +8,36 @@ import queue
 import signal
 import threading
 from collections import deque
+from typing import Protocol
 
 import zmq
 
 from nblaunch._protocol import (
     Dispatch,
+    FreeCollective,
     FromRank,
     Hello,
     Interrupt,
     Leave,
     Prepare,
+    ReportWhere,
     ToRank,
+    Where,
     decode_to_rank,
     encode,
 )
 
 _LINGER_MS = 2000
+
+
+class Inspector(Protocol):
+    """What the control thread can say of, and do to, the process it lives in."""
+
+    def where(self) -> Where:
+        """Return where the main thread is."""
+
+    def free(self, fds: tuple[int, ...]) -> None:
+        """End the collective in which the main thread is stuck."""
 
 
 class Link:
@@ -32,8 +46,9 @@ class Link:
     Interrupts act at once; everything else waits in `inbox` until the main thread asks for it.
     """
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    def __init__(self, address: str, identity: bytes, inspector: Inspector) -> None:
         """Connect to the hub at `address`; say nothing yet."""
+        self._inspector = inspector
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Leave] = queue.SimpleQueue()
         self.working = threading.Event()
         self._outbox: deque[bytes] = deque()
@@ -90,5 +105,9 @@ class Link:
             case Interrupt():
                 if self.working.is_set():
                     signal.pthread_kill(self._main, signal.SIGINT)
+            case ReportWhere():
+                self._socket.send(encode(self._inspector.where()))
+            case FreeCollective():
+                self._inspector.free(message.fds)
             case _:
                 self.inbox.put(message)

@@ -35,7 +35,7 @@ from nblaunch._protocol import (
     Switched,
 )
 from nblaunch.job import payload, shared
-from nblaunch.rank import environment, failure, process_group, shell, streams
+from nblaunch.rank import environment, failure, inspection, process_group, shell, streams
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate
 from nblaunch.rank.link import Link
@@ -68,7 +68,8 @@ class Rank:
         self.titles: dict[str, str] = {}
         self.outgoing: shared.Outgoing | None = None
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
-        self.link = Link(orders.address, identity)
+        inspection.dump_on_signal(orders.spill, self.rank)
+        self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
         streams.install(lambda offsets: self.link.send(Switched(rank=self.rank, offsets=offsets)))
         outlet.send, outlet.rank = self.link.send, self.rank
         self.link.start(
@@ -114,6 +115,7 @@ class Rank:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare)
         process_group.prefer_loopback()
+        inspection.record_collectives()
         self.device = environment.choose_device(prepare)
         self._enter(Phase.PROCESS_GROUP)
         if prepare.backend is not None:
@@ -130,7 +132,7 @@ class Rank:
         self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()))
         self.link.working.set()
         job = dispatch.job
-        self.titles = {filename: title for filename, (title, _) in dispatch.sources.items()}
+        self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
         shell.remember_sources(dispatch.sources)
         for module in dispatch.imports:
             __import__(module)

@@ -27,6 +27,8 @@ from nblaunch.session.group import WorkerGroup
 _DRAW_SECONDS = 0.1
 # An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
 _END_SECONDS = 30.0
+# Who interrupts does not want to wait for the answer of a rank that has none.
+_ASK_SECONDS = 0.3
 
 
 class Watcher(Protocol):
@@ -135,17 +137,21 @@ class _Ending:
         return None
 
     def _timed_out(self) -> BaseException:
-        where = _where(self._group.state)
+        report = self._group.where()
+        where = report.summary or _where(self._group.state)
         self._group.stop()
         self.ensure()
         return RunTimeoutError(
             f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
+            + "".join(f"\n{finding}" for finding in report.findings),
+            hang_report=report,
         )
 
     def _interrupted(self, interrupt: KeyboardInterrupt) -> BaseException:
         """Give the ranks the grace period to end by themselves; a second interrupt skips it."""
         where = _where(self._group.state)
         try:
+            where = self._group.where(_ASK_SECONDS).summary or where
             self._group.interrupt()
             if not self._group.ended.wait(self._options.grace):
                 self._group.hurry()

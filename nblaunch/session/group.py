@@ -18,6 +18,7 @@ from nblaunch._protocol import (
     Displayed,
     Entered,
     Exited,
+    FreeCollective,
     FromRank,
     Hello,
     Interrupt,
@@ -27,24 +28,31 @@ from nblaunch._protocol import (
     Phase,
     Prepare,
     Raised,
+    ReportWhere,
     Returned,
     RunEnded,
     Started,
     Switched,
+    Where,
 )
-from nblaunch._results import format_ranks
+from nblaunch._results import HangReport, format_ranks
 from nblaunch._state import RankState, RunState, State, advance
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, AgentThread, Worker
 from nblaunch.agent.logs import LogTail
+from nblaunch.diagnose.root_cause import blames_a_peer
 from nblaunch.job import shared
 from nblaunch.rank.main import Orders
 from nblaunch.session.hub import Hub
+from nblaunch.session.inquiry import Inquiry, between_ranks
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
 # A rank's last words may still lie in the socket when its process is gone.
 _LAST_WORDS_SECONDS = 0.05
+_ANSWER_SECONDS = 1.0
+# Python code answers an interrupt within milliseconds.
+_FREE_SECONDS = 0.25
 _CONNECT_SECONDS = 60.0
 _PROCESS_GROUP_SECONDS = 120.0
 
@@ -82,6 +90,10 @@ class WorkerGroup:
         self._gone: dict[int, tuple[float, Exited]] = {}
         self._leave_at: float | None = None
         self._left = False
+        self._interrupted = False
+        self._free_at: float | None = None
+        self._inquiries: list[Inquiry] = []
+        self._cut: tuple[Inquiry, float] | None = None
         self._phase_deadline: tuple[Phase, float] | None = None
         self._agent = AgentThread(settings, self._rank_arguments, self)
 
@@ -92,8 +104,15 @@ class WorkerGroup:
         self._hub.add(self)
         self._agent.start()
 
+    def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
+        """Ask every rank where it is; wait at most `seconds` for the answers."""
+        inquiry = Inquiry(rank.rank for rank in self.state.ranks.values() if rank.node and not rank.state.final)
+        self._hub.call(lambda: self._on_inquiry(inquiry))
+        inquiry.complete.wait(seconds)
+        return inquiry.report(self.state, str(self._directory))
+
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank."""
+        """Raise KeyboardInterrupt in every rank; free those that are stuck in a collective."""
         self._hub.call(self._on_interrupt)
 
     def stop(self) -> None:
@@ -156,10 +175,29 @@ class WorkerGroup:
                     return
             case Raised():
                 self._note_offsets(message.rank, ended=message.offsets)
+            case Where():
+                self._answered(message)
+                return
             case _:
                 pass
-        self._fold(message)
-        self._after(message)
+        outcome = self._as_stopped(message)
+        self._fold(outcome)
+        self._after(outcome)
+
+    def _answered(self, message: Where) -> None:
+        for inquiry in self._inquiries:
+            inquiry.answer(message)
+        self._inquiries = [inquiry for inquiry in self._inquiries if not inquiry.complete.is_set()]
+        self._cut_connections(time.monotonic())
+
+    def _as_stopped(self, message: Message) -> Message:
+        """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
+        if not self._interrupted or not isinstance(message, Raised):
+            return message
+        failure = message.failure
+        if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
+            return message
+        return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""
@@ -171,6 +209,10 @@ class WorkerGroup:
         self._fold_exits(now)
         if self._leave_at is not None and now >= self._leave_at:
             self._let_go()
+        if self._free_at is not None and now >= self._free_at:
+            self._free_at = None
+            self._free_stuck()
+        self._cut_connections(now)
         if self._phase_deadline is not None and now > self._phase_deadline[1]:
             self._phase_timed_out(self._phase_deadline[0])
 
@@ -200,6 +242,8 @@ class WorkerGroup:
         self._left, self._leave_at = True, None
         succeeded = all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
         self._agent.release(succeeded=succeeded)
+        if self._interrupted:
+            self._agent.stop()  # also: no restart
         for rank in self.state.ranks.values():
             if rank.state is State.FAILED and rank.failure is not None:
                 self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
@@ -277,10 +321,34 @@ class WorkerGroup:
             self._fold(exited)
             self._after(exited)
 
+    def _on_inquiry(self, inquiry: Inquiry) -> None:
+        self._inquiries.append(inquiry)
+        for rank in inquiry.missing:
+            self._hub.send(self, rank, ReportWhere())
+
     def _on_interrupt(self) -> None:
+        self._interrupted = True
         for rank in self.state.ranks.values():
             if not rank.state.final:
                 self._hub.send(self, rank.rank, Interrupt())
+        # Python code ends at once. Who is still there a moment later is stuck in C code: ask where its
+        # connections are, and cut those that lead to other ranks.
+        self._free_at = time.monotonic() + _FREE_SECONDS
+
+    def _free_stuck(self) -> None:
+        """Ask all that live, also those who have finished: a stuck rank may wait for one of these."""
+        inquiry = Inquiry(rank.rank for rank in self.state.ranks.values() if rank.node)
+        self._cut = (inquiry, time.monotonic() + _FREE_SECONDS)
+        self._on_inquiry(inquiry)
+
+    def _cut_connections(self, now: float) -> None:
+        if self._cut is None or not (self._cut[0].complete.is_set() or now >= self._cut[1]):
+            return
+        answers, self._cut = self._cut[0].answers, None
+        shared_ends = between_ranks(answers)
+        for rank in answers:
+            if not self.state.ranks[rank].state.final:
+                self._hub.send(self, rank, FreeCollective(fds=shared_ends.get(rank, ())))
 
     def _phase_timed_out(self, phase: Phase) -> None:
         waiting = [rank for rank in self.state.ranks.values() if not self._passed(rank, phase)]

@@ -56,6 +56,8 @@ _CELLS_COST = 40_000
 _CELL_COST = 300
 _ELEMENT_COST = 300
 _LAST_LINE_COST = 120
+_VALUE_COST = 120
+_VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "last output", "value", "failure")
 _NARROW_COLUMNS = 3
 _NARROW = ";white-space:nowrap"
@@ -148,7 +150,7 @@ def _table(state: RunState) -> str:
 
 def _row(tag: str, cells: Iterable[str]) -> str:
     content = "".join(
-        f'<{tag} style="{_CELL}{_NARROW if number < _NARROW_COLUMNS else ""}">{cell}</{tag}>'
+        f'<{tag} style="{_CELL}{_NARROW if tag == "th" or number < _NARROW_COLUMNS else ""}">{cell}</{tag}>'
         for number, cell in enumerate(cells)
     )
     return f"<tr>{content}</tr>"
@@ -157,7 +159,7 @@ def _row(tag: str, cells: Iterable[str]) -> str:
 def _cells(known: RankState, explained: Explained | None, limit: int) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
     last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
-    value = clipped(_in_one_line(plain(known.value_text).strip()), limit)
+    value = clipped(_in_one_line(plain(known.value_text).strip()), min(limit, _VALUE_COST))
     why = "" if explained is None else reason(explained, limit)
     if explained is not None and explained.consequence_of is not None:
         why = f"consequence of rank {explained.consequence_of}: {why}"
@@ -181,7 +183,7 @@ def _values(state: RunState) -> Iterator[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, known in sorted(state.ranks.items()):
         text = plain(known.value_text).rstrip("\n")
-        if known.value_html or "\n" in text or cost_of_text(text) > _CELL_COST:
+        if known.value_html or "\n" in text or cost_of_text(text) > _VALUE_COST:
             groups.setdefault((text, known.value_html), []).append(rank)
     limit = fair_limit((cost_of_text(rich) or cost_of_text(text) for text, rich in groups), VALUES_BUDGET)
     for (text, rich), ranks in groups.items():
@@ -189,7 +191,8 @@ def _values(state: RunState) -> Iterator[str]:
             content = f'<div style="overflow-x:auto">{balanced(rich)}</div>'
         else:
             content = markup.pre(markup.escaped(shortened(text, limit)))
-        yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=len(groups) <= _OUTPUTS_OPEN)
+        opened = len(groups) <= _OUTPUTS_OPEN and cost_of_text(text) <= _VALUE_OPEN
+        yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
 
 
 def _outputs(outputs: Sequence[Output]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from msgspec.structs import replace
-
 from nblaunch._protocol import FailureRecord
 from nblaunch._results import RankFailure, format_ranks
 from nblaunch._state import RankState, RunState, State, signal_name
@@ -30,18 +28,21 @@ def failures(ranks: Iterable[RankState]) -> tuple[Explained, ...]:
 def reason(explained: Explained, limit: int = REASON_COST) -> str:
     """Return a failure in one line; of a consequence without the port of the peer that went away."""
     failure = explained.failure
-    line = RankFailure(
+    known = RankFailure(
         rank=explained.rank,
         exception=None,
         type=failure.type,
         message=plain(failure.message),
         traceback="",
-        frames=tuple(replace(each, filename=short_path(each.filename)) for each in failure.frames[-1:]),
+        frames=failure.frames,
         exitcode=failure.exitcode,
         signal=signal_name(failure.exitcode),
         time=failure.time,
         phase=failure.phase,
-    ).reason
+    )
+    line = known.reason
+    if known.frame is not None:
+        line = line.replace(f"({known.frame.filename}, ", f"({short_path(known.frame.filename)}, ")
     if explained.consequence_of is not None:
         line = _PORT.sub(r"\1", line)
     return shortened(plain(line), limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from bisect import bisect_right
@@ -299,7 +298,7 @@ def describe(omission: Omission, output: Output) -> str:
 
 
 def last_line(transcript: Transcript) -> str:
-    """Return the last line that is not blank, as a terminal shows it: no more than its last 2,000 characters."""
+    """Return the last line that is not blank, as a terminal shows it; only its end where it is long."""
     recent: list[Text] = []
     wanted = _RECENT_CHARACTERS
     for entry in chain(reversed(transcript.tail), reversed(transcript.head)):

@@ -1,3 +1,13 @@
-"""Temporary."""
-from nblaunch.session.run import Silent
-def watcher(title, backend): return Silent()
+"""The view of a run, as the API asks for it."""
+
+from __future__ import annotations
+
+import platform
+
+from nblaunch.view.display import View, choose_view
+from nblaunch.view.header import Header
+
+
+def watcher(title: str, backend: str) -> View:
+    """Return the view that shows a run of `title` on `backend` here; raises `OptionError`."""
+    return choose_view(Header(title, backend, node=platform.node()))

@@ -1,0 +1,128 @@
+"""Where a rank is, seen from its control thread; and how a stuck collective is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+from nblaunch._protocol import Collective, Connection, FrameRecord, Where
+from nblaunch.rank import failure
+
+RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+_RECORDER_ENTRIES = "256"
+DUMP_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
+"""Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
+
+
+def dump_path(directory: str, rank: int) -> Path:
+    """Return where a rank's faulthandler writes."""
+    return Path(directory) / f"stack-{rank}"
+
+
+class RankInspector:
+    """Looks at this process."""
+
+    def __init__(self, rank: int, titles: Mapping[str, str]) -> None:
+        """`titles` maps file names of cells to what the reader calls them; it may change later."""
+        self._rank = rank
+        self._titles = titles
+        self._main = threading.main_thread().ident
+
+    def where(self) -> Where:
+        """Return the main thread's stack, the last collective of each group, and the connections."""
+        return Where(
+            rank=self._rank,
+            frames=tuple(self._frames()),
+            collectives=_last_collectives(),
+            connections=tuple(_connections()),
+        )
+
+    def free(self, fds: tuple[int, ...]) -> None:
+        """Shut connections to other ranks: a gloo collective that waits on one raises at once.
+
+        NCCL's own abort may wait for the device, so it runs beside this thread.
+        """
+        for fd in fds:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+        if _uses_nccl():
+            threading.Thread(target=_abort, name="nblaunch-abort", daemon=True).start()
+
+    def _frames(self) -> Iterator[FrameRecord]:
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        if frame is None:
+            return
+        for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=200)[::-1]:
+            # "<string>" is the fork server's own command line.
+            if not failure.is_ours(summary.filename) and summary.filename != "<string>":
+                yield FrameRecord(
+                    filename=self._titles.get(summary.filename, summary.filename),
+                    line=summary.lineno or 0,
+                    function=summary.name,
+                    source=failure.encodable(summary.line or ""),
+                )
+
+
+def record_collectives() -> None:
+    """Have torch's flight recorder remember the last collectives, unless the user chose its size."""
+    os.environ.setdefault(RECORDER_VARIABLE, _RECORDER_ENTRIES)
+
+
+def dump_on_signal(directory: str, rank: int) -> None:
+    """Have `DUMP_SIGNAL` write all stacks to a file of this rank's."""
+    file = dump_path(directory, rank).open("w")  # noqa: SIM115 - faulthandler keeps the descriptor
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+
+
+def _last_collectives() -> tuple[Collective, ...]:
+    try:
+        recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
+        return ()
+    last: dict[str, Collective] = {}
+    for entry in recorded.get("entries", ()):
+        if entry.get("is_p2p"):
+            continue
+        names = entry.get("process_group") or ["", ""]
+        group = str(names[1] or names[0])
+        last[group] = Collective(
+            group=group,
+            sequence=int(entry.get("collective_seq_id", 0)),
+            operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+            sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
+            dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
+            completed=bool(entry.get("retired")) or entry.get("state") == "completed",
+        )
+    return tuple(last.values())
+
+
+def _connections() -> Iterator[Connection]:
+    with contextlib.suppress(psutil.Error, OSError):
+        for known in psutil.Process().net_connections("tcp"):
+            if known.status == psutil.CONN_ESTABLISHED and known.raddr and known.fd >= 0:
+                yield Connection(local=tuple(known.laddr), remote=tuple(known.raddr), fd=known.fd)
+
+
+def _uses_nccl() -> bool:
+    if not distributed_c10d.is_initialized():
+        return False
+    return "nccl" in str(distributed_c10d.get_backend_config())
+
+
+def _abort() -> None:
+    with contextlib.suppress(Exception):
+        distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call

@@ -1,0 +1,93 @@
+"""Asking all ranks where they are, and which connections lead from one to another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from nblaunch._protocol import Where
+from nblaunch._results import HangReport
+from nblaunch._state import RunState, State
+from nblaunch.diagnose import hang
+from nblaunch.rank.inspection import DUMP_SIGNAL, dump_path
+
+_DUMP_SECONDS = 0.5
+
+
+class Inquiry:
+    """One round of answers; made on any thread, answered on the hub's."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """Expect an answer from each of `ranks`."""
+        self.missing = set(ranks)
+        self.answers: dict[int, Where] = {}
+        self.complete = threading.Event()
+        if not self.missing:
+            self.complete.set()
+
+    def answer(self, where: Where) -> None:
+        """Take one rank's answer."""
+        self.answers[where.rank] = where
+        self.missing.discard(where.rank)
+        if not self.missing:
+            self.complete.set()
+
+    def report(self, state: RunState, directory: str) -> HangReport:
+        """Return the report; asks faulthandler about ranks that did not answer."""
+        silent = {}
+        for rank in sorted(self.missing):
+            known = state.ranks.get(rank)
+            if known is not None and known.pid is not None and not known.state.final:
+                silent[rank] = _dumped(known.pid, rank, directory)
+        finished = [rank.rank for rank in state.ranks.values() if rank.state is State.SUCCEEDED]
+        answers = {rank: where for rank, where in self.answers.items() if rank not in finished}
+        return hang.report(answers, silent=silent, finished=finished)
+
+
+def _dumped(pid: int, rank: int, directory: str) -> str:
+    """Have faulthandler write a rank's stacks, which needs no answer of its interpreter."""
+    path = dump_path(directory, rank)
+    before = _size(path)
+    with contextlib.suppress(OSError):
+        os.kill(pid, DUMP_SIGNAL)
+        _wait_until(lambda: _size(path) > before, _DUMP_SECONDS)
+        return path.read_text(errors="replace")[before:]
+    return ""
+
+
+def _size(path: os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    waiter = threading.Event()
+    for _ in range(int(seconds / 0.01)):
+        if condition():
+            waiter.wait(0.02)  # the rest of the same dump
+            return
+        waiter.wait(0.01)
+
+
+def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
+    """Return each rank's descriptors of connections whose other end is another rank's.
+
+    A connection that two ranks both list is theirs; the store's, the hub's and the user's own are not.
+    """
+    ends = {
+        (connection.local, connection.remote): (rank, connection)
+        for rank, where in answers.items()
+        for connection in where.connections
+    }
+    found: dict[int, list[int]] = {}
+    for (local, remote), (rank, connection) in ends.items():
+        other = ends.get((remote, local))
+        if other is not None and other[0] != rank:
+            found.setdefault(rank, []).append(connection.fd)
+    return {rank: tuple(fds) for rank, fds in found.items()}
+
+

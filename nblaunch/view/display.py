@@ -1,0 +1,262 @@
+"""How a run is shown: not at all, as text, as HTML, or as a live panel that ends as HTML.
+
+A view draws what the state says and decides nothing. It is called on the thread that called `run`.
+IPython and ipywidgets are imported only where they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from nblaunch._errors import OptionError
+from nblaunch._state import RunState
+from nblaunch.session import notebook
+from nblaunch.view.header import Header
+from nblaunch.view.html import render_html
+from nblaunch.view.live import LiveLines
+from nblaunch.view.output import folded
+from nblaunch.view.rows import Rows
+from nblaunch.view.text import render_ending, render_text
+
+if TYPE_CHECKING:
+    from nblaunch.view.widget import Panel
+
+MODE_VARIABLE = "NBLAUNCH_DISPLAY"
+MODES = ("auto", "widget", "html", "text")
+PANEL_AFTER_SECONDS = 0.15
+"""A run shorter than this needs no panel, and a panel would cost it half as much again."""
+SECONDS_BETWEEN_DRAWS = 0.1
+_WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
+
+_log = logging.getLogger("nblaunch.view")
+
+Bundle = dict[str, object]
+
+
+class View(Protocol):
+    """Shows a run. `draw` is called often, also when nothing has changed; `close` exactly once."""
+
+    def open(self, state: RunState) -> None:
+        """Begin; nothing has run yet."""
+
+    def draw(self, state: RunState) -> None:
+        """Show what is new."""
+
+    def close(self, state: RunState) -> None:
+        """Show the end, and leave nothing behind that needs a kernel."""
+
+
+class SilentView:
+    """Shows nothing: the result has it all."""
+
+    def open(self, state: RunState) -> None:
+        """Show nothing."""
+
+    def draw(self, state: RunState) -> None:
+        """Show nothing."""
+
+    def close(self, state: RunState) -> None:
+        """Show nothing."""
+
+
+class TextView:
+    """Prints: in a terminal lines as they come and then the ending, elsewhere all of it at the end."""
+
+    def __init__(self, header: Header) -> None:
+        """Show a run under this header."""
+        self._header = header
+        self._live = LiveLines() if sys.stdout.isatty() else None
+
+    def open(self, state: RunState) -> None:
+        """Print nothing yet."""
+
+    def draw(self, state: RunState) -> None:
+        """Print the lines that are new, if somebody is watching."""
+        if self._live is not None:
+            for line in self._live.take(state):
+                print(line, flush=True)  # noqa: T201 - a terminal is where this belongs
+
+    def close(self, state: RunState) -> None:
+        """Print what has not been printed."""
+        self.draw(state)
+        if self._live is None:
+            print(render_text(state, self._header), flush=True)  # noqa: T201 - see above
+            return
+        for line in self._live.rest():
+            print(line)  # noqa: T201 - see above
+        print(render_ending(state, self._header), flush=True)  # noqa: T201 - see above
+
+
+class OnceView:
+    """Makes one display in the notebook, at the end; `render` says of which MIME types."""
+
+    def __init__(self, header: Header, render: Callable[[RunState, Header], Bundle]) -> None:
+        """Show a run under this header."""
+        self._header = header
+        self._render = render
+
+    def open(self, state: RunState) -> None:
+        """Show nothing yet."""
+
+    def draw(self, state: RunState) -> None:
+        """Show nothing yet."""
+
+    def close(self, state: RunState) -> None:
+        """Display the run."""
+        _display(self._render(state, self._header))
+
+
+class WidgetView:
+    """Shows a live panel while a run lasts; at the end static HTML takes its place.
+
+    A short run makes one display, like `OnceView`. What is saved holds no widget.
+    """
+
+    def __init__(self, header: Header, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show a run under this header; `clock` gives seconds."""
+        self._header = header
+        self._clock = clock
+        self._rows = Rows(header)
+        self._opened = clock()
+        self._drawn = self._opened
+        self._panel: Panel | None = None
+        self._display_id: str | None = None
+
+    def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
+        """Begin to count the time."""
+        self._opened = self._drawn = self._clock()
+
+    def draw(self, state: RunState) -> None:
+        """Show what has changed, at most ten times a second."""
+        now = self._clock()
+        if self._panel is None:
+            if now - self._opened >= PANEL_AFTER_SECONDS:
+                self._drawn = now
+                self._open_panel(state)
+        elif now - self._drawn >= SECONDS_BETWEEN_DRAWS:
+            self._drawn = now
+            delta = self._rows.changes(state)
+            if delta is not None:
+                self._panel.show(delta)
+
+    def close(self, state: RunState) -> None:
+        """Put static HTML in the panel's place, and close the panel."""
+        try:
+            bundle = html_and_text(state, self._header)
+            if self._display_id is None:
+                _display(bundle)
+            else:
+                from IPython.display import update_display
+
+                update_display(bundle, raw=True, display_id=self._display_id)
+        finally:
+            if self._panel is not None:
+                self._panel.close()
+
+    def _open_panel(self, state: RunState) -> None:
+        from nblaunch.view.widget import Panel
+
+        delta = self._rows.changes(state)
+        header, rows = (dict(delta["header"]), dict(delta["rows"])) if delta is not None else ({}, {})
+        self._panel = Panel(header=header, rows=rows)
+        # What stands beside the panel is for front ends without widgets; the output follows at the end.
+        placeholder: Bundle = {
+            _WIDGET_TYPE: {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id},
+            "text/html": render_html(state, self._header, outputs=()),
+            "text/plain": render_text(state, self._header, outputs=()),
+        }
+        display_id = uuid.uuid4().hex
+        _display(placeholder, display_id=display_id)
+        self._display_id = display_id
+
+
+class GuardedView:
+    """A view that cannot fail the run: a front end that went away is no reason to lose a result.
+
+    After a failure nothing more is drawn; the end is tried once all the same.
+    """
+
+    def __init__(self, view: View) -> None:
+        """Guard this view."""
+        self.view = view
+        self._broken = False
+
+    def open(self, state: RunState) -> None:
+        """Begin."""
+        self._attempt(self.view.open, state)
+
+    def draw(self, state: RunState) -> None:
+        """Show what is new, unless the view has failed before."""
+        if not self._broken:
+            self._attempt(self.view.draw, state)
+
+    def close(self, state: RunState) -> None:
+        """Show the end."""
+        self._attempt(self.view.close, state)
+
+    def _attempt(self, step: Callable[[RunState], None], state: RunState) -> None:
+        try:
+            step(state)
+        except Exception:  # noqa: BLE001 - whatever a front end raises, the run goes on
+            self._broken = True
+            _log.debug("%s failed; nothing more is drawn", step.__qualname__, exc_info=True)
+
+
+def choose_view(header: Header, mode: str | None = None) -> View:
+    """Return the view that fits where this process runs, or the one that is asked for.
+
+    `mode` is `auto`, `widget`, `html` or `text`; without one, the environment variable
+    `NBLAUNCH_DISPLAY` says it. `auto` is the panel in a kernel that has comms, HTML in any other
+    kernel, text elsewhere. Outside a kernel there is nothing to show HTML, so everything is text there.
+
+    Raises `OptionError` for any other mode.
+    """
+    wanted = _mode(mode)
+    kernel = getattr(notebook.shell(), "kernel", None)
+    if kernel is None:
+        return GuardedView(TextView(header))
+    if wanted == "text":
+        return GuardedView(OnceView(header, only_text))
+    if wanted == "html" or getattr(kernel, "comm_manager", None) is None:
+        return GuardedView(OnceView(header, html_and_text))
+    return GuardedView(WidgetView(header))
+
+
+def _mode(mode: str | None) -> str:
+    if mode is not None:
+        given, asked, remedy = mode, f"display={mode!r}", "Give one of these"
+    else:
+        given = os.environ.get(MODE_VARIABLE) or "auto"
+        asked, remedy = f"{MODE_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
+    if given not in MODES:
+        msg = (
+            f"{asked} was asked for, but a run is shown as {', '.join(MODES[:-1])} or {MODES[-1]}. {remedy}."
+        )
+        raise OptionError(msg)
+    return given
+
+
+def html_and_text(state: RunState, header: Header) -> Bundle:
+    """Return a run as a notebook shows it, with its text form for where there is no HTML."""
+    outputs = folded(state)
+    return {
+        "text/html": render_html(state, header, outputs=outputs),
+        "text/plain": render_text(state, header, outputs=outputs),
+    }
+
+
+def only_text(state: RunState, header: Header) -> Bundle:
+    """Return a run as text alone."""
+    return {"text/plain": render_text(state, header)}
+
+
+def _display(bundle: Bundle, display_id: str | None = None) -> None:
+    from IPython.display import display
+
+    display(bundle, raw=True, display_id=display_id)

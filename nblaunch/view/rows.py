@@ -1,0 +1,94 @@
+"""A rank's row in the live panel: what has changed since the last time is all that is computed and sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from nblaunch._state import RankState, RunState
+from nblaunch.view.header import Header
+from nblaunch.view.markup import ICONS
+from nblaunch.view.outcome import failures, headline, reason
+from nblaunch.view.output import clipped, last_line
+from nblaunch.view.terminal import plain
+
+_RESULT_COST = 600
+_LAST_LINE_COST = 400
+
+
+class Row(TypedDict):
+    """What the panel shows of a rank."""
+
+    rank: int
+    state: str
+    icon: str
+    phase: str
+    device: str
+    last: str
+    result: str
+
+
+class Delta(TypedDict):
+    """One tick: the new header, the rows that changed and the ranks that are no more."""
+
+    header: dict[str, str]
+    rows: dict[str, Row]
+    removed: list[str]
+
+
+class Rows:
+    """Remembers what was shown, and tells what is to be shown differently."""
+
+    def __init__(self, header: Header) -> None:
+        """Begin with nothing shown."""
+        self._header = header
+        self._states: Mapping[int, RankState] = {}
+        self._causes: dict[int, int | None] = {}
+        self._shown_header: dict[str, str] = {}
+
+    def changes(self, state: RunState) -> Delta | None:
+        """Return what differs from the state seen last, or None."""
+        explained = {each.rank: each for each in failures(state.ranks.values())}
+        causes = {rank: each.consequence_of for rank, each in explained.items()}
+        rows: dict[str, Row] = {}
+        for rank, known in sorted(state.ranks.items()):
+            # The fold keeps what has not changed, so looking at which object it is suffices.
+            if self._states.get(rank) is known and self._causes.get(rank) == causes.get(rank):
+                continue
+            why = explained.get(rank)
+            result = plain(known.value_text).strip() if why is None else reason(why)
+            if why is not None and why.consequence_of is not None:
+                result = f"consequence of rank {why.consequence_of}: {result}"
+            rows[str(rank)] = _row(known, result)
+        removed = [str(rank) for rank in self._states if rank not in state.ranks]
+        header = describe(state, self._header)
+        if not rows and not removed and header == self._shown_header:
+            return None
+        self._states, self._causes, self._shown_header = state.ranks, causes, header
+        return Delta(header=header, rows=rows, removed=removed)
+
+
+def _row(known: RankState, result: str) -> Row:
+    return Row(
+        rank=known.rank,
+        state=str(known.state),
+        icon=ICONS[known.state],
+        phase="" if known.state.final else str(known.phase),
+        device=plain(known.device),
+        last=clipped(last_line(known.transcript), _LAST_LINE_COST),
+        result=clipped(result, _RESULT_COST),
+    )
+
+
+def describe(state: RunState, header: Header) -> dict[str, str]:
+    """Return the panel's header; unlike what is saved, it names the machine and the log directory."""
+    restarts = len(state.earlier)
+    return {
+        "state": str(state.summary),
+        "icon": ICONS[state.summary],
+        "what": headline(state, header.title, header.backend),
+        "node": plain(header.node),
+        "magic": plain(header.magic),
+        "restarts": f"{restarts} restart{'' if restarts == 1 else 's'}" if restarts else "",
+        "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
+    }
