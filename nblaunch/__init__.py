@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public name
+def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         msg = f"module 'nblaunch' has no attribute {name!r}"
@@ -78,12 +78,12 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - an InteractiveShell
+def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
-    from nblaunch.agent import forkserver  # noqa: PLC0415 - `import nblaunch` stays light
+    from nblaunch.agent import forkserver
 
     # It boots while this process imports torch, so that the first cell need not wait for it.
     forkserver.server.ensure_running()
-    from nblaunch.magic.magics import register  # noqa: PLC0415 - IPython is here when this is called
+    from nblaunch.magic.magics import register
 
     register(shell)

@@ -10,6 +10,8 @@ from nblaunch._results import RunResult
 from nblaunch.session import notebook
 from nblaunch.session import run as session_run
 from nblaunch.session.engine import Watcher
+from nblaunch.view.display import SilentView
+from nblaunch.view.watch import watcher
 
 
 def run(
@@ -20,7 +22,7 @@ def run(
     nproc: int | str | None = None,
     check: bool = True,
     display: bool | None = None,
-    **options: Any,  # noqa: ANN401 - LaunchOptions checks them
+    **options: Any,
 ) -> RunResult:
     """Run `fn(*args, **kwargs)` on every rank of a fresh worker group and return all values.
 
@@ -55,10 +57,6 @@ def run(
     shown = notebook.shell() is not None if display is None else display
 
     def watch(title: str, backend: str) -> Watcher:
-        if not shown:
-            return session_run.Silent()
-        from nblaunch.view.watch import watcher  # noqa: PLC0415 - loads ipywidgets in a notebook
-
-        return watcher(title, backend)
+        return watcher(title, backend) if shown else SilentView()
 
     return session_run.call(fn, args, kwargs, check=check, options=launch_options, watch=watch)

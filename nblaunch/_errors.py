@@ -99,9 +99,10 @@ class RunFailedError(NblaunchError, RuntimeError):
 
         The frames between the cell and the ranks are ours and of no use to the reader.
         """
-        if self.root_cause is None or not self.root_cause.traceback:
-            return [f"{type(self).__name__}: {self}"]
-        return [*self.root_cause.traceback.rstrip("\n").splitlines(), "", f"{type(self).__name__}: {self}"]
+        last = f"{type(self).__name__}: {self}"
+        root = self.root_cause
+        shown = (root.shown or root.traceback).rstrip("\n") if root is not None else ""
+        return [*shown.splitlines(), "", last] if shown else [last]
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -71,11 +71,15 @@ class FrameRecord(msgspec.Struct, frozen=True):
 
 
 class FailureRecord(msgspec.Struct, frozen=True):
-    """Why a rank failed, as that rank saw it; `exception` is a pickle, or None."""
+    """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
+
+    `traceback` is plain text, `shown` the same as IPython shows it, in colours.
+    """
 
     type: str
     message: str
     traceback: str = ""
+    shown: str = ""
     frames: tuple[FrameRecord, ...] = ()
     exception: bytes | None = None
     exitcode: int = 1
@@ -201,6 +205,7 @@ class Exited(_FromRank, frozen=True):
     time: float
     expected: bool = False
     reason: str = ""
+    details: str = ""
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -254,6 +259,7 @@ class CellJob(msgspec.Struct, frozen=True, tag=True):
     source: str
     filename: str
     title: str
+    number: int = 0
     first_line: int = 2
 
 

@@ -19,7 +19,8 @@ class RankFailure:
 
     `exception` is the original where it could be pickled, else None; `type` its qualified name.
     `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
-    `consequence_of` is the rank whose failure explains this one, or None.
+    `consequence_of` is the rank whose failure explains this one, or None. `shown` is the traceback as
+    IPython shows it, in colours, with the lines around.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class RankFailure:
     phase: Phase
     consequence_of: int | None = None
     last_output: str = ""
+    shown: str = field(default="", repr=False)
 
     @property
     def reason(self) -> str:
@@ -201,7 +203,7 @@ class RunResult:
         """Each rank's device: `{0: "cuda:0", 1: "cuda:1"}`."""
         return {each.rank: each.device for each in self.ranks}
 
-    def __getitem__(self, rank: int) -> Any:  # noqa: ANN401 - any object is a value
+    def __getitem__(self, rank: int) -> Any:
         """Return the value of `rank`; raise that rank's own error if it failed."""
         result = self.ranks[rank]
         if result.state is State.SUCCEEDED:

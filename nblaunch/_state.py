@@ -274,6 +274,7 @@ def _exited(known: RankState, message: Exited) -> RankState:
     failure = FailureRecord(
         type="ProcessExited",
         message=message.reason or describe_exit(message.exitcode),
+        traceback=message.details,
         exitcode=message.exitcode,
         time=message.time,
         phase=known.phase,
@@ -293,7 +294,7 @@ def signal_name(exitcode: int | None) -> str | None:
     """Return `"SIGKILL"` for -9, None for an exit code that is no signal."""
     if exitcode is None or exitcode >= 0:
         return None
-    import signal  # noqa: PLC0415 - only needed when a rank died
+    import signal
 
     try:
         return signal.Signals(-exitcode).name

@@ -47,6 +47,7 @@ def wanted_by_cell(cell: str) -> tuple[str, str]:
         ("del x", "x"),
         ("del x[0], y.z", "x y"),
         ("x: int = y\nx", "y"),
+        ("x.y: int", "x"),
         ("print(y := x, y)\ny", "x"),
         ("assert a, b", "a b"),
         ("f'{a} {b:{c}} {d!r}'", "a b c d"),
@@ -148,6 +149,7 @@ def test_a_loop_may_not_run(source: str, needed: str, maybe: str) -> None:
         ("try: x = f()\nfinally: x", "f", "x"),
         ("try: x = f()\nfinally: y = 1\nx, y", "f", ""),
         ("try: x = 1; raise E\nexcept E: x", "E", "x"),
+        ("try:\n  try: x = 1; raise E\n  finally: pass\nexcept E: x", "E", "x"),
         ("try:\n  while True: x = f()\nexcept E: pass\nx", "E f", "x"),
         ("try: x = 1\nexcept* E as g: g\nx", "E", "x"),
         ("with a as b: b\nb", "a", ""),
@@ -159,6 +161,7 @@ def test_a_loop_may_not_run(source: str, needed: str, maybe: str) -> None:
         ("async with a as b: b", "a", ""),
         ("raise E\nx", "E", ""),
         ("raise E\ndef f(): x", "E", "x"),
+        ("raise E\n(lambda: x)()", "E", "x"),
     ],
 )
 def test_an_exception_may_come_from_anywhere_in_its_block(source: str, needed: str, maybe: str) -> None:
@@ -247,6 +250,11 @@ def test_a_comprehension_keeps_its_variables(source: str, needed: str, maybe: st
         ("def f():\n  for i in r:\n    if i: return i\n    s = 1\n  s\nf()", "r", ""),
         ("def f():\n  x: T = 1\n  x\nf()", "", ""),
         ("def f():\n  import a\n  try: a\n  except E as e: e\nf()", "E", ""),
+        ("def f():\n  global x\n  x = 1\nf()\ndel x\nf()\nx", "", "x"),
+        ("def f():\n  global x\n  del x\nx = 1\nf()\nx = 1\nf()\nx", "", "x"),
+        ("def f():\n  global g\n  def g(): y\nf()\ndel g\nf()\ng()", "y", "g"),
+        ("def f():\n  x = 1\n  def g():\n    global x\n    return lambda: x\n  g()\nf()", "x", ""),
+        ("def f():\n  [x for x in r]\n  x\nf()", "r x", ""),
         ("def f(): x\nf = 1\nf", "", "x"),
         ("def f(): x\ndef f(): y\nf", "y", "x"),
         ("if c:\n  def f(): x\nelse:\n  def f(): y\nf()", "c x y", ""),
@@ -438,7 +446,7 @@ def test_a_cell_too_deep_to_follow_may_want_all_its_names() -> None:
 
 def len_of_stack() -> int:
     """Return how deep the caller is."""
-    frame = sys._getframe()  # noqa: SLF001  # the public ways to count frames take seconds
+    frame = sys._getframe()  # the public ways to count frames take seconds
     depth = 0
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from nblaunch._options import options_table
 
@@ -49,19 +47,11 @@ def test_the_first_40_lines_hold_a_cell_and_its_output(first_lines):
 
 
 @pytest.mark.oldest
-def test_the_cell_shows_the_output_that_is_written_below_it(first_lines, monkeypatch, tmp_path):
-    monkeypatch.setenv("NBLAUNCH_DISPLAY", "text")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    sources = [*blocks(first_lines, "python"), "res.values"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    NotebookClient(notebook, timeout=60, kernel_name="python3", store_widget_state=False).execute()
-    setup, cell, values = (each.outputs for each in notebook.cells)
-    assert setup == []
-    (shown,) = cell
-    text = shown["text"] if shown.output_type == "stream" else shown["data"]["text/plain"]
-    assert text.strip() == blocks(first_lines, "text")[0].strip()
-    assert values[0]["data"]["text/plain"] == "[30.0, 30.0]"
+def test_the_cell_shows_the_output_that_is_written_below_it(first_lines, kernel):
+    setup, cell = blocks(first_lines, "python")
+    kernel.ok(setup)
+    assert kernel.ok(cell).text.strip() == blocks(first_lines, "text")[0]
+    assert f"`{kernel.value('res.values')}`" in README.read_text()
 
 
 def test_the_options_table_is_the_one_in_the_code():

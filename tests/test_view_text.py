@@ -339,7 +339,7 @@ def test_text_without_control_characters_is_drawn_as_it_is(text):
         ("bar 1\nbar 2\x1b[A\rBAR", "BAR 1\nbar 2"),
         ("a\tb", "a       b"),
         ("\x1b[2Jkept", "kept"),
-        ("\x1b[99999999999Cfar", "far"),
+        ("\x1b[99999999999Cfar", " far"),
     ],
 )
 def test_control_sequences_do_what_a_terminal_does(written, shown):

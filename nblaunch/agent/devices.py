@@ -24,7 +24,7 @@ class Placement:
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
     """Return how many CUDA devices ranks with this environment will see."""
-    import torch  # noqa: PLC0415 - `import nblaunch` must not load torch
+    import torch
 
     # Counts through NVML where it can, so that the kernel's CUDA state stays as it is.
     count = torch.cuda.device_count()

@@ -28,7 +28,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from nblaunch.agent import forkserver
 
@@ -93,7 +96,7 @@ class LoopbackRendezvous(DynamicRendezvousHandler):
         )
         return handler
 
-    def next_rendezvous(self) -> Any:  # noqa: ANN401 - RendezvousInfo, private in older torch
+    def next_rendezvous(self) -> Any:
         """Join at once: the 0 to 0.3 s that torch sleeps in round 0 spread the load of many nodes."""
         holder = self._state_holder
         if holder.state.round == 0:
@@ -135,7 +138,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
     ) -> None:
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`."""
-        from nblaunch.rank.main import run_rank  # noqa: PLC0415 - pickled by name; ranks have it loaded
+        from nblaunch.rank.main import run_rank
 
         self.rendezvous = LoopbackRendezvous.standalone(settings.run_id)
         spec = WorkerSpec(

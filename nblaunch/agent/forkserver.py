@@ -169,7 +169,7 @@ class RankPopen(popen_forkserver.Popen):
 
     method = START_METHOD
 
-    def _launch(self, process_obj: Any) -> None:  # noqa: ANN401 - as the standard library has it
+    def _launch(self, process_obj: Any) -> None:
         buffer = io.BytesIO()
         # Neither the main module (a script without a `__main__` guard would run again in every rank)
         # nor the start method (a rank's own processes start as under torchrun) goes along.
@@ -213,7 +213,7 @@ class RankProcess(process.BaseProcess):
     _start_method = None
 
     @staticmethod
-    def _Popen(process_obj: Any) -> RankPopen:  # noqa: ANN401, N802 - as the standard library has it
+    def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
         return RankPopen(process_obj)
 
 

@@ -40,7 +40,7 @@ def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
         os.close(alive_write)
         os.close(control_fd)
         die_with_parent()
-        from nblaunch.agent.preload import serve  # noqa: PLC0415 - torch is for the child only
+        from nblaunch.agent.preload import serve
 
         serve(listener_fd, alive_read)
     os.close(listener_fd)

@@ -15,8 +15,8 @@ def serve(listener_fd: int, alive_fd: int) -> NoReturn:
     """Import torch and IPython once, then fork a rank per request until killed."""
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import nblaunch.rank.main  # noqa: F401, PLC0415
-    from nblaunch.rank import shell  # noqa: PLC0415
+    import nblaunch.rank.main  # noqa: F401
+    from nblaunch.rank import shell
 
     shell.prepare()
     # Frozen objects are never visited by a rank's collector, so their pages stay shared.

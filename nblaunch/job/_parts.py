@@ -15,13 +15,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 T = TypeVar("T")
 Part: TypeAlias = tuple[str, object]
 """How the step from the whole to the part is written, and the part."""
-
-Container: TypeAlias = "list[Any] | tuple[Any, ...] | deque[Any] | set[Any] | frozenset[Any]"
 
 _CONTAINERS: tuple[type[Any], ...] = (list, tuple, deque, set, frozenset)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, types.EllipsisType, types.NotImplementedType)
@@ -37,6 +35,8 @@ _module_of = type.__dict__["__module__"].__get__
 
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _NEVER_SENT = frozenset({"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__builtins__"})
+# What `object.__getstate__` gives for an object with slots: its `__dict__`, if any, and the slots.
+_STATES_WITH_SLOTS = ([type(None), dict], [dict, dict])
 _TORCH_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
 
 
@@ -70,8 +70,11 @@ def parts_of(whole: object) -> Iterator[Part]:
         yield from _parts_of_function(whole)
     elif is_a(whole, functools.partial):
         yield from _parts_of_partial(whole)
-    elif is_a(whole, (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)):
-        yield from _parts_of_method(whole)
+    elif is_a(whole, types.MethodType):
+        yield ".__self__", whole.__self__
+        yield ".__func__", whole.__func__
+    elif is_a(whole, types.BuiltinMethodType) and not is_a(whole.__self__, types.ModuleType):
+        yield ".__self__", whole.__self__
     else:
         yield from _parts_of_instance(whole)
 
@@ -91,6 +94,8 @@ def _parts_of_instance(whole: object) -> Iterator[Part]:
     elif is_a(whole, BaseException):
         yield ".args", static_attribute(whole, "args")
         yield from _attributes(whole)
+    elif isinstance(static_attribute(whole, "nbytes"), int):
+        yield from _array_parts(whole)
     else:
         yield from _state(whole)
     if _is_sent_whole(type(whole)):
@@ -106,7 +111,7 @@ def _items(whole: dict[object, object]) -> Iterator[Part]:
         yield f" (key {_key(key)})", key
 
 
-def _elements(whole: Container) -> Iterator[Part]:
+def _elements(whole: Iterable[object]) -> Iterator[Part]:
     _, fields = _lookup(type(whole), "_fields")
     is_named = is_a(whole, tuple) and is_a(fields, tuple) and all(type(name) is str for name in fields)
     steps = [f".{name}" for name in fields] if is_named else []
@@ -114,7 +119,15 @@ def _elements(whole: Container) -> Iterator[Part]:
         yield (steps[index] if index < len(steps) else f"[{index}]"), element
 
 
-def _iterate(whole: Container) -> list[object]:
+def _array_parts(array: object) -> Iterator[Part]:
+    """Yield the elements of NumPy's arrays of objects; other arrays and tensors are all data."""
+    if static_attribute(static_attribute(array, "dtype"), "hasobject"):
+        _, tolist = _lookup(type(array), "tolist")
+        yield from _elements(tolist(array))
+    yield from _attributes(array)
+
+
+def _iterate(whole: Iterable[object]) -> list[object]:
     """Return the elements of `whole`, past an `__iter__` of its own."""
     kind = next(each for each in _CONTAINERS if is_a(whole, each))
     return list(kind.__iter__(whole))
@@ -141,8 +154,8 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
             yield f" (global {name})", function.__globals__[name]
     defaults = function.__defaults__ or ()
     with_defaults = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    for name, value in [*zip(with_defaults, defaults, strict=True), *(function.__kwdefaults__ or {}).items()]:
-        yield f" (default of {name})", value
+    by_name = dict(zip(with_defaults, defaults, strict=True)) | (function.__kwdefaults__ or {})
+    yield from ((f" (default of {name})", value) for name, value in by_name.items())
     yield from _attributes(function)
 
 
@@ -165,15 +178,6 @@ def _parts_of_partial(whole: object) -> Iterator[Part]:
     yield from _attributes(whole)
 
 
-def _parts_of_method(
-    method: types.MethodType | types.BuiltinMethodType | types.MethodWrapperType,
-) -> Iterator[Part]:
-    if not is_a(method.__self__, types.ModuleType):
-        yield ".__self__", method.__self__
-    if is_a(method, types.MethodType):
-        yield ".__func__", method.__func__
-
-
 # Classes
 
 
@@ -194,7 +198,7 @@ def _parts_of_class(cls: type) -> Iterator[Part]:
 
 def _unwrapped(value: object) -> tuple[object, ...]:
     """Return the functions inside a method as a class keeps it."""
-    if is_a(value, (staticmethod, classmethod)):
+    if is_a(value, staticmethod) or is_a(value, classmethod):
         return (value.__func__,)
     if is_a(value, property):
         return value.fget, value.fset, value.fdel
@@ -202,7 +206,7 @@ def _unwrapped(value: object) -> tuple[object, ...]:
 
 
 def _lookup(cls: type, name: str) -> tuple[type, Any]:
-    """Return the class that defines `name` for instances of `cls`, and how; `object` and None if none does."""
+    """Return the class that gives instances of `cls` their `name`, and what it is; None if none does."""
     for each in _mro_of(cls):
         if name in _namespace_of(each):
             return each, _namespace_of(each)[name]
@@ -214,11 +218,15 @@ def _lookup(cls: type, name: str) -> tuple[type, Any]:
 
 def _attributes(whole: object) -> Iterator[Part]:
     """Yield what is in the `__dict__` and the slots of `whole`."""
+    yield from _named(whole, _stored(whole))
+
+
+def _named(whole: object, attributes: Iterable[tuple[object, object]]) -> Iterator[Part]:
     is_torch_module = any(
         _qualname_of(each) == "Module" and f"{_module_of(each)}".startswith("torch.nn")
         for each in _mro_of(type(whole))
     )
-    for name, value in _stored(whole):
+    for name, value in attributes:
         if is_torch_module and name in _TORCH_CHILDREN and is_a(value, dict):
             # As the user writes it: `model.trainer`, not `model._modules['trainer']`.
             yield from ((_child_step(child), part) for child, part in list(dict.items(value)))
@@ -235,7 +243,7 @@ def _child_step(name: str) -> str:
     return f"[{name}]" if name.isdigit() else f".{name}"
 
 
-def _stored(whole: object) -> Iterator[tuple[str, object]]:
+def _stored(whole: object) -> Iterator[tuple[object, object]]:
     stored = static_attribute(whole, "__dict__")
     if is_a(stored, dict):
         yield from list(dict.items(stored))
@@ -278,17 +286,16 @@ def _reduced_parts(
 
 
 def _state_parts(whole: object, state: object) -> Iterator[Part]:
-    match state:
-        case (dict() | None as plain, dict() as slots):  # as `object` has it for a class with slots
-            yield from _state_parts(whole, plain)
-            yield from _state_parts(whole, slots)
-        case dict():
-            yield from ((_attribute_step(name), value) for name, value in list(dict.items(state)))
-        case list() | tuple():
-            for index, value in enumerate(_iterate(state)):
-                yield _step_to(whole, value) or f" (its state)[{index}]", value
-        case _:
-            yield " (its state)", state
+    if is_a(state, dict):
+        yield from _named(whole, list(dict.items(state)))
+    elif is_a(state, tuple) and list(map(type, state)) in _STATES_WITH_SLOTS:
+        for each in state:
+            yield from _state_parts(whole, each)
+    elif is_a(state, list) or is_a(state, tuple):
+        for index, value in enumerate(_iterate(state)):
+            yield _step_to(whole, value) or f" (its state)[{index}]", value
+    elif state is not None:
+        yield " (its state)", state
 
 
 def _step_to(whole: object, part: object) -> str | None:

@@ -71,8 +71,8 @@ def _pack(
 ) -> Packed:
     try:
         return payload.dumps(value, namespace)
-    except Exception as error:  # noqa: BLE001 - whatever the objects raise
-        from nblaunch.job.culprit import find_culprit  # noqa: PLC0415 - only where something is wrong
+    except Exception as error:
+        from nblaunch.job.culprit import find_culprit
 
         culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
         raise _capture_error(culprit, error, user) from error

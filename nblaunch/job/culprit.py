@@ -90,8 +90,6 @@ class _Search:
     def try_part(self, part: _Failed) -> _Failed | None:
         """Return `part` with its error, or None if it can be sent."""
         value = part.value
-        if is_atom(value):
-            return None
         if id(value) not in self._errors:
             try:
                 error = self._can_send(value)
@@ -110,7 +108,7 @@ class _Search:
                 if time.monotonic() > self._deadline:
                     return
                 part = _Failed(whole.name, whole.path + step, value, whole.error, whole.depth + 1)
-                if failed := self.try_part(part):
+                if not is_atom(value) and (failed := self.try_part(part)):
                     yield failed
 
 

@@ -63,7 +63,7 @@ def main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage."""
 
-    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's signature
+    def reducer_override(self, obj: Any) -> Any:
         reduced = tensors.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -82,7 +82,7 @@ class _Outbound(_Pickler):
 class _Homebound(_Pickler):
     """From a rank to the notebook: classes that came from there go back by name."""
 
-    def reducer_override(self, obj: Any) -> Any:  # noqa: ANN401 - pickle's signature
+    def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         return super().reducer_override(obj)
@@ -139,7 +139,7 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
     return Packed(stream.getbuffer(), tuple(buffers))
 
 
-def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:  # noqa: ANN401
+def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
     Only for bytes from an authenticated sender: unpickling runs code.
@@ -155,6 +155,6 @@ def dumps_plain(value: object) -> bytes:
     return stream.getvalue()
 
 
-def loads_plain(data: bytes) -> Any:  # noqa: ANN401 - any object
+def loads_plain(data: bytes) -> Any:
     """Unpickle what `dumps_plain` made; only from an authenticated sender."""
     return loads(data, ())

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -47,7 +48,7 @@ class Outgoing:
         if release is not None:
             release()
 
-    def __enter__(self) -> Outgoing:
+    def __enter__(self) -> Self:
         """Return itself."""
         return self
 

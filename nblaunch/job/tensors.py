@@ -16,7 +16,7 @@ from typing import Any
 _arrival = threading.local()
 
 
-def reduce(obj: Any) -> Any:  # noqa: ANN401 - pickle's protocol
+def reduce(obj: Any) -> Any:
     """Return how to rebuild a torch storage, `NotImplemented` for anything else."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
@@ -32,15 +32,15 @@ def reduce(obj: Any) -> Any:  # noqa: ANN401 - pickle's protocol
     return NotImplemented
 
 
-def _buffer(storage: Any) -> pickle.PickleBuffer:  # noqa: ANN401 - torch is not imported
+def _buffer(storage: Any) -> pickle.PickleBuffer:
     size = storage.nbytes()
-    array = (ctypes.c_ubyte * size).from_address(storage.data_ptr()) if size else (ctypes.c_ubyte * 0)()
-    array._storage = storage  # keeps the memory alive as long as the buffer
-    return pickle.PickleBuffer(array)
+    memory: Any = (ctypes.c_ubyte * size).from_address(storage.data_ptr()) if size else (ctypes.c_ubyte * 0)()
+    memory.storage = storage  # lives as long as the buffer
+    return pickle.PickleBuffer(memory)
 
 
-def _untyped(buffer: Any, size: int, kind: str) -> Any:  # noqa: ANN401 - a storage
-    import torch  # noqa: PLC0415 - only where a tensor arrives
+def _untyped(buffer: Any, size: int, kind: str) -> Any:
+    import torch
 
     if size == 0:
         storage = torch.UntypedStorage(0)
@@ -56,8 +56,8 @@ def _untyped(buffer: Any, size: int, kind: str) -> Any:  # noqa: ANN401 - a stor
     return storage
 
 
-def _typed(storage: Any, dtype: Any) -> Any:  # noqa: ANN401 - a storage
-    import torch  # noqa: PLC0415 - only where a tensor arrives
+def _typed(storage: Any, dtype: Any) -> Any:
+    import torch
 
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 

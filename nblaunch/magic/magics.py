@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -14,7 +13,7 @@ from nblaunch._protocol import CellJob
 from nblaunch._results import RunResult
 from nblaunch.job.capture import Captured, capture_cell
 from nblaunch.magic.line import option_completions
-from nblaunch.session import engine
+from nblaunch.session import engine, notebook
 from nblaunch.view.watch import watcher
 
 
@@ -38,7 +37,7 @@ class DistributedMagics(Magics):
         filename, title = self._name(f"%%distributed {line}\n{cell}")
         captured = self._captured(cell, filename)
         launch = engine.Launch(
-            job=CellJob(source=cell, filename=filename, title=title),
+            job=CellJob(source=cell, filename=filename, title=title, number=self.shell.displayhook.prompt_count),
             captured=captured,
             options=options,
             placement=placement,
@@ -62,17 +61,14 @@ class DistributedMagics(Magics):
         """Register the cell under its name in the notebook, so that tracebacks show its lines."""
         number = self.shell.displayhook.prompt_count
         filename: str = self.shell.compile.cache(source, number, raw_code=source)
-        return filename, engine.notebook.title_of(filename)
+        return filename, notebook.title_of(filename)
 
     def _captured(self, cell: str, filename: str) -> Captured:
         transformed = "\n" + self.shell.transform_cell(cell)
         try:
             return capture_cell(transformed, self.shell.user_ns)
         except SyntaxError as error:
-            error.filename = engine.notebook.title_of(filename)
-            shown = traceback.format_exception_only(error)
-            # Our frames between the cell and its parser are no news to whoever forgot a bracket.
-            error._render_traceback_ = lambda: "".join(shown).splitlines()  # type: ignore[attr-defined]
+            error.filename = filename
             raise error.with_traceback(None) from None
 
     def _hand_over(self, result: RunResult, options: LaunchOptions) -> None:

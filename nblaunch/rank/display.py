@@ -54,7 +54,7 @@ class RankDisplayPublisher(DisplayPublisher):
             outlet.send(Cleared(rank=outlet.rank, wait=wait, offsets=streams.offsets()))
 
 
-def _as_json(value: Any) -> Any:  # noqa: ANN401 - any JSON
+def _as_json(value: Any) -> Any:
     """Return `value` as JSON can hold it: bytes as base64, keys as text, the rest as its repr."""
     match value:
         case None | bool() | float():

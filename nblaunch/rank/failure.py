@@ -11,26 +11,15 @@ import traceback
 from collections.abc import Iterator, Mapping
 
 from nblaunch._errors import shorten
+from nblaunch._frames import is_ours
 from nblaunch._protocol import FailureRecord, FrameRecord, Phase
 from nblaunch.job import payload
+from nblaunch.rank import shell
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
 _short_repr = reprlib.Repr()
 _short_repr.maxother = _short_repr.maxstring = 200
-# Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
-_OURS = re.compile(
-    r"(/nblaunch/(rank|job|agent|session)/|/torch/distributed/elastic/|/torch/multiprocessing/"
-    r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
-    r"|<frozen runpy>|/asyncio/(runners|base_events|events)\.py)"
-)
-
-
-def is_ours(filename: str) -> bool:
-    """Return whether a frame belongs to the machinery between the user's code and the process."""
-    return _OURS.search(filename.replace("\\", "/")) is not None
-
-
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
@@ -42,6 +31,7 @@ def record(
         type=_qualified_name(type(error)),
         message=encodable(shorten(_text(error))),
         traceback=encodable(shorten(_format(error, titles))),
+        shown=encodable(shorten(_shown(error))),
         frames=tuple(_frames(error, titles)),
         exception=_pickled(error),
         exitcode=exitcode,
@@ -89,6 +79,17 @@ def _format(error: BaseException, titles: Mapping[str, str]) -> str:
     return re.sub(r'File "(Cell In\[[^"]*)", line', r"\1, line", text)
 
 
+def _shown(error: BaseException) -> str:
+    """Return the traceback as IPython shows it: colours, and the lines around."""
+    try:
+        first = error.__traceback__
+        while first is not None and is_ours(first.tb_frame.f_code.co_filename):
+            first = first.tb_next
+        return shell.prepare().colored_traceback(error, first)
+    except Exception:  # noqa: BLE001 - the plain text says the same
+        return ""
+
+
 def _chain(
     report: traceback.TracebackException, seen: set[int]
 ) -> Iterator[traceback.TracebackException]:
@@ -112,9 +113,10 @@ def _trim(report: traceback.TracebackException, titles: Mapping[str, str]) -> No
 
 
 def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRecord]:
-    if isinstance(error, SyntaxError) and error.filename in titles:
+    title = titles.get(error.filename or "") if isinstance(error, SyntaxError) else None
+    if isinstance(error, SyntaxError) and title is not None:
         yield FrameRecord(
-            filename=titles[error.filename],
+            filename=title,
             line=error.lineno or 1,
             function="<module>",
             source=encodable((error.text or "").strip()),

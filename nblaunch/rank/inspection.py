@@ -19,6 +19,7 @@ import psutil
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from nblaunch._frames import is_ours
 from nblaunch._protocol import Collective, Connection, FrameRecord, Where
 from nblaunch.rank import failure
 
@@ -67,8 +68,7 @@ class RankInspector:
         if frame is None:
             return
         for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=200)[::-1]:
-            # "<string>" is the fork server's own command line.
-            if not failure.is_ours(summary.filename) and summary.filename != "<string>":
+            if not is_ours(summary.filename):
                 yield FrameRecord(
                     filename=self._titles.get(summary.filename, summary.filename),
                     line=summary.lineno or 0,
@@ -82,10 +82,19 @@ def record_collectives() -> None:
     os.environ.setdefault(RECORDER_VARIABLE, _RECORDER_ENTRIES)
 
 
+def fatal_path(directory: str, rank: int) -> Path:
+    """Return where a rank's stacks are written when it dies of SIGSEGV and the like."""
+    return Path(directory) / f"fatal-{rank}"
+
+
 def dump_on_signal(directory: str, rank: int) -> None:
-    """Have `DUMP_SIGNAL` write all stacks to a file of this rank's."""
-    file = dump_path(directory, rank).open("w")  # noqa: SIM115 - faulthandler keeps the descriptor
+    """Have `DUMP_SIGNAL`, and fatal signals, write the stacks to files of this rank's.
+
+    torchelastic has faulthandler write to stderr, where our own frames would hide the user's output.
+    """
+    file = dump_path(directory, rank).open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 
 def _last_collectives() -> tuple[Collective, ...]:

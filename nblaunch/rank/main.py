@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import inspect
 import os
 import platform
@@ -24,7 +25,6 @@ from nblaunch._protocol import (
     CellJob,
     Dispatch,
     Entered,
-    FunctionJob,
     Hello,
     Leave,
     Phase,
@@ -57,7 +57,7 @@ class ValueNotSentError(TypeError):
 
 
 class Rank:
-    """This process, as a rank."""
+    """One rank: the process that this object lives in."""
 
     def __init__(self, orders: Orders) -> None:
         """Connect to the hub."""
@@ -91,9 +91,9 @@ class Rank:
             while True:
                 match self.link.inbox.get():
                     case Prepare() as prepare:
-                        self._guarded(lambda prepare=prepare: self._prepare(prepare))
+                        self._guarded(functools.partial(self._prepare, prepare))
                     case Dispatch() as dispatch:
-                        self._guarded(lambda dispatch=dispatch: self._work(dispatch))
+                        self._guarded(functools.partial(self._work, dispatch))
                     case Leave(exitcode=exitcode):
                         return exitcode
         finally:
@@ -139,11 +139,7 @@ class Rank:
         stream, *buffers = shared.get(dispatch.payload, private=True)
         loaded = payload.loads(stream, buffers, str(self.device))
         payload.remember_received_classes()
-        match job:
-            case CellJob():
-                value = self._run_cell(job, loaded)
-            case FunctionJob():
-                value = self._call(*loaded)
+        value = self._run_cell(job, loaded) if isinstance(job, CellJob) else self._call(*loaded)
         self.link.working.clear()
         self._returned(value)
 
@@ -157,7 +153,7 @@ class Rank:
             device=self.device,
         )
         self.titles[job.filename] = job.title
-        result = shell.prepare().run(job.source, job.filename, job.first_line)
+        result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
             raise error
@@ -198,7 +194,8 @@ class Rank:
             return
         if not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
-        self._failed(error, error.code if isinstance(error.code, int) else 1)
+        # What a process can end with: `sys.exit(-1)` is 255, `True` is 1, and 256 must be no success.
+        self._failed(error, (error.code & 0xFF or 1) if isinstance(error.code, int) else 1)
 
     def _failed(self, error: BaseException, exitcode: int) -> None:
         failure.write_error_file(error)
@@ -220,7 +217,7 @@ class Rank:
                 self.outgoing.close()
 
 
-async def _awaited(value: Any) -> object:  # noqa: ANN401 - any coroutine
+async def _awaited(value: Any) -> object:
     return await value
 
 

@@ -13,6 +13,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
+from nblaunch._protocol import CellJob
 from nblaunch.rank.display import RankDisplayPublisher
 
 _VALUE_CHARACTERS = 20_000
@@ -36,6 +37,13 @@ class CellCompiler(CachingCompiler):
     """Compiles a cell under the name that it has in the notebook."""
 
     filename: str | None = None
+
+    execution_count = 1
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        """Remember the cell under the number that it has in the notebook."""
+        number = self.execution_count if self.filename else number
+        return str(super().cache(transformed_code, number, raw_code))
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """Return the notebook's name for the cell."""
@@ -62,16 +70,22 @@ class RankShell(InteractiveShell):
     def showsyntaxerror(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
 
-    def run(self, source: str, filename: str, first_line: int) -> ExecutionResult:
-        """Run a cell that begins in `first_line` of `filename`."""
+    def run(self, job: CellJob) -> ExecutionResult:
+        """Run a cell under its name and number in the notebook."""
         compiler = self.compile
         assert isinstance(compiler, CellCompiler)  # noqa: S101 - set by compiler_class
-        compiler.filename, self.running_source = filename, source
-        self.lines_above = first_line - 1
+        compiler.filename, compiler.execution_count = job.filename, job.number
+        self.running_source, self.lines_above = job.source, job.first_line - 1
         try:
-            return self.run_cell(source, store_history=False)
+            return self.run_cell(job.source, store_history=False)
         finally:
             compiler.filename, self.lines_above = None, 0
+
+    def colored_traceback(self, error: BaseException, first: types.TracebackType | None) -> str:
+        """Return `error` as a notebook shows it, from frame `first` on."""
+        formatter = self.SyntaxTB if isinstance(error, SyntaxError) else self.InteractiveTB
+        lines = formatter.structured_traceback(type(error), error, first, tb_offset=0)
+        return "\n".join(lines)
 
     def describe(self, value: object) -> tuple[str, str]:
         """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""
@@ -96,7 +110,7 @@ def prepare() -> RankShell:
     if _prepared is None:
         config = Config()
         config.HistoryManager.enabled = False
-        config.InteractiveShell.colors = "nocolor"
+        config.InteractiveShell.colors = "neutral"
         main = types.ModuleType("__main__", doc="The notebook's namespace, on this rank.")
         sys.modules["__main__"] = main
         _prepared = RankShell.instance(config=config, user_module=main)
@@ -105,7 +119,11 @@ def prepare() -> RankShell:
 
 def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
     """Let `inspect.getsource` and tracebacks find the code of functions that came from the notebook."""
-    for filename, (_, source) in sources.items():
+    names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - where IPython keeps "Cell In[3]"
+    for filename, (title, source) in sources.items():
+        number = title.removeprefix("Cell In[").removesuffix("]")
+        if number.isdigit():
+            names[filename] = int(number)
         lines = source.splitlines(keepends=True)
         # Without a modification time `linecache.checkcache` leaves the entry alone.
         linecache.cache[filename] = (len(source), None, lines, filename)

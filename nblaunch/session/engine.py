@@ -162,7 +162,7 @@ class _Ending:
         message = f"the run was interrupted: {where}"
         interrupt.args = (message,)
         # IPython's own protocol; the frames of our waiting are no news.
-        interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]  # noqa: SLF001
+        interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]
         return interrupt.with_traceback(None)
 
     def ensure(self) -> None:

@@ -9,26 +9,26 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from nblaunch._protocol import (
     AttemptStarted,
+    CellJob,
     Cleared,
     Dispatch,
     Displayed,
     Entered,
     Exited,
-    FreeCollective,
     FromRank,
     Hello,
-    Interrupt,
     Leave,
     Message,
     Offsets,
     Phase,
     Prepare,
     Raised,
-    ReportWhere,
     Returned,
     RunEnded,
     Started,
@@ -39,20 +39,20 @@ from nblaunch._results import HangReport, format_ranks
 from nblaunch._state import RankState, RunState, State, advance
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, AgentThread, Worker
-from nblaunch.agent.logs import LogTail
-from nblaunch.diagnose.root_cause import blames_a_peer
+from nblaunch.agent.logs import LogTail, read_text
+from nblaunch.diagnose.exits import explain_exit, oom_kills
 from nblaunch.job import shared
+from nblaunch.rank.inspection import fatal_path
 from nblaunch.rank.main import Orders
 from nblaunch.session.hub import Hub
-from nblaunch.session.inquiry import Inquiry, between_ranks
+from nblaunch.session.inquiry import Inquiry
+from nblaunch.session.interruption import Interruption
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
 # A rank's last words may still lie in the socket when its process is gone.
 _LAST_WORDS_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
-# Python code answers an interrupt within milliseconds.
-_FREE_SECONDS = 0.25
 _CONNECT_SECONDS = 60.0
 _PROCESS_GROUP_SECONDS = 120.0
 
@@ -62,7 +62,7 @@ class Logs:
     """Where one rank of one attempt wrote, and from where to where its job did."""
 
     worker: Worker
-    started: Offsets = Offsets()
+    started: Offsets = field(default_factory=Offsets)
     ended: Offsets | None = None
 
 
@@ -90,10 +90,8 @@ class WorkerGroup:
         self._gone: dict[int, tuple[float, Exited]] = {}
         self._leave_at: float | None = None
         self._left = False
-        self._interrupted = False
-        self._free_at: float | None = None
-        self._inquiries: list[Inquiry] = []
-        self._cut: tuple[Inquiry, float] | None = None
+        self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
+        self._oom_before = oom_kills()
         self._phase_deadline: tuple[Phase, float] | None = None
         self._agent = AgentThread(settings, self._rank_arguments, self)
 
@@ -106,14 +104,15 @@ class WorkerGroup:
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers."""
-        inquiry = Inquiry(rank.rank for rank in self.state.ranks.values() if rank.node and not rank.state.final)
-        self._hub.call(lambda: self._on_inquiry(inquiry))
+        ranks = self.state.ranks.values()
+        inquiry = Inquiry(rank.rank for rank in ranks if rank.node and not rank.state.final)
+        self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
         return inquiry.report(self.state, str(self._directory))
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank; free those that are stuck in a collective."""
-        self._hub.call(self._on_interrupt)
+        self._hub.call(lambda: self._interruption.begin(self.state))
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -139,7 +138,9 @@ class WorkerGroup:
         done = threading.Event()
 
         def note() -> None:
-            self._on_attempt(AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason))
+            self._on_attempt(
+                AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
+            )
             done.set()
 
         self._hub.call(note)
@@ -176,28 +177,13 @@ class WorkerGroup:
             case Raised():
                 self._note_offsets(message.rank, ended=message.offsets)
             case Where():
-                self._answered(message)
+                self._interruption.answered(message, self.state)
                 return
             case _:
                 pass
-        outcome = self._as_stopped(message)
+        outcome = self._interruption.as_stopped(message)
         self._fold(outcome)
         self._after(outcome)
-
-    def _answered(self, message: Where) -> None:
-        for inquiry in self._inquiries:
-            inquiry.answer(message)
-        self._inquiries = [inquiry for inquiry in self._inquiries if not inquiry.complete.is_set()]
-        self._cut_connections(time.monotonic())
-
-    def _as_stopped(self, message: Message) -> Message:
-        """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
-        if not self._interrupted or not isinstance(message, Raised):
-            return message
-        failure = message.failure
-        if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
-            return message
-        return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""
@@ -209,10 +195,7 @@ class WorkerGroup:
         self._fold_exits(now)
         if self._leave_at is not None and now >= self._leave_at:
             self._let_go()
-        if self._free_at is not None and now >= self._free_at:
-            self._free_at = None
-            self._free_stuck()
-        self._cut_connections(now)
+        self._interruption.tick(self.state, now)
         if self._phase_deadline is not None and now > self._phase_deadline[1]:
             self._phase_timed_out(self._phase_deadline[0])
 
@@ -234,6 +217,8 @@ class WorkerGroup:
             self._ready.clear()
             for rank in self.state.ranks:
                 self._hub.send(self, rank, self._dispatch)
+                # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
+                self._fold(Entered(rank=rank, phase=Phase.JOB))
 
     def _let_go(self) -> None:
         """Tell every rank that has an outcome to end; the agent sees to the others."""
@@ -242,7 +227,7 @@ class WorkerGroup:
         self._left, self._leave_at = True, None
         succeeded = all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
         self._agent.release(succeeded=succeeded)
-        if self._interrupted:
+        if self._interruption.begun:
             self._agent.stop()  # also: no restart
         for rank in self.state.ranks.values():
             if rank.state is State.FAILED and rank.failure is not None:
@@ -318,37 +303,21 @@ class WorkerGroup:
             if tail is not None and (known is None or not known.state.final):
                 for printed in tail.rest():
                     self._fold(printed)
-            self._fold(exited)
+                self._fold(self._explained(exited))
+            else:
+                self._fold(exited)
             self._after(exited)
 
-    def _on_inquiry(self, inquiry: Inquiry) -> None:
-        self._inquiries.append(inquiry)
-        for rank in inquiry.missing:
-            self._hub.send(self, rank, ReportWhere())
-
-    def _on_interrupt(self) -> None:
-        self._interrupted = True
-        for rank in self.state.ranks.values():
-            if not rank.state.final:
-                self._hub.send(self, rank.rank, Interrupt())
-        # Python code ends at once. Who is still there a moment later is stuck in C code: ask where its
-        # connections are, and cut those that lead to other ranks.
-        self._free_at = time.monotonic() + _FREE_SECONDS
-
-    def _free_stuck(self) -> None:
-        """Ask all that live, also those who have finished: a stuck rank may wait for one of these."""
-        inquiry = Inquiry(rank.rank for rank in self.state.ranks.values() if rank.node)
-        self._cut = (inquiry, time.monotonic() + _FREE_SECONDS)
-        self._on_inquiry(inquiry)
-
-    def _cut_connections(self, now: float) -> None:
-        if self._cut is None or not (self._cut[0].complete.is_set() or now >= self._cut[1]):
-            return
-        answers, self._cut = self._cut[0].answers, None
-        shared_ends = between_ranks(answers)
-        for rank in answers:
-            if not self.state.ranks[rank].state.final:
-                self._hub.send(self, rank, FreeCollective(fds=shared_ends.get(rank, ())))
+    def _explained(self, exited: Exited) -> Exited:
+        if exited.expected:
+            return exited
+        dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
+        titles = {filename: title for filename, (title, _) in self._dispatch.sources.items()}
+        job = self._dispatch.job
+        if isinstance(job, CellJob):
+            titles[job.filename] = job.title
+        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before)
+        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
 
     def _phase_timed_out(self, phase: Phase) -> None:
         waiting = [rank for rank in self.state.ranks.values() if not self._passed(rank, phase)]

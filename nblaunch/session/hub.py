@@ -7,6 +7,7 @@ reports of its agent's thread (`call`), and its own clock (`tick`). So a group n
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import logging
 import os
@@ -123,9 +124,7 @@ class Hub:
         poller.register(self._wake_read, zmq.POLLIN)
         next_tick = 0.0
         while not self._closing:
-            wait = None
-            if self._members:
-                wait = max(0.0, next_tick - time.monotonic()) * 1000
+            wait = max(0, int((next_tick - time.monotonic()) * 1000)) if self._members else None
             ready = dict(poller.poll(wait))
             if self._socket in ready:
                 self.drain()
@@ -137,7 +136,7 @@ class Hub:
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
                 for member in list(self._members.values()):
-                    self._guard(lambda member=member, now=now: member.tick(now))
+                    self._guard(functools.partial(member.tick, now))
         self._context.destroy(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -191,7 +190,7 @@ class Hub:
         """Keep one group's defect from ending the thread that serves all of them."""
         try:
             action()
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, the other groups go on
             _log.exception("nblaunch's hub could not do a step; please report this")
 
 

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 
-def shell() -> Any | None:  # noqa: ANN401 - an InteractiveShell
+def shell() -> Any | None:
     """Return the running IPython shell, or None in plain Python."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None else None

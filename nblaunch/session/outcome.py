@@ -75,7 +75,7 @@ def _unpickled(group: WorkerGroup) -> tuple[dict[int, Any], dict[int, FailureRec
 
 
 def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunState:
-    from dataclasses import replace  # noqa: PLC0415 - rare
+    from dataclasses import replace
 
     if not broken:
         return state
@@ -119,6 +119,7 @@ def _failure(explained: Explained, rank: RankState) -> RankFailure:
         phase=record.phase,
         consequence_of=explained.consequence_of,
         last_output=_last_output(rank),
+        shown=record.shown,
     )
 
 

@@ -9,22 +9,8 @@ from nblaunch._errors import OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import FunctionJob
 from nblaunch._results import RunResult
-from nblaunch._state import RunState
 from nblaunch.job.capture import capture_call
 from nblaunch.session import engine, notebook
-
-
-class Silent:
-    """Shows nothing: the result has it all."""
-
-    def open(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def draw(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def close(self, state: RunState) -> None:
-        """Show nothing."""
 
 
 def call(
@@ -37,7 +23,8 @@ def call(
     watch: Callable[[str, str], engine.Watcher],
 ) -> RunResult:
     """Run `fn` under `options`; `watch(title, backend)` makes whoever shows the run."""
-    if not callable(fn):
+    target: object = fn
+    if not callable(target):
         msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
         raise OptionError(msg)
     placement, environ = engine.place(options)

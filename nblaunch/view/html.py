@@ -46,8 +46,10 @@ from nblaunch.view.output import (
 from nblaunch.view.rich import balanced, embedded, kinds
 from nblaunch.view.terminal import PLAIN, Line, colored, plain
 
+HTML_BUDGET = 680_000
+"""Bytes of the whole HTML in a saved notebook, as near as can be told beforehand."""
 OUTPUT_BUDGET = 450_000
-"""Bytes of printed lines and displays; images of a rank are left out, and named, beyond that."""
+"""Bytes of printed lines and displays; what a rank displayed is left out, and named, beyond that."""
 LINES_BUDGET = 250_000
 VALUES_BUDGET = 60_000
 _TRACEBACK_COST = 20_000
@@ -55,6 +57,7 @@ _TRACEBACKS = 4
 _CELLS_COST = 40_000
 _CELL_COST = 300
 _ELEMENT_COST = 300
+_FRAME_COST = 500
 _LAST_LINE_COST = 120
 _VALUE_COST = 120
 _VALUE_OPEN = 4_000
@@ -71,6 +74,7 @@ _ROOT = (
 )
 _TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
+_SMALL_CELL = "text-align:left;padding:1px 8px"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
 
@@ -80,14 +84,11 @@ def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
     is `folded(state)` where the caller has it already.
     """
-    parts = [
-        _headline(state, header),
-        *_failures(state),
-        _table(state),
-        *_values(state),
-        _outputs(folded(state) if outputs is None else outputs),
-    ]
-    return f'<div style="{_ROOT}">{"".join(parts)}</div>'
+    parts = (_headline(state, header), *_failures(state), _table(state), *_values(state))
+    above = "".join(parts)
+    shown = folded(state) if outputs is None else outputs
+    budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(shown), OUTPUT_BUDGET)
+    return f'<div style="{_ROOT}">{above}{_outputs(shown, budget)}</div>'
 
 
 def _headline(state: RunState, header: Header) -> str:
@@ -133,49 +134,53 @@ def _traceback(failure: FailureRecord) -> str:
 def _table(state: RunState) -> str:
     explained = {each.rank: each for each in failures(state.ranks.values())}
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
-    rows = [_cells(known, explained.get(rank), limit) for rank, known in sorted(state.ranks.items())]
+    few = len(state.ranks) <= _ROWS_OPEN
+    rows = [_cells(known, explained.get(rank), limit, few) for rank, known in sorted(state.ranks.items())]
     shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
-    head = _row("th", (_COLUMNS[index] for index in shown))
-    body = "".join(_row("td", (row[index] for index in shown)) for row in rows)
+    head = _row("th", (_COLUMNS[index] for index in shown), few)
+    body = "".join(_row("td", (row[index] for index in shown), few) for row in rows)
     table = f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
-    if len(rows) <= _ROWS_OPEN:
+    if few:
         return table
     counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
     summary = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
-    values = by_rank(state, lambda known: _in_one_line(plain(known.value_text).strip()))
+    values = by_rank(state, lambda known: _in_one_line(known.value_text))
     lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
     below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _OUTPUTS_OPEN else ""
     return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
 
 
-def _row(tag: str, cells: Iterable[str]) -> str:
-    content = "".join(
-        f'<{tag} style="{_CELL}{_NARROW if tag == "th" or number < _NARROW_COLUMNS else ""}">{cell}</{tag}>'
-        for number, cell in enumerate(cells)
-    )
+def _row(tag: str, cells: Iterable[str], few: bool) -> str:
+    """Return a row; where there are many of them, with short styles."""
+
+    def style(number: int) -> str:
+        narrow = tag == "th" or number < _NARROW_COLUMNS
+        return f"{_CELL}{_NARROW if narrow else ''}" if few else _SMALL_CELL
+
+    content = "".join(f'<{tag} style="{style(number)}">{cell}</{tag}>' for number, cell in enumerate(cells))
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, explained: Explained | None, limit: int) -> tuple[str, ...]:
+def _cells(known: RankState, explained: Explained | None, limit: int, few: bool) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
     last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
-    value = clipped(_in_one_line(plain(known.value_text).strip()), min(limit, _VALUE_COST))
+    value = clipped(_in_one_line(known.value_text), min(limit, _VALUE_COST))
     why = "" if explained is None else reason(explained, limit)
     if explained is not None and explained.consequence_of is not None:
         why = f"consequence of rank {explained.consequence_of}: {why}"
     return (
         str(known.rank),
-        markup.escaped(plain(known.device)),
+        markup.escaped(clipped(plain(known.device), limit)),
         markup.state(known.state),
-        markup.code(last),
-        "(below)" if known.value_html else markup.code(value),
-        markup.code(clipped(why, limit)),
+        markup.code(last, styled=few),
+        "(below)" if known.value_html else markup.code(value, styled=few),
+        markup.code(clipped(why, limit), styled=few),
     )
 
 
 def _in_one_line(text: str) -> str:
-    first, newline, _ = text.partition("\n")
-    return f"{first.rstrip()} …" if newline else text
+    first, newline, _ = text.strip().partition("\n")
+    return f"{plain(first).rstrip()} …" if newline else plain(first)
 
 
 def _values(state: RunState) -> Iterator[str]:
@@ -195,9 +200,9 @@ def _values(state: RunState) -> Iterator[str]:
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
 
 
-def _outputs(outputs: Sequence[Output]) -> str:
+def _outputs(outputs: Sequence[Output], budget: int) -> str:
     lines = sum(_cost_of_lines(each) for each in outputs)
-    outputs, taken = _with_displays(outputs, OUTPUT_BUDGET - min(lines, LINES_BUDGET))
+    outputs, taken = _with_displays(outputs, budget - min(lines, LINES_BUDGET))
     few = len(outputs) <= _OUTPUTS_OPEN
     parts = [
         markup.details(
@@ -205,7 +210,7 @@ def _outputs(outputs: Sequence[Output]) -> str:
             "".join(_blocks(output)),
             opened=few and (output.lines <= _LINES_OPEN or bool(output.displays)),
         )
-        for output in fit(outputs, OUTPUT_BUDGET - taken)
+        for output in fit(outputs, min(budget - taken, LINES_BUDGET))
     ]
     if few:
         return "".join(parts)

@@ -58,11 +58,10 @@ def pre(content: str) -> str:
     return f'<pre style="{_PRE}">{content}</pre>'
 
 
-def code(text: str) -> str:
+def code(text: str, *, styled: bool = True) -> str:
     """Return text a rank is the author of: notebooks typeset `$...$` elsewhere, but not in here."""
-    if not text:
-        return ""
-    return f'<code style="{_CODE}">{escaped(text)}</code>'
+    style = f' style="{_CODE}"' if styled else ""
+    return f"<code{style}>{escaped(text)}</code>" if text else ""
 
 
 def state(word: State) -> str:

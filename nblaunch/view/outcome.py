@@ -13,6 +13,7 @@ from nblaunch.view.output import by_rank, shortened
 from nblaunch.view.terminal import plain
 
 REASON_COST = 1_500
+_READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
 # Where a peer's socket was differs in every run, and says nothing to the reader.
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
@@ -32,7 +33,7 @@ def reason(explained: Explained, limit: int = REASON_COST) -> str:
         rank=explained.rank,
         exception=None,
         type=failure.type,
-        message=plain(failure.message),
+        message=plain(failure.message.lstrip()[:_READ_CHARACTERS]),
         traceback="",
         frames=failure.frames,
         exitcode=failure.exitcode,

@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from nblaunch._protocol import Stream
@@ -16,9 +16,12 @@ from nblaunch.view.terminal import PLAIN, Line, Screen, plain
 
 LINE_COST = 8_000
 """Bytes of one line; a longer one is cut in its middle."""
+DRAWN_CHARACTERS = 1_000_000
+"""Text of all ranks together that is drawn at the end of a run; several times what can be shown."""
+_LINE_WEIGHT = 20
 _RECENT_CHARACTERS = 2_000
 _LINE_OVERHEAD = 40
-_STYLE_COST = 80
+_STYLE_COST = 120
 _MAXIMUM_COST = 14
 _COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
 # A notebook holds text as a list of lines, each indented and quoted: a line end takes 13 bytes more.
@@ -63,18 +66,55 @@ def folded(state: RunState) -> list[Output]:
 
     Ranks without output are not there.
     """
-    groups: dict[object, tuple[list[int], tuple[Item, ...]]] = {}
-    read_before: dict[object, object] = {}
+    by_text: dict[object, tuple[Transcript, list[int]]] = {}
     for rank, known in sorted(state.ranks.items()):
         transcript = known.transcript
         raw = (_key(transcript.entries), transcript.omitted, transcript.omitted_displays)
-        if raw not in read_before:
-            # Drawing is what costs; and different text may look the same once drawn.
-            items = read(transcript)
-            read_before[raw] = key = _key(items)
-            groups.setdefault(key, ([], items))
-        groups[read_before[raw]][0].append(rank)
-    return [Output(tuple(ranks), items) for ranks, items in groups.values() if items]
+        by_text.setdefault(raw, (transcript, []))[1].append(rank)
+    # Drawing is what costs; and different text may look the same once drawn.
+    weights = (_weight(transcript.entries) for transcript, _ in by_text.values())
+    limit = fair_limit(weights, DRAWN_CHARACTERS)
+    groups: dict[object, tuple[tuple[Item, ...], list[int]]] = {}
+    for transcript, ranks in by_text.values():
+        items = read(_trimmed(transcript, limit))
+        groups.setdefault(_key(items), (items, []))[1].extend(ranks)
+    return sorted(
+        (Output(tuple(sorted(ranks)), items) for items, ranks in groups.values() if items),
+        key=lambda output: output.ranks,
+    )
+
+
+def _weight(entries: Iterable[Text | Display]) -> int:
+    """Return what drawing these takes, in characters; a line takes as much as some characters do."""
+    return sum(
+        len(entry.text) + _LINE_WEIGHT * entry.text.count("\n")
+        for entry in entries
+        if isinstance(entry, Text)
+    )
+
+
+def _trimmed(transcript: Transcript, limit: int) -> Transcript:
+    """Return the transcript with its beginning and its end only, where it weighs more than `limit`."""
+    if _weight(transcript.entries) <= limit:
+        return transcript
+    entries = transcript.entries
+    start, room = 0, limit // 3
+    while room > 0 and start < len(transcript.head or entries):
+        room -= _weight(entries[start : start + 1])
+        start += 1
+    end, room = len(entries), limit - limit // 3
+    while room > 0 and end > start:
+        room -= _weight(entries[end - 1 : end])
+        end -= 1
+    dropped = [entry.text for entry in entries[start:end] if isinstance(entry, Text)]
+    shown = tuple(entry for entry in entries[start:end] if isinstance(entry, Display))
+    return replace(
+        transcript,
+        head=entries[:start],
+        tail=(*shown, *entries[end:]),
+        omitted=transcript.omitted + sum(map(len, dropped)),
+        omitted_lines=transcript.omitted_lines + sum(text.count("\n") for text in dropped),
+    )
 
 
 def _key(items: Iterable[Item | Text]) -> tuple[object, ...]:
@@ -164,9 +204,10 @@ def _draw(entries: Iterable[Text | Display]) -> list[Item]:
 
 
 def _short(line: Line, limit: int = LINE_COST) -> Line:
-    text = line.text
-    short = shortened(text, limit)
-    return line if short is text else Line(((PLAIN, short),), line.stream)
+    """Return a line that takes no more than `limit` bytes; one that takes more loses its colours too."""
+    if cost_of_line(line) <= limit:
+        return line
+    return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -14,6 +14,7 @@ from nblaunch.view.terminal import plain
 
 _RESULT_COST = 600
 _LAST_LINE_COST = 400
+_READ_CHARACTERS = 2_000
 
 
 class Row(TypedDict):
@@ -56,7 +57,7 @@ class Rows:
             if self._states.get(rank) is known and self._causes.get(rank) == causes.get(rank):
                 continue
             why = explained.get(rank)
-            result = plain(known.value_text).strip() if why is None else reason(why)
+            result = plain(known.value_text[:_READ_CHARACTERS]).strip() if why is None else reason(why)
             if why is not None and why.consequence_of is not None:
                 result = f"consequence of rank {why.consequence_of}: {result}"
             rows[str(rank)] = _row(known, result)

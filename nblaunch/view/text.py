@@ -34,7 +34,7 @@ from nblaunch.view.output import (
 )
 from nblaunch.view.terminal import PLAIN, Line, plain
 
-TEXT_BUDGET = 150_000
+TEXT_BUDGET = 130_000
 """Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""
 VALUES_BUDGET = 60_000
 _LONGEST_LABEL = 24

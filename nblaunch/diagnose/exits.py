@@ -1,0 +1,98 @@
+"""Why a process ended without a word: the signal by name, and what the system knows about it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from nblaunch._frames import readable_stacks
+from nblaunch._state import describe_exit, signal_name
+
+_CGROUP = Path("/sys/fs/cgroup")
+_STACKS_LIMIT = 16_000
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One line that is the same for the same cause, and what else is known: stacks, memory in use."""
+
+    reason: str
+    details: str = ""
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the system has killed for memory in this container, None if unknown."""
+    for path in (_own_cgroup() / "memory.events", _CGROUP / "memory.events"):
+        with contextlib.suppress(OSError, ValueError):
+            events = dict(line.split() for line in path.read_text().splitlines())
+            return int(events["oom_kill"])
+    return None
+
+
+def explain_exit(
+    exitcode: int, dump: str, titles: Mapping[str, str], *, oom_before: int | None = None
+) -> Explanation:
+    """Say why a process ended with `exitcode`; `dump` is what faulthandler wrote, if it did.
+
+    `titles` maps file names of cells to what the reader calls them. `oom_before` is `oom_kills()` when the process was started: a count that has grown since is the cause.
+    """
+    reason = describe_exit(exitcode)
+    details = [readable_stacks(dump, titles)[:_STACKS_LIMIT]]
+    match signal_name(exitcode):
+        case "SIGKILL":
+            reason += f" ({_killer(oom_before)})"
+            details.append(_memory())
+        case "SIGBUS":
+            reason += " (a mapped file was cut short, or its disk is full)"
+            details.append(_shared_memory())
+        case _:
+            pass
+    return Explanation(reason, "\n".join(part for part in details if part))
+
+
+def _killer(oom_before: int | None) -> str:
+    now = oom_kills()
+    if now is None or oom_before is None:
+        return "out of memory, or somebody's kill -9"
+    if now > oom_before:
+        return "out of memory: the system counts a kill for it"
+    return "no out-of-memory kill is counted: somebody's kill -9"
+
+
+def _memory() -> str:
+    memory = psutil.virtual_memory()
+    used = f"memory: {memory.percent:.0f} % of {memory.total / 1e9:.0f} GB in use"
+    limit = _limit()
+    return f"{used}, the container's limit is {limit / 1e9:.1f} GB" if limit is not None else used
+
+
+def _shared_memory() -> str:
+    try:
+        state = os.statvfs("/dev/shm")  # noqa: S108 - only looked at
+    except OSError:
+        return ""
+    free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    return (
+        f"/dev/shm has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB; in a container, start it with a "
+        "larger --shm-size"
+    )
+
+
+def _limit() -> int | None:
+    for path in (_own_cgroup() / "memory.max", _CGROUP / "memory.max"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text())
+    return None
+
+
+def _own_cgroup() -> Path:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return _CGROUP / line[3:].strip().lstrip("/")
+    return _CGROUP

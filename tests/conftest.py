@@ -1,0 +1,591 @@
+"""What every test stands on: a check that nothing is left behind, real kernels, scripts, terminal IPython.
+
+All tests share one private temporary directory, and every process that they start inherits the variable
+`MARK`. So whatever appears in that directory, and whoever carries that variable, comes from a test, also
+when its parents are long gone.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import psutil
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import KernelManager
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from jupyter_core.utils import run_sync
+
+ROOT = Path(__file__).parents[1]
+MARK = "NBLAUNCH_TESTS"
+KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
+PATIENCE = 10.0
+"""Seconds that something which must happen may take; only a failure waits as long."""
+
+KERNEL_ENVIRONMENT = {
+    "NBLAUNCH_DISPLAY": "text",  # one display per run, the same everywhere
+    "CUDA_VISIBLE_DEVICES": "",  # GPUs have tests of their own, in tests/gpu
+}
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+_KEEPER = "nblaunch.agent.keeper"
+_RUN_DIRECTORIES = ("group-", "logs-", "payload-")
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Wait until `condition()` is true; fail, saying `what`, if it is not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(0.01)
+
+
+@pytest.fixture(name="eventually", scope="session")
+def eventually_fixture():
+    """Give tests `eventually(condition, what, seconds)`."""
+    return eventually
+
+
+# --- one place for all that tests make -------------------------------------------------------------
+
+
+def pytest_configure() -> None:
+    """Give the session a temporary directory of its own (a short one: sockets live in it), and the mark."""
+    private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp"))
+    for name in [name for name in os.environ if name.startswith(("PET_", "NBLAUNCH_", "TORCHELASTIC_"))]:
+        del os.environ[name]
+    os.environ["TMPDIR"] = tempfile.tempdir = str(private)
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        (private / name).mkdir()
+        os.environ[name] = str(private / name)
+    os.environ[MARK] = str(os.getpid())
+
+
+def pytest_unconfigure() -> None:
+    """Remove the temporary directory."""
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note which tests fail: their results live on in the report."""
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+# --- nothing is left behind ------------------------------------------------------------------------
+
+
+def processes(mark: str = MARK, value: str | None = None) -> dict[int, psutil.Process]:
+    """Return every process but this one that carries `mark`, and all descendants of this one."""
+    wanted = f"{mark}={os.environ[MARK] if value is None else value}".encode()
+    found = {}
+    if value is None:
+        found = {each.pid: each for each in psutil.Process().children(recursive=True)}
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):
+            if pid != os.getpid() and wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found[pid] = psutil.Process(pid)
+    return found
+
+
+def command(process: psutil.Process) -> str:
+    """Return a process's command line, empty if it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def describe(process: psutil.Process) -> str:
+    """Return one line about a process."""
+    try:
+        return f"{process.pid} (child of {process.ppid()}, {process.status()}): {command(process)[:300]}"
+    except psutil.Error:
+        return f"{process.pid} (gone)"
+
+
+def keepers_and_servers(found: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
+    """Return the keepers among processes, each with the first of its children: the fork server.
+
+    All forks below a keeper have its command line, so a rank that was left behind is told by its place.
+    """
+    keepers = {}
+    for pid, process in found.items():
+        with contextlib.suppress(psutil.Error):
+            if _KEEPER in command(process) and _KEEPER not in command(psutil.Process(process.ppid())):
+                keepers[pid] = process
+    allowed = dict(keepers)
+    for keeper in keepers.values():
+        with contextlib.suppress(psutil.Error):
+            for server in sorted(keeper.children(), key=lambda each: each.create_time())[:1]:
+                allowed[server.pid] = server
+    return allowed
+
+
+def shared_memory() -> set[str]:
+    """Return what shared memory is there, by name."""
+    with contextlib.suppress(OSError):
+        return {path.name for path in SHARED_MEMORY.iterdir()}
+    return set()
+
+
+def held_by_strangers(name: str) -> bool:
+    """Return whether a process that is none of ours has an entry of /dev/shm open."""
+    ours = {os.getpid(), *processes()}
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if pid not in ours and str(SHARED_MEMORY / name) in Path(f"/proc/{pid}/maps").read_text():
+                return True
+    return False
+
+
+def open_files() -> dict[int, str]:
+    """Return this process's descriptors and what they lead to."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[int(link.name)] = str(link.readlink())
+    return found
+
+
+def is_plain_file(target: str) -> bool:
+    """Return whether a descriptor leads to a file on a disk, or in memory."""
+    return target.startswith("/") and not target.startswith("/dev/") and ".coverage" not in target
+
+
+def has_process_group() -> bool:
+    """Return whether this process has a default process group; does not load torch."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    return torch_distributed is not None and torch_distributed.is_initialized()
+
+
+def start_method() -> str | None:
+    """Return how multiprocessing starts processes, None where nobody has chosen."""
+    return multiprocessing.get_start_method(allow_none=True)
+
+
+def hub_threads() -> set[int | None]:
+    """Return the hub's thread, if it runs."""
+    return {thread.ident for thread in threading.enumerate() if thread.name == "nblaunch-hub"}
+
+
+@dataclass
+class Leftovers:
+    """The world before a test; `found()` says what a test has left of its own."""
+
+    handlers: dict[signal.Signals, Any] = field(
+        default_factory=lambda: {each: signal.getsignal(each) for each in signal.Signals}
+    )
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    directory: Path = field(default_factory=Path.cwd)
+    threads: set[int | None] = field(default_factory=lambda: {each.ident for each in threading.enumerate()})
+    process_group: bool = field(default_factory=has_process_group)
+    start_method: str | None = field(default_factory=start_method)
+    files: dict[int, str] = field(default_factory=open_files)
+    hub: set[int | None] = field(default_factory=hub_threads)
+    servers: set[int] = field(default_factory=lambda: set(keepers_and_servers(processes())))
+    shared: set[str] = field(default_factory=shared_memory)
+    temporary: set[Path] = field(default_factory=lambda: set(Path(tempfile.gettempdir()).iterdir()))
+    others: set[int] = field(default_factory=lambda: set(processes()))
+    ours: ClassVar[set[str]] = {"PYTEST_CURRENT_TEST"}
+
+    def found(self, *, logs: bool) -> list[str]:
+        """Return one line for each thing that is different; `logs`: also results' private directories."""
+        return [
+            *self._this_process(),
+            *self._descriptors(),
+            *self._processes(),
+            *self._files(logs=logs),
+        ]
+
+    def _this_process(self) -> Iterator[str]:
+        for each, handler in self.handlers.items():
+            if signal.getsignal(each) != handler:
+                yield f"the handler of {each.name} was {handler} and is {signal.getsignal(each)}"
+        for name in sorted((self.environment.keys() | os.environ.keys()) - self.ours):
+            if self.environment.get(name) != os.environ.get(name):
+                yield f"${name} was {self.environment.get(name)!r} and is {os.environ.get(name)!r}"
+        if Path.cwd() != self.directory:
+            yield f"the working directory was {self.directory} and is {Path.cwd()}"
+        for thread in threading.enumerate():
+            if thread.ident not in self.threads and thread.name != "nblaunch-hub":
+                yield f"the thread {thread.name!r} runs on"
+        if has_process_group() != self.process_group:
+            yield f"a default process group was {self.process_group} and is {has_process_group()}"
+        if start_method() != self.start_method:
+            yield f"multiprocessing's start method was {self.start_method} and is {start_method()}"
+
+    def _descriptors(self) -> Iterator[str]:
+        new = {fd: target for fd, target in open_files().items() if self.files.get(fd) != target}
+        yield from (f"descriptor {fd} is open: {to}" for fd, to in new.items() if is_plain_file(to))
+        # The hub and the fork server's control socket come with the first run, and with their successors.
+        first_use = hub_threads() != self.hub or set(keepers_and_servers(processes())) != self.servers
+        old = [target for target in self.files.values() if not target.startswith("/")]
+        now = [target for target in open_files().values() if not target.startswith("/")]
+        if len(now) > len(old) and not first_use:
+            yield f"{len(now) - len(old)} more sockets or pipes are open: {sorted(set(now) - set(old))}"
+
+    def _processes(self) -> Iterator[str]:
+        found = processes()
+        allowed = keepers_and_servers(found)
+        for pid, process in found.items():
+            if pid not in self.others and pid not in allowed and process.is_running():
+                yield f"the process {describe(process)} is alive"
+
+    def _files(self, *, logs: bool) -> Iterator[str]:
+        for name in sorted(shared_memory() - self.shared):
+            if not held_by_strangers(name):
+                yield f"{SHARED_MEMORY / name} is there"
+        temporary = Path(tempfile.gettempdir())
+        commands = [command(each) for each in keepers_and_servers(processes()).values()]
+        for path in sorted(temporary.iterdir()):
+            if any(str(path) in each for each in commands):
+                for inner in sorted(path.iterdir()) if logs else ():
+                    if inner.name.startswith(_RUN_DIRECTORIES):
+                        yield f"{inner} is there, though no result needs it"
+            elif path not in self.temporary and not path.name.startswith("pytest-of-"):
+                yield f"{path} is there"
+
+
+def nothing_left(before: Leftovers, *, logs: bool = True) -> None:
+    """Wait until nothing of a test is left; fail with what there is."""
+    deadline = time.monotonic() + PATIENCE
+    collected = False
+    while found := before.found(logs=logs):
+        if not collected:
+            # Results in a cycle (an error and its traceback) go when the collector comes.
+            gc.collect()
+            collected = True
+        if time.monotonic() > deadline:
+            pytest.fail("the test left this behind:\n  " + "\n  ".join(found), pytrace=False)
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request):
+    """Compare this process, the processes below it and the file systems before and after each test."""
+    before = Leftovers()
+    yield
+    nothing_left(before, logs=not request.node.stash.get(_failed, False))
+
+
+@pytest.fixture(scope="session")
+def leftovers():
+    """Give the check itself, to be tested."""
+    return Leftovers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ends_with_the_session():
+    """At the very end close what one process keeps (hub, fork server), and check that this ends it."""
+    yield
+    engine = sys.modules.get("nblaunch.session.engine")
+    if engine is not None:
+        engine.close()
+    eventually(lambda: not processes(), "no process of the tests is alive at their end", 5)
+    left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
+    assert left == []
+
+
+# --- kernels ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelError:
+    """The error of a cell, without colours; `traceback` is what the notebook shows."""
+
+    ename: str
+    evalue: str
+    traceback: str
+
+
+@dataclass
+class Ran:
+    """What came of one cell: output, displays (data by MIME type, updates applied), error, time."""
+
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    error: KernelError | None = None
+    result: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Everything that the notebook shows, as text."""
+        shown = [each.get("text/plain", "") for each in self.displays]
+        return "\n".join([self.stdout, *shown])
+
+    def __str__(self) -> str:
+        error = self.error.traceback if self.error else "none"
+        return f"stdout: {self.stdout}\nstderr: {self.stderr}\ndisplays: {self.text}\nerror: {error}"
+
+
+class Pending:
+    """A cell that the kernel runs at this moment."""
+
+    def __init__(self, kernel: Kernel, message: str) -> None:
+        self._kernel = kernel
+        self._message = message
+        self._started = time.perf_counter()
+
+    def finish(self, timeout: float = 60) -> Ran:
+        """Wait for the cell's end and return what came of it; fail if it takes too long."""
+        ran, ids = Ran(), {}
+        for kind, content in self._messages(timeout):
+            match kind:
+                case "stream" if content["name"] == "stdout":
+                    ran.stdout += content["text"]
+                case "stream":
+                    ran.stderr += content["text"]
+                case "execute_result":
+                    ran.result = content["data"].get("text/plain")
+                case "display_data":
+                    ids[content.get("transient", {}).get("display_id")] = len(ran.displays)
+                    ran.displays.append(content["data"])
+                case "update_display_data":
+                    ran.displays[ids[content["transient"]["display_id"]]] = content["data"]
+                case "error":
+                    shown = _ANSI.sub("", "\n".join(content["traceback"]))
+                    ran.error = KernelError(content["ename"], _ANSI.sub("", content["evalue"]), shown)
+        ran.seconds = time.perf_counter() - self._started
+        return ran
+
+    def _messages(self, timeout: float) -> Iterator[tuple[str, Any]]:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                message = self._kernel.client.get_iopub_msg(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                self._kernel.interrupt()
+                pytest.fail(f"the cell did not end within {timeout:g} s")
+            if message["parent_header"].get("msg_id") != self._message:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return
+            yield kind, content
+
+
+class Kernel:
+    """A real ipykernel, with `%load_ext nblaunch` done, driven as a notebook drives it."""
+
+    def __init__(self, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.log = Path(os.environ["JUPYTER_RUNTIME_DIR"]) / f"{self.mark}.log"
+        """What the kernel's process itself writes, to no cell."""
+        self.manager = KernelManager()
+        launch = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        self.manager._kernel_spec = KernelSpec(argv=launch, display_name="test", language="python")
+        env = {**os.environ, **KERNEL_ENVIRONMENT, "PYTHONPATH": python_path(), KERNEL_MARK: self.mark}
+        with self.log.open("w") as log:
+            self.manager.start_kernel(env={**env, **environment}, stdout=log, stderr=log)
+        self.client = self.manager.client()
+        self.client.start_channels()
+        try:
+            self.client.wait_for_ready(timeout=60)
+            self.ok("%load_ext nblaunch")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The kernel's process id."""
+        return int(cast("LocalProvisioner", self.manager.provisioner).pid or 0)
+
+    def submit(self, code: str) -> Pending:
+        """Begin to run a cell."""
+        return Pending(self, self.client.execute(textwrap.dedent(code).strip("\n"), allow_stdin=False))
+
+    def run(self, code: str, timeout: float = 60) -> Ran:
+        """Run a cell to its end, whatever that is."""
+        return self.submit(code).finish(timeout)
+
+    def ok(self, code: str, timeout: float = 60) -> Ran:
+        """Run a cell that must not fail."""
+        ran = self.run(code, timeout)
+        if ran.error is not None:
+            pytest.fail(f"the cell failed:\n{ran.error.traceback}\n{ran.stderr}", pytrace=False)
+        return ran
+
+    def fails(self, code: str, timeout: float = 60) -> KernelError:
+        """Run a cell that must fail; return its error."""
+        ran = self.run(code, timeout)
+        if ran.error is None:
+            pytest.fail(f"the cell was to fail, and did not:\n{ran}", pytrace=False)
+        return ran.error
+
+    def value(self, expression: str) -> Any:
+        """Return the value of an expression in the kernel, carried as JSON (a tuple becomes a list)."""
+        dumped = f"__import__('json').dumps({expression}, default=repr)"
+        self.drain()
+        message = self.client.execute("", silent=True, user_expressions={"it": dumped}, allow_stdin=False)
+        deadline = time.monotonic() + 60
+        while True:
+            reply = self.client.get_shell_msg(timeout=deadline - time.monotonic())
+            if reply["parent_header"].get("msg_id") == message:
+                break
+        answer = reply["content"]["user_expressions"]["it"]
+        if answer["status"] != "ok":
+            pytest.fail(f"{expression}: {answer['ename']}: {answer['evalue']}", pytrace=False)
+        return json.loads(ast.literal_eval(answer["data"]["text/plain"]))
+
+    def drain(self) -> None:
+        """Throw away replies that nobody waited for."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.client.get_shell_msg(timeout=0)
+
+    def interrupt(self) -> None:
+        """Do what the stop button does."""
+        self.manager.interrupt_kernel()
+
+    def complete(self, code: str) -> list[str]:
+        """Return what the Tab key offers at the end of `code`."""
+        reply = self.client.complete(code, reply=True, timeout=30)
+        return list(reply["content"]["matches"])
+
+    def forget(self) -> None:
+        """Delete the notebook's variables and results, as a fresh kernel has none."""
+        self.ok(
+            """
+            import gc, sys
+            for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+                if hasattr(sys, name):
+                    delattr(sys, name)
+            get_ipython().reset(new_session=False)
+            get_ipython().displayhook.flush()
+            __import__("gc").collect();
+            """
+        )
+
+    def close(self) -> None:
+        """Shut the kernel down, as the notebook does; nothing of it may be left."""
+        self.client.stop_channels()
+        self.manager.shutdown_kernel()
+        self.manager.cleanup_resources()
+        self.manager.context.destroy(linger=0)
+        eventually(
+            lambda: not processes(KERNEL_MARK, self.mark),
+            "no process of a kernel that was shut down is alive",
+        )
+
+    def kill(self) -> None:
+        """Kill the kernel, and nothing else, with SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def kernel_client():
+    """Make what jupyter_client keeps in a process (an event loop), before any test looks for leftovers."""
+    run_sync(asyncio.sleep)(0)
+
+
+@pytest.fixture(scope="module")
+def module_kernel(kernel_client):  # noqa: ARG001 - the order matters
+    """Start the kernel that the tests of one module share."""
+    kernel = Kernel()
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def kernel(module_kernel):
+    """Give a kernel without variables; its process is shared by the module."""
+    yield module_kernel
+    module_kernel.forget()
+
+
+@pytest.fixture
+def start_kernel(kernel_client):  # noqa: ARG001 - the order matters
+    """Give `start_kernel(**environment)`: kernels of the test's own, shut down at its end."""
+    started: list[Kernel] = []
+
+    def start(**environment: str) -> Kernel:
+        started.append(Kernel(**environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+# --- plain Python and terminal IPython -------------------------------------------------------------
+
+Program = subprocess.CompletedProcess[str]
+
+_TERMINAL = """
+import sys
+from IPython.terminal.interactiveshell import TerminalInteractiveShell
+shell = TerminalInteractiveShell.instance(colors="nocolor", simple_prompt=True)
+shell.history_manager.enabled = False
+failed = False
+for cell in {cells!r}:
+    result = shell.run_cell(cell, store_history=True)
+    failed = failed or not result.success
+sys.exit(1 if failed else 0)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Give `script(source, *args)`: a file run as a program of its own, as `python script.py` does."""
+
+    def run(source: str, *args: str, env: Mapping[str, str] | None = None) -> Program:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(source))
+        return subprocess.run(
+            [sys.executable, str(path), *args],
+            cwd=tmp_path,
+            env={**os.environ, **KERNEL_ENVIRONMENT, "PYTHONPATH": python_path(), **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def terminal(script):
+    """Give `terminal(cells)`: the cells, run one after the other in terminal IPython."""
+
+    def run(cells: Sequence[str], env: Mapping[str, str] | None = None) -> Program:
+        tidy = [textwrap.dedent(each).strip("\n") for each in cells]
+        program: Program = script(_TERMINAL.format(cells=tidy), env=env)
+        return program
+
+    return run
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH on which programs in other directories find the nblaunch under test."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
