@@ -14,7 +14,7 @@ from nblaunch.view.display import SilentView
 from nblaunch.view.watch import watcher
 
 
-def run(
+def run(  # noqa: PLR0913 - the options of a run
     fn: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,

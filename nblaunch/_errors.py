@@ -121,9 +121,7 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         self.hang_report = hang_report
 
 
-def _rebuild(
-    cls: type[BaseException], args: tuple[object, ...], fields: dict[str, object]
-) -> BaseException:
+def _rebuild(cls: type[BaseException], args: tuple[object, ...], fields: dict[str, object]) -> BaseException:
     error = cls(*args)
     error.__dict__.update(fields)
     return error

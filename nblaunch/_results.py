@@ -195,7 +195,7 @@ class RunResult:
 
     @property
     def log_dir(self) -> Path | None:
-        """This run's own directory of logs, or None once it is removed."""
+        """The run's own directory of logs, or None once it is removed."""
         return self._log_dir if self._log_dir is not None and self._log_dir.is_dir() else None
 
     @property

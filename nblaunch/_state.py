@@ -66,7 +66,7 @@ class RankState:
     pid: int | None = None
     state: State = State.INIT
     phase: Phase = Phase.FORK
-    transcript: Transcript = Transcript()
+    transcript: Transcript = field(default_factory=Transcript)
     value: Payload | None = None
     value_text: str = ""
     value_html: str = ""
@@ -279,9 +279,7 @@ def _exited(known: RankState, message: Exited) -> RankState:
         time=message.time,
         phase=known.phase,
     )
-    return replace(
-        known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time
-    )
+    return replace(known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time)
 
 
 def _give_up(known: RankState, message: RunEnded) -> RankState:
@@ -314,5 +312,3 @@ def describe_exit(exitcode: int) -> str:
     if exitcode == 0:
         return "ended with exit code 0 but returned no value (os._exit?)"
     return f"ended with exit code {exitcode}"
-
-

@@ -45,16 +45,16 @@ class AgentEvents(Protocol):
     """What the agent tells; called on the agent's thread."""
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """A worker group is about to be started."""
+        """Take note: a worker group is about to be started."""
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Its processes have been forked."""
+        """Take note: its processes have been forked."""
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
-        """One of them is gone; `expected` if the agent itself stopped it, or it had leave to go."""
+        """Take note: one of them is gone; `expected` if the agent itself stopped it."""
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """The agent is done; `error` is set if it broke."""
+        """Take note: the agent is done; `error` is set if it broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class LoopbackRendezvous(DynamicRendezvousHandler):
             holder.state.round = 1
         return super().next_rendezvous()
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> dist.TCPStore:
+    def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
         """Host the ranks' store on a socket bound to the loopback address; torch's listens on `::`."""
         listener = socket.socket(socket.AF_INET)
         listener.bind((_LOOPBACK, master_port))
@@ -239,7 +239,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         if any(exitcodes.values()):
             ranks = [worker.global_rank for worker in worker_group.workers]
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        return super()._monitor_workers(worker_group)
+        finished: RunResult = super()._monitor_workers(worker_group)
+        return finished
 
     def _failed(self, worker_group: WorkerGroup, exitcodes: Mapping[int, int]) -> RunResult:
         """Stop the others of a group in which a rank has failed, and report all that failed."""

@@ -28,6 +28,8 @@ START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
 
 _SWEEP_TIMEOUT = 5.0
+# The stubs leave these two out.
+_private_util: Any = util
 
 
 class Server:
@@ -90,7 +92,7 @@ class Server:
             f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.agent.keeper import main; "
             f"main({listener_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
         )
-        flags: list[str] = util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
+        flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
         return [name, *flags, "-c", code]
 
     def connect(self, fds: list[int]) -> tuple[int, int]:
@@ -168,6 +170,7 @@ class RankPopen(popen_forkserver.Popen):
     """Starts a process from our fork server; otherwise the standard library's."""
 
     method = START_METHOD
+    _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
         buffer = io.BytesIO()
@@ -188,7 +191,7 @@ class RankPopen(popen_forkserver.Popen):
             context.set_spawning_popen(None)
         self.sentinel, order_fd = server.connect(self._fds)
         parent_fd = os.dup(order_fd)
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_fd, self.sentinel))
+        self.finalizer = util.Finalize(self, _private_util.close_fds, (parent_fd, self.sentinel))
         try:
             with open(order_fd, "wb") as order:
                 order.write(buffer.getbuffer())
@@ -203,7 +206,7 @@ class RankPopen(popen_forkserver.Popen):
 
 
 def _read_pid(fd: int) -> int:
-    read: Callable[[int], int] = forkserver.read_signed  # type: ignore[attr-defined]
+    read: Callable[[int], int] = forkserver.read_signed
     return read(fd)
 
 
@@ -257,7 +260,7 @@ class RankContext(context.BaseContext):
     """The `multiprocessing` context whose processes are forks of our server."""
 
     _name = START_METHOD
-    Process = RankProcess  # type: ignore[assignment]
+    Process = RankProcess
 
     def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
         """Return our own name."""

@@ -93,4 +93,3 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     except OSError:
         return ""
     return data.decode("utf-8", "replace")
-

@@ -39,7 +39,8 @@ def explain_exit(
 ) -> Explanation:
     """Say why a process ended with `exitcode`; `dump` is what faulthandler wrote, if it did.
 
-    `titles` maps file names of cells to what the reader calls them. `oom_before` is `oom_kills()` when the process was started: a count that has grown since is the cause.
+    `titles` maps file names of cells to what the reader calls them. `oom_before` is `oom_kills()` when the
+    process was started: a count that has grown since is the cause.
     """
     reason = describe_exit(exitcode)
     details = [readable_stacks(dump, titles)[:_STACKS_LIMIT]]
@@ -78,8 +79,8 @@ def _shared_memory() -> str:
         return ""
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     return (
-        f"/dev/shm has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB; in a container, start it with a "
-        "larger --shm-size"
+        f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB; in a container, "
+        "start it with a larger --shm-size"
     )
 
 

@@ -33,12 +33,14 @@ class Captured:
     """File name -> source of the notebook cells that captured functions were defined in."""
 
 
-def capture_cell(source: str, namespace: dict[str, Any]) -> Captured:
+def capture_cell(source: str, namespace: dict[str, Any], transform: Callable[[str], str] = str) -> Captured:
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
+
+    `transform` does that for cells within the cell (below a `%%time` of its own).
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
-    names = cell_names(source)
+    names = cell_names(source, transform=transform)
     available = namespace.keys() - RANK_NAMES - _SHELL_NAMES
     needed = {name: namespace[name] for name in sorted(names.needed & available)}
     maybe = {name: namespace[name] for name in sorted((names.maybe & available) - names.needed)}
@@ -66,9 +68,7 @@ def capture_call(
     return Captured(packed, (), _sources(packed))
 
 
-def _pack(
-    value: object, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str
-) -> Packed:
+def _pack(value: object, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Packed:
     try:
         return payload.dumps(value, namespace)
     except Exception as error:

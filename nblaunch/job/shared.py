@@ -84,9 +84,7 @@ def _in_memory(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int
     return Outgoing(Payload(sizes=sizes, pid=os.getpid(), fd=fd), lambda: os.close(fd))
 
 
-def _on_disk(
-    parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int, directory: Path
-) -> Outgoing:
+def _on_disk(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int, directory: Path) -> Outgoing:
     free = shutil.disk_usage(directory).free
     if total > free * _RESERVE:
         raise NoRoomError(_no_room(total, directory, free))
@@ -136,9 +134,7 @@ def get(payload: Payload, *, private: bool) -> tuple[memoryview, ...]:
             whole = memoryview(mmap.mmap(fd, total, access=access))
         finally:
             os.close(fd)
-    return tuple(
-        whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True)
-    )
+    return tuple(whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True))
 
 
 def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -36,8 +36,9 @@ class DistributedMagics(Magics):
         placement, environ = engine.place(options)
         filename, title = self._name(f"%%distributed {line}\n{cell}")
         captured = self._captured(cell, filename)
+        number = self.shell.displayhook.prompt_count
         launch = engine.Launch(
-            job=CellJob(source=cell, filename=filename, title=title, number=self.shell.displayhook.prompt_count),
+            job=CellJob(source=cell, filename=filename, title=title, number=number),
             captured=captured,
             options=options,
             placement=placement,
@@ -66,7 +67,7 @@ class DistributedMagics(Magics):
     def _captured(self, cell: str, filename: str) -> Captured:
         transformed = "\n" + self.shell.transform_cell(cell)
         try:
-            return capture_cell(transformed, self.shell.user_ns)
+            return capture_cell(transformed, self.shell.user_ns, self.shell.transform_cell)
         except SyntaxError as error:
             error.filename = filename
             raise error.with_traceback(None) from None

@@ -20,6 +20,8 @@ _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
 _short_repr = reprlib.Repr()
 _short_repr.maxother = _short_repr.maxstring = 200
+
+
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
@@ -90,9 +92,7 @@ def _shown(error: BaseException) -> str:
         return ""
 
 
-def _chain(
-    report: traceback.TracebackException, seen: set[int]
-) -> Iterator[traceback.TracebackException]:
+def _chain(report: traceback.TracebackException, seen: set[int]) -> Iterator[traceback.TracebackException]:
     if id(report) in seen:
         return
     seen.add(id(report))

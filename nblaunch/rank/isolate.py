@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 from multiprocessing import forkserver, resource_tracker
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,8 +48,8 @@ def isolate() -> None:
 
 def _forget_inherited_servers() -> None:
     """Let the user's own `forkserver` context start a server of this rank's, not use ours."""
-    inherited = forkserver._forkserver  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
-    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]  # noqa: SLF001
+    inherited: Any = vars(forkserver)["_forkserver"]  # no public name reaches the inherited state
+    tracker: Any = vars(resource_tracker)["_resource_tracker"]
     for fd in (inherited._forkserver_alive_fd, tracker._fd):  # noqa: SLF001
         if fd is not None:
             os.close(fd)

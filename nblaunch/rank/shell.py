@@ -77,7 +77,8 @@ class RankShell(InteractiveShell):
         compiler.filename, compiler.execution_count = job.filename, job.number
         self.running_source, self.lines_above = job.source, job.first_line - 1
         try:
-            return self.run_cell(job.source, store_history=False)
+            result: ExecutionResult = self.run_cell(job.source, store_history=False)
+            return result
         finally:
             compiler.filename, self.lines_above = None, 0
 
@@ -92,7 +93,8 @@ class RankShell(InteractiveShell):
         if value is None:
             return "", ""
         try:
-            data, _ = self.display_formatter.format(value, include={"text/plain", "text/html"})
+            formatter: Any = self.display_formatter
+            data, _ = formatter.format(value, include={"text/plain", "text/html"})
         except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
             return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
         text, html = data.get("text/plain", ""), data.get("text/html", "")

@@ -54,7 +54,7 @@ class RankStream(io.TextIOWrapper):
         """Wrap the stream's descriptor."""
         raw = io.FileIO(_DESCRIPTORS[stream], "wb", closefd=False)
         super().__init__(
-            raw,  # type: ignore[arg-type] # unbuffered on purpose: write_through goes straight to it
+            raw,  # unbuffered on purpose: write_through goes straight to it
             encoding="utf-8",
             errors="backslashreplace",
             write_through=True,
@@ -70,5 +70,7 @@ class RankStream(io.TextIOWrapper):
 def install(announce: Callable[[Offsets], None]) -> None:
     """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
     _turn.announce = announce
-    sys.stdout = sys.__stdout__ = RankStream(Stream.STDOUT)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = RankStream(Stream.STDERR)  # type: ignore[misc]
+    for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
+        made = RankStream(stream)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)

@@ -91,9 +91,7 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     settings = _settings(launch)
     private = None if launch.options.log_dir else outcome.LogDirectory(settings.log_dir)
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
-        group = WorkerGroup(
-            hub.get(), settings, _prepare(launch), _dispatch(launch, outgoing.payload)
-        )
+        group = WorkerGroup(hub.get(), settings, _prepare(launch), _dispatch(launch, outgoing.payload))
         ending = _Ending(group, launch.options, watcher)
         try:
             group.start()
@@ -201,8 +199,8 @@ def _prepare(launch: Launch) -> Prepare:
     backend = launch.placement.backend if launch.options.init_process_group else None
     return Prepare(
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in launch.environ.items()),
-        cwd=os.getcwd(),
-        path=tuple(os.path.abspath(entry) for entry in sys.path),
+        cwd=str(Path.cwd()),
+        path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
         argv=tuple(sys.argv[:1]) or ("",),
         backend=backend,
         device_type=launch.placement.device_type,

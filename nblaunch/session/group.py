@@ -325,8 +325,10 @@ class WorkerGroup:
         self._phase_deadline = None
         self.launch_failure = (
             phase.value,
-            f"phase '{phase}' did not finish in {seconds:.0f} s: "
-            f"{format_ranks(rank.rank for rank in waiting)} did not come that far",
+            (
+                f"phase '{phase}' did not finish in {seconds:.0f} s: "
+                f"{format_ranks(rank.rank for rank in waiting)} did not come that far"
+            ),
         )
         self._agent.stop()
 
@@ -353,5 +355,3 @@ class WorkerGroup:
 def _as_exitcode(code: int) -> int:
     """Return what a process can end with: `sys.exit(256)` would be a success."""
     return code & 0xFF or 1
-
-

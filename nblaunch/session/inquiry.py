@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from nblaunch._protocol import Where
 from nblaunch._results import HangReport
@@ -57,9 +58,9 @@ def _dumped(pid: int, rank: int, directory: str) -> str:
     return ""
 
 
-def _size(path: os.PathLike[str]) -> int:
+def _size(path: Path) -> int:
     try:
-        return os.stat(path).st_size
+        return path.stat().st_size
     except OSError:
         return 0
 
@@ -89,5 +90,3 @@ def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
         if other is not None and other[0] != rank:
             found.setdefault(rank, []).append(connection.fd)
     return {rank: tuple(fds) for rank, fds in found.items()}
-
-

@@ -13,7 +13,7 @@ from nblaunch.job.capture import capture_call
 from nblaunch.session import engine, notebook
 
 
-def call(
+def call(  # noqa: PLR0913 - the options of a run
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None,
