@@ -128,6 +128,12 @@ class LaunchOptions:
             seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout."
         ),
     )
+    hang_after: float | None = field(
+        default=None,
+        metadata=_row(
+            seconds(), "Report, without stopping, ranks that are silent this long inside one collective."
+        ),
+    )
     max_restarts: int = field(
         default=0,
         metadata=_row(

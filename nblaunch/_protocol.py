@@ -218,6 +218,12 @@ class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pids: dict[int, int] = {}
 
 
+class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Something worth saying that does not end the run: ranks that hang."""
+
+    text: str
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel has given up on ranks without an end: what they are now (STOPPED or LOST)."""
 
@@ -226,7 +232,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Where
-AboutRank = Printed | Exited | AttemptStarted | RunEnded
+AboutRank = Printed | Exited | AttemptStarted | Noticed | RunEnded
 Message = FromRank | AboutRank
 
 

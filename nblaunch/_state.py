@@ -22,6 +22,7 @@ from nblaunch._protocol import (
     FailureRecord,
     Hello,
     Message,
+    Noticed,
     Payload,
     Phase,
     Printed,
@@ -53,6 +54,9 @@ class State(enum.StrEnum):
 
 
 _FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
+
+
+_NOTICES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class RunState:
     ranks: Mapping[int, RankState]
     attempt: AttemptState
     earlier: tuple[AttemptState, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
@@ -151,6 +156,9 @@ def advance(state: RunState, message: Message) -> RunState:
     match message:
         case AttemptStarted():
             return _next_attempt(state, message)
+        case Noticed():
+            notices = (*state.notices, message.text)[-_NOTICES:]
+            return replace(state, notices=notices)
         case RunEnded():
             ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
@@ -186,6 +194,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
             started=message.time,
         ),
         earlier=(*state.earlier, ended),
+        notices=state.notices,
     )
 
 

@@ -12,7 +12,6 @@ import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -53,7 +52,7 @@ def start_method(stack):
 
 
 def open_file(stack):
-    stack.enter_context(Path(__file__).open())
+    stack.enter_context(Path(__file__).open())  # noqa: SIM115 - the stack closes it
 
 
 def connection(stack):
@@ -67,24 +66,22 @@ def shared_memory(stack):
 
 
 def temporary_file(stack):
-    descriptor, path = tempfile.mkstemp()
+    descriptor, path = tempfile.mkstemp("left-behind.txt")
     os.close(descriptor)
     stack.callback(os.unlink, path)
 
 
 def child(stack):
-    each = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    stack.enter_context(each)
+    stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
 
 def orphan(stack):
     """Leave a process that is no descendant of ours any more."""
-    code = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()']).pid)"
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], stdout=sys.stderr)"
     reader, writer = os.pipe()
-    done = subprocess.run([sys.executable, "-c", code], stdin=reader, capture_output=True, text=True, check=True)
-    os.close(reader)
     stack.callback(os.close, writer)
-    assert int(done.stdout) > 0
+    subprocess.run([sys.executable, "-c", code], stdin=reader, stderr=subprocess.DEVNULL, check=True)
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def orphan(stack):
         (open_file, "test_leftovers.py"),
         (connection, "more sockets"),
         (shared_memory, "nblaunch-left-behind is there"),
-        (temporary_file, tempfile.gettempdir()),
+        (temporary_file, "left-behind.txt is there"),
         (child, "is alive"),
         (orphan, "is alive"),
     ],
@@ -111,15 +108,3 @@ def test_what_is_left_behind_is_told(leftovers, leave, told):
     with ExitStack() as stack:
         leave(stack)
         assert told in "\n".join(before.found(logs=True))
-
-
-def test_a_rank_that_is_left_behind_is_told_from_the_fork_server(leftovers, kernel, eventually):
-    """It has the fork server's command line, and becomes the keeper's child when its own is gone."""
-    kernel.ok("%%distributed -n 2\nrank")
-    before = leftovers()
-    fork = "import os, signal\nif os.fork() == 0:\n    signal.pause()\n"
-    kernel.ok(f"import subprocess, sys, os\nleft = subprocess.Popen([sys.executable, '-c', '''{fork}'''])\nleft.wait()")
-    told = SimpleNamespace(lines=before.found(logs=True))
-    assert any("is alive" in line for line in told.lines)
-    kernel.ok(f"import psutil\n[each.kill() for each in psutil.process_iter() if {fork!r} in each.cmdline()];")
-    eventually(lambda: before.found(logs=True) == [], "the orphan is gone")

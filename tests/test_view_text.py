@@ -32,7 +32,8 @@ from nblaunch._transcript import Text, Transcript, displayed, printed
 from nblaunch.view.header import Header
 from nblaunch.view.live import LiveLines
 from nblaunch.view.outcome import traceback_text
-from nblaunch.view.output import cost_of_text, fair_limit, last_line, shortened
+from nblaunch.view.cost import cost_of_text, fair_limit, shortened
+from nblaunch.view.output import last_line
 from nblaunch.view.terminal import Screen, Style, colored, plain
 from nblaunch.view.text import render_ending, render_text
 

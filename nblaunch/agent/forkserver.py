@@ -28,6 +28,8 @@ START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
 
 _SWEEP_TIMEOUT = 5.0
+# Importing torch from a cold network disk takes minutes; longer than that nothing will come.
+_BOOT_SECONDS = 300.0
 # The stubs leave these two out.
 _private_util: Any = util
 
@@ -195,6 +197,13 @@ class RankPopen(popen_forkserver.Popen):
         try:
             with open(order_fd, "wb") as order:
                 order.write(buffer.getbuffer())
+            if not connection.wait([self.sentinel], timeout=_BOOT_SECONDS):
+                server.stop()
+                msg = (
+                    f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
+                    f"Its last words:\n{server.log() or '(none)'}"
+                )
+                raise LaunchError(msg, phase="fork server")
             self.pid = _read_pid(self.sentinel)
         except (EOFError, OSError) as error:
             server.stop()

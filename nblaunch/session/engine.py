@@ -23,6 +23,7 @@ from nblaunch.job import shared
 from nblaunch.job.capture import Captured
 from nblaunch.session import hub, notebook, outcome
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.hang_watch import HangWatch
 
 _DRAW_SECONDS = 0.1
 # An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
@@ -120,6 +121,7 @@ class _Ending:
         self._group = group
         self._options = options
         self._watcher = watcher
+        self._hang_watch = HangWatch(options.hang_after, group.where)
 
     def wait(self) -> BaseException | None:
         """Wait until all is over; return what ended it early: an interrupt or the timeout."""
@@ -128,6 +130,9 @@ class _Ending:
             self._watcher.open(self._group.state)
             while not self._group.ended.wait(_DRAW_SECONDS):
                 self._watcher.draw(self._group.state)
+                hanging = self._hang_watch.look(self._group.state)
+                if hanging is not None:
+                    self._group.notice(hanging)
                 if deadline is not None and time.monotonic() > deadline:
                     return self._timed_out()
         except KeyboardInterrupt as interrupt:
@@ -237,11 +242,9 @@ def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> Bas
     if group.error is not None:
         if isinstance(group.error, NblaunchError):
             return group.error
-        phase = next(iter(result.ranks)).state.value if len(result) else ""
+        phase = _phase_of(group.error, group.state)
         error: BaseException = LaunchError(
-            f"torchelastic's agent broke while the ranks were {phase}: "
-            f"{type(group.error).__name__}: {group.error}",
-            phase=_furthest_phase(group.state),
+            f"phase '{phase}' broke: {type(group.error).__name__}: {group.error}", phase=phase
         )
         error.__cause__ = group.error
         return error
@@ -260,7 +263,10 @@ def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> Bas
     return error
 
 
-def _furthest_phase(state: RunState) -> str:
+def _phase_of(error: BaseException, state: RunState) -> str:
+    """Return the phase in which the agent itself broke."""
+    if type(error).__name__.startswith("Rendezvous"):
+        return "rendezvous"
     phases = list(Phase)
     return max((rank.phase for rank in state.ranks.values()), key=phases.index, default=Phase.FORK).value
 

@@ -25,6 +25,7 @@ from nblaunch._protocol import (
     Hello,
     Leave,
     Message,
+    Noticed,
     Offsets,
     Phase,
     Prepare,
@@ -109,6 +110,10 @@ class WorkerGroup:
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
         return inquiry.report(self.state, str(self._directory))
+
+    def notice(self, text: str) -> None:
+        """Say something about the run that does not end it."""
+        self._hub.call(lambda: self._fold(Noticed(text=text)))
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank; free those that are stuck in a collective."""

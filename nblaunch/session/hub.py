@@ -135,11 +135,15 @@ class Hub:
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
-                for member in list(self._members.values()):
-                    self._guard(functools.partial(member.tick, now))
+                self._tick(now)
         self._context.destroy(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _tick(self, now: float) -> None:
+        # Not in the loop that calls this: its variable would keep the last group, values and all.
+        for member in list(self._members.values()):
+            self._guard(functools.partial(member.tick, now))
 
     def _run_calls(self) -> None:
         while True:

@@ -46,7 +46,7 @@ def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | Non
         backend=backend,
         failures=failures,
         attempts=attempts,
-        warnings=tuple(rank.warning for rank in state.ranks.values() if rank.warning),
+        warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
         title=title,
         _log_dir=log_dir,
         _state=state,

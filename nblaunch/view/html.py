@@ -15,6 +15,8 @@ from nblaunch._state import RankState, RunState, State
 from nblaunch._transcript import Display
 from nblaunch.diagnose.root_cause import Explained
 from nblaunch.view import markup
+from nblaunch.view.cost import clipped, cost_of_text, fair_limit, shortened
+from nblaunch.view.fit import cost_of_line, fit
 from nblaunch.view.header import Header
 from nblaunch.view.outcome import (
     attempt_lines,
@@ -27,22 +29,7 @@ from nblaunch.view.outcome import (
     traceback_text,
     warning_lines,
 )
-from nblaunch.view.output import (
-    Item,
-    Omission,
-    Output,
-    by_rank,
-    clipped,
-    cost_of_line,
-    cost_of_text,
-    describe,
-    display_text,
-    fair_limit,
-    fit,
-    folded,
-    last_line,
-    shortened,
-)
+from nblaunch.view.output import Item, Omission, Output, by_rank, describe, display_text, folded, last_line
 from nblaunch.view.rich import balanced, embedded, kinds
 from nblaunch.view.terminal import PLAIN, Line, colored, plain
 
@@ -135,10 +122,10 @@ def _table(state: RunState) -> str:
     explained = {each.rank: each for each in failures(state.ranks.values())}
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
-    rows = [_cells(known, explained.get(rank), limit, few) for rank, known in sorted(state.ranks.items())]
+    rows = [_cells(known, explained.get(rank), limit, few=few) for rank, known in sorted(state.ranks.items())]
     shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
-    head = _row("th", (_COLUMNS[index] for index in shown), few)
-    body = "".join(_row("td", (row[index] for index in shown), few) for row in rows)
+    head = _row("th", (_COLUMNS[index] for index in shown), few=few)
+    body = "".join(_row("td", (row[index] for index in shown), few=few) for row in rows)
     table = f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
     if few:
         return table
@@ -150,7 +137,7 @@ def _table(state: RunState) -> str:
     return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
 
 
-def _row(tag: str, cells: Iterable[str], few: bool) -> str:
+def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     """Return a row; where there are many of them, with short styles."""
 
     def style(number: int) -> str:
@@ -161,7 +148,7 @@ def _row(tag: str, cells: Iterable[str], few: bool) -> str:
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, explained: Explained | None, limit: int, few: bool) -> tuple[str, ...]:
+def _cells(known: RankState, explained: Explained | None, limit: int, *, few: bool) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
     last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
     value = clipped(_in_one_line(known.value_text), min(limit, _VALUE_COST))

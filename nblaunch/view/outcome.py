@@ -9,7 +9,8 @@ from nblaunch._protocol import FailureRecord
 from nblaunch._results import RankFailure, format_ranks
 from nblaunch._state import RankState, RunState, State, signal_name
 from nblaunch.diagnose.root_cause import Explained, explain
-from nblaunch.view.output import by_rank, shortened
+from nblaunch.view.cost import shortened
+from nblaunch.view.output import by_rank
 from nblaunch.view.terminal import plain
 
 REASON_COST = 1_500

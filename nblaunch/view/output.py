@@ -1,10 +1,8 @@
-"""A rank's output as lines and displays; equal ones of several ranks folded, long ones cut."""
+"""A rank's output as lines and displays; equal ones of several ranks folded."""
 
 from __future__ import annotations
 
 import json
-import re
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,20 +10,13 @@ from itertools import chain
 from nblaunch._protocol import Stream
 from nblaunch._state import RankState, RunState
 from nblaunch._transcript import Display, Text, Transcript
-from nblaunch.view.terminal import PLAIN, Line, Screen, plain
+from nblaunch.view.cost import fair_limit
+from nblaunch.view.terminal import Line, Screen, plain
 
-LINE_COST = 8_000
-"""Bytes of one line; a longer one is cut in its middle."""
 DRAWN_CHARACTERS = 1_000_000
 """Text of all ranks together that is drawn at the end of a run; several times what can be shown."""
 _LINE_WEIGHT = 20
 _RECENT_CHARACTERS = 2_000
-_LINE_OVERHEAD = 40
-_STYLE_COST = 120
-_MAXIMUM_COST = 14
-_COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
-# A notebook holds text as a list of lines, each indented and quoted: a line end takes 13 bytes more.
-_COSTLY = re.compile(r"""[^ !#-%(-;=?-\[\]-~]""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +88,36 @@ def _trimmed(transcript: Transcript, limit: int) -> Transcript:
     """Return the transcript with its beginning and its end only, where it weighs more than `limit`."""
     if _weight(transcript.entries) <= limit:
         return transcript
-    entries = transcript.entries
-    start, room = 0, limit // 3
-    while room > 0 and start < len(transcript.head or entries):
-        room -= _weight(entries[start : start + 1])
-        start += 1
-    end, room = len(entries), limit - limit // 3
-    while room > 0 and end > start:
-        room -= _weight(entries[end - 1 : end])
-        end -= 1
-    dropped = [entry.text for entry in entries[start:end] if isinstance(entry, Text)]
-    shown = tuple(entry for entry in entries[start:end] if isinstance(entry, Display))
+    head, rest = _first(transcript.head or transcript.entries, limit // 3)
+    rest = rest if not transcript.head else (*rest, *transcript.tail)
+    last, dropped = _first([_turned(entry) for entry in reversed(rest)], limit - limit // 3)
+    texts = [entry.text for entry in dropped if isinstance(entry, Text)]
     return replace(
         transcript,
-        head=entries[:start],
-        tail=(*shown, *entries[end:]),
-        omitted=transcript.omitted + sum(map(len, dropped)),
-        omitted_lines=transcript.omitted_lines + sum(text.count("\n") for text in dropped),
+        head=tuple(head),
+        tail=(
+            *(entry for entry in reversed(dropped) if isinstance(entry, Display)),
+            *(_turned(entry) for entry in reversed(last)),
+        ),
+        omitted=transcript.omitted + sum(map(len, texts)),
+        omitted_lines=transcript.omitted_lines + sum(text.count("\n") for text in texts),
     )
+
+
+def _first(entries: Sequence[Text | Display], room: int) -> tuple[list[Text | Display], list[Text | Display]]:
+    """Part entries where they weigh `room`, within a text if need be."""
+    for index, entry in enumerate(entries):
+        weight = _weight([entry])
+        if isinstance(entry, Text) and weight > room:
+            place = len(entry.text) * room // weight
+            first, rest = Text(entry.stream, entry.text[:place]), Text(entry.stream, entry.text[place:])
+            return [*entries[:index], first], [rest, *entries[index + 1 :]]
+        room -= weight
+    return list(entries), []
+
+
+def _turned(entry: Text | Display) -> Text | Display:
+    return Text(entry.stream, entry.text[::-1]) if isinstance(entry, Text) else entry
 
 
 def _key(items: Iterable[Item | Text]) -> tuple[object, ...]:
@@ -143,7 +146,7 @@ def read(transcript: Transcript) -> tuple[Item, ...]:
         items = _draw([*head, *tail])
     while items and isinstance(items[-1], Line) and not items[-1].text.strip():
         items.pop()
-    return tuple(_short(item) if isinstance(item, Line) else item for item in items)
+    return tuple(items)
 
 
 def _first_stream(entries: Iterable[Text | Display]) -> Stream:
@@ -201,125 +204,6 @@ def _draw(entries: Iterable[Text | Display]) -> list[Item]:
             items += [*screen.lines(), entry]
             screen = Screen()
     return [*items, *screen.lines()]
-
-
-def _short(line: Line, limit: int = LINE_COST) -> Line:
-    """Return a line that takes no more than `limit` bytes; one that takes more loses its colours too."""
-    if cost_of_line(line) <= limit:
-        return line
-    return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return `text`, its middle left out where it takes more than `limit` bytes in a saved notebook.
-
-    >>> shortened("ha" * 100, 20)
-    'hahahahahahah … 181 characters left out … hahaha'
-    """
-    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
-        return text
-    candidate = text[:limit]
-    start = bisect_right(range(len(candidate)), limit * 2 // 3, key=lambda end: cost_of_text(candidate[:end]))
-    start = max(start - 1, 0)
-    rest = text[start:][-limit:]
-    length = bisect_right(range(len(rest)), limit // 3, key=lambda end: cost_of_text(rest[len(rest) - end :]))
-    length = max(length - 1, 0)
-    left_out = len(text) - start - length
-    return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
-
-
-def clipped(text: str, limit: int) -> str:
-    """Return the beginning of `text`, as many bytes of it as `limit` allows in a saved notebook."""
-    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
-        return text
-    candidate = text[:limit]
-    end = bisect_right(range(len(candidate)), limit, key=lambda end: cost_of_text(candidate[:end]))
-    return f"{text[: max(end - 1, 0)].rstrip()} …"
-
-
-def cost_of_text(text: str) -> int:
-    """Return how many bytes `text` takes in a saved notebook, escaped for HTML and then for JSON."""
-    if not _COSTLY.search(text):
-        return len(text)
-    # Counting is three times as fast as escaping, and this is asked of every line of every rank.
-    more = sum(extra * text.count(character) for character, extra in _COSTS)
-    return len(text.encode("utf-8", "replace")) + more
-
-
-def cost_of_line(line: Line) -> int:
-    """Return how many bytes a line takes in a saved notebook, its prefix or its spans included."""
-    styled = sum(style != PLAIN for style, _ in line.runs) + (line.stream is Stream.STDERR)
-    return cost_of_text(line.text) + _LINE_OVERHEAD + _STYLE_COST * styled
-
-
-def fit(
-    outputs: Sequence[Output], budget: int, *, prefix: Callable[[Output], int] = lambda _: 0
-) -> list[Output]:
-    """Return the outputs with lines left out where all together take more bytes than `budget`.
-
-    What one rank does not use is there for the others. Displays stay. `prefix` says what a line of an
-    output costs beside itself.
-    """
-    extra = [prefix(each) for each in outputs]
-    costs = [
-        sum(cost_of_line(item) + more for item in each.items if isinstance(item, Line))
-        for each, more in zip(outputs, extra, strict=True)
-    ]
-    limit = fair_limit(costs, budget)
-    return [
-        each if cost <= limit else Output(each.ranks, _cut(each.items, limit, more))
-        for each, cost, more in zip(outputs, costs, extra, strict=True)
-    ]
-
-
-def fair_limit(costs: Iterable[int], budget: int) -> int:
-    """Return the limit for each with which all together stay within `budget`.
-
-    >>> fair_limit([10, 100, 100], 110)
-    50
-    """
-    waiting = sorted(costs)
-    while waiting:
-        share = budget // len(waiting)
-        if waiting[0] > share:
-            return share
-        budget -= waiting.pop(0)
-    return budget
-
-
-def _cut(items: Sequence[Item], budget: int, more: int) -> tuple[Item, ...]:
-    """Keep the first third and the last two thirds of what may be shown, in whole lines."""
-    limit = max(budget // 8, 80)
-    first = _items_within(items, budget // 3, limit, more)
-    last = len(items) - _items_within(items[first:][::-1], budget - budget // 3, limit, more)
-    dropped = items[first:last]
-    omission = Omission(
-        lines=sum(
-            1 if isinstance(item, Line) else item.lines if isinstance(item, Omission) else 0
-            for item in dropped
-        ),
-        characters=sum(len(item.text) + 1 for item in dropped if isinstance(item, Line))
-        + sum(item.characters for item in dropped if isinstance(item, Omission)),
-        displays=sum(item.displays for item in dropped if isinstance(item, Omission)),
-    )
-    shown = [item for item in dropped if isinstance(item, Display)]
-    kept = (*items[:first], omission, *shown, *items[last:])
-    return tuple(_short(item, limit) if isinstance(item, Line) else item for item in kept)
-
-
-def _items_within(items: Sequence[Item], budget: int, longest: int, more: int) -> int:
-    """Return how many items from the start are within `budget`; an omission is no place to go on.
-
-    Lines are to be cut to `longest` bytes; `more` is what each takes beside itself.
-    """
-    for index, item in enumerate(items):
-        if isinstance(item, Omission):
-            return index
-        if isinstance(item, Line):
-            budget -= min(cost_of_line(item), longest + _LINE_OVERHEAD) + more
-            if budget < 0:
-                return index
-    return len(items)
 
 
 def describe(omission: Omission, output: Output) -> str:

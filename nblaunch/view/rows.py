@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from nblaunch._state import RankState, RunState
+from nblaunch.view.cost import clipped
 from nblaunch.view.header import Header
 from nblaunch.view.markup import ICONS
 from nblaunch.view.outcome import failures, headline, reason
-from nblaunch.view.output import clipped, last_line
+from nblaunch.view.output import last_line
 from nblaunch.view.terminal import plain
 
 _RESULT_COST = 600

@@ -8,6 +8,8 @@ from dataclasses import replace
 from nblaunch._results import format_ranks
 from nblaunch._state import RunState
 from nblaunch._transcript import Display
+from nblaunch.view.cost import cost_of_text, fair_limit, shortened
+from nblaunch.view.fit import fit
 from nblaunch.view.header import Header
 from nblaunch.view.outcome import (
     attempt_lines,
@@ -19,19 +21,7 @@ from nblaunch.view.outcome import (
     reason_limit,
     warning_lines,
 )
-from nblaunch.view.output import (
-    Item,
-    Omission,
-    Output,
-    by_rank,
-    cost_of_text,
-    describe,
-    display_text,
-    fair_limit,
-    fit,
-    folded,
-    shortened,
-)
+from nblaunch.view.output import Item, Omission, Output, by_rank, describe, display_text, folded
 from nblaunch.view.terminal import PLAIN, Line, plain
 
 TEXT_BUDGET = 130_000

@@ -1,0 +1,58 @@
+"""`--hang-after`: noticing ranks that are silent inside one collective, without stopping the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from nblaunch._protocol import Collective
+from nblaunch._results import HangReport
+from nblaunch._state import RunState
+
+_Begun = tuple[tuple[str, int], ...]
+
+
+class HangWatch:
+    """Asks where the ranks are once nothing has been heard for a while, and says what it finds once.
+
+    A rank with no message and no output is not a hang by itself (it may compute); one that is still in the
+    collective in which it was `seconds` ago is.
+    """
+
+    def __init__(self, seconds: float | None, ask: Callable[[], HangReport]) -> None:
+        """Watch for `seconds` of silence; None watches nothing."""
+        self._seconds = seconds
+        self._ask = ask
+        self._state: RunState | None = None
+        self._heard = time.monotonic()
+        self._before: Mapping[int, _Begun] = {}
+        self._told: set[_Begun] = set()
+
+    def look(self, state: RunState) -> str | None:
+        """Return what there is to say about a run in this state, if anything is new."""
+        if self._seconds is None:
+            return None
+        now = time.monotonic()
+        if state is not self._state:
+            self._state, self._heard, self._before = state, now, {}
+            return None
+        if now - self._heard < (self._seconds if self._before else self._seconds / 2):
+            return None
+        report = self._ask()
+        here = {rank: begun for rank, known in report.collectives.items() if (begun := _begun(known))}
+        stuck = {rank for rank, begun in here.items() if self._before.get(rank) == begun}
+        first_look, self._before = not self._before, here
+        if first_look:
+            return None
+        self._heard = now
+        waiting = tuple(sorted({begun for rank, begun in here.items() if rank in stuck}))
+        key = tuple(pair for begun in waiting for pair in begun)
+        if not stuck or key in self._told:
+            return None
+        self._told.add(key)
+        return f"nothing heard for {self._seconds:g} s\n{report}"
+
+
+def _begun(collectives: tuple[Collective, ...]) -> _Begun:
+    """Return the collectives that a rank has begun and not ended."""
+    return tuple((known.group, known.sequence) for known in collectives if not known.completed)
