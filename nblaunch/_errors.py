@@ -120,6 +120,12 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         super().__init__(message, result=result, root_cause=root_cause)
         self.hang_report = hang_report
 
+    def _render_traceback_(self) -> list[str]:
+        """Show where the ranks were (an IPython protocol)."""
+        if self.hang_report is None:
+            return super()._render_traceback_()
+        return [*str(self.hang_report).splitlines(), "", f"{type(self).__name__}: {self}"]
+
 
 def _rebuild(cls: type[BaseException], args: tuple[object, ...], fields: dict[str, object]) -> BaseException:
     error = cls(*args)

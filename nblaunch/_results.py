@@ -12,6 +12,8 @@ from nblaunch._protocol import Collective, FrameRecord, Phase
 from nblaunch._state import RunState, State
 from nblaunch._transcript import Display
 
+_REASON_CHARACTERS = 2000
+
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -41,6 +43,8 @@ class RankFailure:
     def reason(self) -> str:
         """The failure in one line, with the user's own line where there is one."""
         text = self.message.strip().split("\n", 1)[0]
+        if len(text) > _REASON_CHARACTERS:
+            text = f"{text[:_REASON_CHARACTERS]}…"
         if self.exception is None and self.type == "ProcessExited":
             return text
         short = self.type.removeprefix("builtins.").removeprefix("__main__.")

@@ -226,7 +226,8 @@ class Leftovers:
 
     def _this_process(self) -> Iterator[str]:
         for each, handler in self.handlers.items():
-            if signal.getsignal(each) != handler:
+            # pytest-timeout takes its own away when a test has failed.
+            if signal.getsignal(each) != handler and getattr(handler, "__module__", "") != "pytest_timeout":
                 yield f"the handler of {each.name} was {handler} and is {signal.getsignal(each)}"
         for name in sorted((self.environment.keys() | os.environ.keys()) - self.ours):
             if self.environment.get(name) != os.environ.get(name):
@@ -314,6 +315,11 @@ def ends_with_the_session():
 
 
 # --- kernels ---------------------------------------------------------------------------------------
+
+
+def tidy(code: str) -> str:
+    """Return a cell as it would stand in a notebook, where it was written indented and in lines of its own."""
+    return textwrap.dedent(code).removeprefix("\n").removesuffix("\n")
 
 
 @dataclass(frozen=True)
@@ -411,6 +417,8 @@ class Kernel:
         try:
             self.client.wait_for_ready(timeout=60)
             self.ok("%load_ext nblaunch")
+            # So that collecting what a test leaves in the kernel does not go through all of torch.
+            self.ok("import gc; gc.freeze()")
         except BaseException:
             self.close()
             raise
@@ -422,7 +430,7 @@ class Kernel:
 
     def submit(self, code: str) -> Pending:
         """Begin to run a cell."""
-        return Pending(self, self.client.execute(textwrap.dedent(code).strip("\n"), allow_stdin=False))
+        return Pending(self, self.client.execute(tidy(code), allow_stdin=False))
 
     def run(self, code: str, timeout: float = 60) -> Ran:
         """Run a cell to its end, whatever that is."""
@@ -481,7 +489,6 @@ class Kernel:
                 if hasattr(sys, name):
                     delattr(sys, name)
             get_ipython().reset(new_session=False)
-            get_ipython().displayhook.flush()
             __import__("gc").collect();
             """
         )
@@ -579,8 +586,7 @@ def terminal(script):
     """Give `terminal(cells)`: the cells, run one after the other in terminal IPython."""
 
     def run(cells: Sequence[str], env: Mapping[str, str] | None = None) -> Program:
-        tidy = [textwrap.dedent(each).strip("\n") for each in cells]
-        program: Program = script(_TERMINAL.format(cells=tidy), env=env)
+        program: Program = script(_TERMINAL.format(cells=[tidy(each) for each in cells]), env=env)
         return program
 
     return run

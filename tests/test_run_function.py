@@ -107,7 +107,14 @@ def test_the_ranks_have_a_process_group_and_torchruns_environment():
 
         total = torch.ones(1) * (distributed.get_rank() + 1)
         distributed.all_reduce(total)
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT")
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "TORCHELASTIC_RESTART_COUNT",
+        )
         return total.item(), distributed.get_backend(), [os.environ[name] for name in names]
 
     result = nblaunch.run(reduced, nproc=4, backend="gloo")
@@ -357,7 +364,10 @@ def test_an_object_given_twice_arrives_as_one():
     def job(first, second, *, third):
         return first is second, first is third["inner"]
 
-    assert nblaunch.run(job, args=(shared, shared), kwargs={"third": {"inner": shared}}, nproc=1)[0] == (True, True)
+    assert nblaunch.run(job, args=(shared, shared), kwargs={"third": {"inner": shared}}, nproc=1)[0] == (
+        True,
+        True,
+    )
 
 
 VALUES = {
@@ -495,7 +505,9 @@ def test_logs_are_private_and_go_with_the_result(eventually):
     directory = result.log_dir
     assert directory is not None
     assert (directory / "attempt_0" / "1" / "stdout.log").read_text().endswith("kept\n")
-    assert [parent.stat().st_mode & 0o077 for parent in directory.parents if "nblaunch-" in parent.name] == [0]
+    assert [parent.stat().st_mode & 0o077 for parent in directory.parents if "nblaunch-" in parent.name] == [
+        0
+    ]
     second = pickle.loads(pickle.dumps(result))
     del result
     gc.collect()
@@ -564,7 +576,13 @@ def test_the_environment_directory_and_path_are_those_of_the_call(monkeypatch, t
     def see():
         import only_here
 
-        return os.environ.get("SET_LATE"), os.environ.get("UNSET_LATE"), os.environ["OPTION"], os.getcwd(), only_here.X
+        return (
+            os.environ.get("SET_LATE"),
+            os.environ.get("UNSET_LATE"),
+            os.environ["OPTION"],
+            os.getcwd(),
+            only_here.X,
+        )
 
     monkeypatch.setenv("UNSET_LATE", "1")
     nblaunch.run(len, args=([],), nproc=1)

@@ -38,6 +38,7 @@ HTML_BUDGET = 680_000
 OUTPUT_BUDGET = 450_000
 """Bytes of printed lines and displays; what a rank displayed is left out, and named, beyond that."""
 LINES_BUDGET = 250_000
+_NOTES_BUDGET = 60_000
 VALUES_BUDGET = 60_000
 _TRACEBACK_COST = 20_000
 _TRACEBACKS = 4
@@ -189,7 +190,7 @@ def _values(state: RunState) -> Iterator[str]:
 
 def _outputs(outputs: Sequence[Output], budget: int) -> str:
     lines = sum(_cost_of_lines(each) for each in outputs)
-    outputs, taken = _with_displays(outputs, budget - min(lines, LINES_BUDGET))
+    outputs, taken = _with_displays(outputs, budget - min(max(lines, _NOTES_BUDGET), LINES_BUDGET))
     few = len(outputs) <= _OUTPUTS_OPEN
     parts = [
         markup.details(

@@ -88,8 +88,9 @@ def _trimmed(transcript: Transcript, limit: int) -> Transcript:
     """Return the transcript with its beginning and its end only, where it weighs more than `limit`."""
     if _weight(transcript.entries) <= limit:
         return transcript
-    head, rest = _first(transcript.head or transcript.entries, limit // 3)
-    rest = rest if not transcript.head else (*rest, *transcript.tail)
+    head, rest = _first(transcript.head or transcript.tail, limit // 3)
+    if transcript.head:
+        rest += transcript.tail
     last, dropped = _first([_turned(entry) for entry in reversed(rest)], limit - limit // 3)
     texts = [entry.text for entry in dropped if isinstance(entry, Text)]
     return replace(

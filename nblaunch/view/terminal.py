@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 
 from nblaunch._protocol import Stream
@@ -226,6 +227,7 @@ def _is_count(arguments: str) -> bool:
     return arguments.isascii() and arguments.isdigit() and len(arguments) < len(str(MAXIMUM_COLUMN)) + 1
 
 
+@lru_cache(maxsize=256)
 def styled(style: Style, arguments: str) -> Style:
     """Return `style` after the escape sequence `ESC [ arguments m`."""
     codes = [int(part) if _is_count(part) else 0 for part in re.split("[;:]", arguments)]

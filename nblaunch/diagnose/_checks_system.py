@@ -1,0 +1,220 @@
+"""The doctor's look at what ranks are made of: fork server, process control, hand-over, network."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from nblaunch._errors import LaunchError
+from nblaunch.agent import forkserver
+from nblaunch.diagnose.report import Finding, ok, problem, warning
+
+_SLOW_SECONDS = 3.0
+_JOIN_SECONDS = 2.0
+_CHILD_SECONDS = 3.0
+_LOOPBACK = "127.0.0.1"
+_TOKEN = b"nblaunch"
+# Runs in a process of its own: what is tried here would change the process it is tried in.
+_CHILD = """
+import ctypes, json, sys
+said = {}
+try:
+    with open(sys.argv[1], "rb") as file:
+        said["read"] = file.read().decode()
+except OSError as error:
+    said["refused"] = str(error)
+libc = ctypes.CDLL(None, use_errno=True)
+for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
+    said[name] = libc.prctl(option, value, 0, 0, 0) == 0
+print(json.dumps(said), flush=True)
+sys.stdin.read()
+"""
+
+
+def fork_server() -> Iterator[Finding]:
+    """Fork a process from the kernel's fork server, as a rank is; measure how long that takes."""
+    name = "fork server"
+    if _rank_here() is not None:
+        yield ok(name, "not started: this process is itself a rank")
+        return
+    before = forkserver.server.pid
+    started = time.monotonic()
+    try:
+        _fork_once()
+        ready = time.monotonic()
+        _fork_once()
+    except (LaunchError, OSError) as error:
+        yield problem(name, str(error), "No rank can be started. The words above are the server's own.")
+        return
+    took, forked = ready - started, time.monotonic() - ready
+    word = "ready" if forkserver.server.pid == before else "started"
+    summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
+    if took > _SLOW_SECONDS:
+        yield warning(
+            name,
+            summary,
+            "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
+            "torch on a local disk it starts faster.",
+        )
+    else:
+        yield ok(name, summary)
+
+
+def _fork_once() -> None:
+    # A function of the standard library: nothing of the notebook is sent.
+    process = forkserver.RankProcess(target=os.getpid, name="nblaunch-doctor")
+    process.start()
+    process.join(_JOIN_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        msg = f"a process was forked, and did not end within {_JOIN_SECONDS:g} s"
+        raise TimeoutError(msg)
+    process.close()
+
+
+def process_control() -> Iterator[Finding]:
+    """Try the calls by which nothing is left behind: pidfd, subreaper, death signal."""
+    name = "processes"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        advice = "nblaunch needs Linux 5.3 or later, and a sandbox that allows pidfd_open."
+        yield problem(name, f"no pidfd_open: {error}", advice)
+        return
+    said = _in_child(os.devnull)[1]
+    missing = [call for call in ("subreaper", "death signal") if not said.get(call)]
+    if missing:
+        yield warning(
+            name,
+            f"prctl refuses: {', '.join(missing)}",
+            "Processes that ranks start may outlive them. Allow prctl in the sandbox (seccomp) of this "
+            "container.",
+        )
+    else:
+        yield ok(name, "pidfd, subreaper and death signal work: nothing outlives the kernel")
+
+
+def hand_over() -> Iterator[Finding]:
+    """Hand a memory file to a real process and back, through `/proc/<pid>/fd`, as payloads are."""
+    name = "hand-over"
+    with contextlib.ExitStack() as stack:
+        try:
+            fd = os.memfd_create("nblaunch-doctor")
+            stack.callback(os.close, fd)
+        except (AttributeError, OSError) as error:
+            advice = "Large payloads go through files below TMPDIR: slower, and they need room there."
+            yield warning(name, f"no memory files (memfd_create): {error}", advice)
+            fd = stack.enter_context(tempfile.TemporaryFile()).fileno()
+        os.pwrite(fd, _TOKEN, 0)
+        refused, said = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
+    refused = refused or said.get("refused", "")
+    if refused or said.get("read") != _TOKEN.decode():
+        yield problem(
+            name,
+            f"processes cannot open each other's memory through /proc: {refused}",
+            "Payloads above 256 KiB cannot be sent. Mount /proc without hidepid, and allow the container to "
+            "read its own processes (--cap-add SYS_PTRACE, or a sandbox other than the present one).",
+        )
+    else:
+        yield ok(name, "kernel and ranks can open each other's memory: large payloads cross once")
+
+
+def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
+    """Start a child that reads `path`; return why its `fd` cannot be opened from here, and what it says."""
+    child = subprocess.Popen(  # noqa: S603 - our own interpreter, our own text
+        [sys.executable, "-I", "-S", "-c", _CHILD, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=() if fd is None else (fd,),
+        start_new_session=True,
+    )
+    refused = ""
+    try:
+        if fd is not None:
+            try:
+                os.close(os.open(f"/proc/{child.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+            except OSError as error:
+                refused = str(error)
+        printed, errors = child.communicate(timeout=_CHILD_SECONDS)
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+    if child.returncode:
+        msg = f"a child process ended with {child.returncode}: {errors.decode(errors='replace')}"
+        raise RuntimeError(msg)
+    said: dict[str, Any] = json.loads(printed)
+    return refused, said
+
+
+def loopback() -> Iterator[Finding]:
+    """Connect to a socket of our own, as ranks connect to theirs."""
+    name = "loopback"
+    try:
+        with socket.create_server((_LOOPBACK, 0)) as listener:
+            listener.settimeout(1)
+            with socket.create_connection(listener.getsockname(), timeout=1):
+                listener.accept()[0].close()
+    except OSError as error:
+        advice = "Ranks meet there. Bring the interface up: ip link set lo up; look at the firewall."
+        yield problem(name, f"{_LOOPBACK} cannot be connected to: {error}", advice)
+    else:
+        yield ok(name, f"{_LOOPBACK} can be listened on and connected to")
+
+
+def hostname() -> Iterator[Finding]:
+    """Look this machine's own name up; a run on one machine needs it only where the user's code does."""
+    name = "hostname"
+    own = socket.gethostname()
+    try:
+        addresses = sorted({str(each[4][0]) for each in socket.getaddrinfo(own, None)})
+    except OSError as error:
+        yield warning(
+            name,
+            f"{own} does not resolve: {error}",
+            f"Code that looks it up waits, or fails. Add a line `127.0.1.1 {own}` to /etc/hosts.",
+        )
+        return
+    summary = f"{own} is {', '.join(addresses[:3])}"
+    if all(each.startswith("127.") or each == "::1" for each in addresses):
+        summary += " (this machine only: enough for ranks here, not for ranks elsewhere)"
+    yield ok(name, summary)
+
+
+def this_process() -> Iterator[Finding]:
+    """Say whether this process is a rank: then it can start none."""
+    name = "this process"
+    rank = _rank_here()
+    variables = [
+        each for each in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR") if each in os.environ
+    ]
+    if rank is not None:
+        yield problem(
+            name,
+            f"it is rank {rank} of a run, and a rank cannot start ranks of its own",
+            "Call this in the notebook, outside the distributed cell.",
+        )
+    elif variables:
+        yield warning(
+            name,
+            f"it has the environment of a rank ({', '.join(variables)})",
+            "It was started by torchrun or the like, perhaps once for each rank; then each of them starts "
+            "ranks of its own.",
+        )
+    else:
+        yield ok(name, "it is no rank, so it can start runs")
+
+
+def _rank_here() -> int | None:
+    """Return this process's rank if nblaunch started it as one."""
+    outlet = getattr(sys.modules.get("nblaunch.rank.display"), "outlet", None)
+    return outlet.rank if outlet is not None and outlet.send is not None else None

@@ -1,0 +1,149 @@
+"""The doctor: looks at this machine and this process before a run does, and says what would go wrong.
+
+Each check is a small function that yields findings. All of them run at the same time, each on a thread
+of its own and with a time of its own, because what is looked at may not answer: a resolver, a driver, a
+disk on the network. A check that raises or does not answer is a warning that names it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from nblaunch.agent import forkserver, runtime
+from nblaunch.diagnose import (
+    _checks_gpu,
+    _checks_limits,
+    _checks_notebook,
+    _checks_storage,
+    _checks_system,
+    _checks_torch,
+)
+from nblaunch.diagnose.report import DoctorReport, Finding, warning
+
+_SECONDS = 4.0
+_RESOLVER_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A function that yields findings, the time it has, and what to do if it takes longer."""
+
+    name: str
+    find: Callable[[], Iterable[Finding]]
+    seconds: float = _SECONDS
+    if_stuck: str = ""
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("versions", _checks_notebook.versions),
+    Check(
+        "torch",
+        _checks_torch.build,
+        if_stuck="Importing torch takes long here: is its environment on a slow or shared disk?",
+    ),
+    Check("NCCL", _checks_torch.nccl),
+    Check(
+        "GPU",
+        _checks_gpu.gpus,
+        if_stuck="The driver does not answer nvidia-smi. Restart the machine, or ask whoever runs it.",
+    ),
+    Check(
+        "fork server",
+        _checks_system.fork_server,
+        if_stuck="The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early.",
+    ),
+    Check("processes", _checks_system.process_control),
+    Check("hand-over", _checks_system.hand_over),
+    Check("loopback", _checks_system.loopback),
+    Check(
+        "hostname",
+        _checks_system.hostname,
+        seconds=_RESOLVER_SECONDS,
+        if_stuck="The resolver hangs, and so does torch code that looks this machine up. Add a line "
+        "`127.0.1.1 <hostname>` to /etc/hosts.",
+    ),
+    Check("/dev/shm", _checks_storage.shared_memory),  # noqa: S108 - a name
+    Check(
+        "temp dir",
+        _checks_storage.temporary_directory,
+        if_stuck="The disk does not answer. Set TMPDIR to a directory on a local disk.",
+    ),
+    Check("leftovers", _checks_storage.leftovers),
+    Check("open files", _checks_limits.open_files),
+    Check("process limit", _checks_limits.processes),
+    Check("memory", _checks_limits.memory),
+    Check("threads", _checks_limits.threads),
+    Check("notebook", _checks_notebook.front_end),
+    Check("this process", _checks_system.this_process),
+)
+
+
+def doctor() -> DoctorReport:
+    """Look for what would make runs fail, hang or crawl here; return the findings.
+
+    Looked at are torch and its backends, GPUs and the memory this kernel holds on them, NCCL, peer-to-peer,
+    the fork server, the loopback interface and the hostname, shared memory, the temporary directory, limits
+    on files, processes and memory, what the notebook can show, and versions that do not fit together.
+
+    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. The fork server
+    is started if it was not running, as the first run would start it; nothing else changes.
+
+    `.ok` is False if there is a problem; `.findings` has a level (ok, warning, problem), one line and what
+    to do for each. `print` shows them as text, a notebook as a table.
+
+    >>> report = nblaunch.doctor()                                         # doctest: +SKIP
+    >>> [finding.advice for finding in report.problems]                    # doctest: +SKIP
+    []
+    """
+    return examine()
+
+
+def examine(checks: Sequence[Check] = CHECKS) -> DoctorReport:
+    """Run the checks and return what they found, in their order."""
+    started = time.monotonic()
+    running = [_Running(check) for check in checks]
+    findings = tuple(finding for each in running for finding in each.findings(started))
+    return DoctorReport(findings, time.monotonic() - started)
+
+
+@atexit.register
+def _close() -> None:
+    """End what a check started; the engine does the same, but need not be loaded here."""
+    forkserver.server.stop()
+    runtime.remove_root()
+
+
+@dataclass(slots=True)
+class _Running:
+    """One check on its thread; the thread of one that never answers ends with the process at the latest."""
+
+    check: Check
+    found: list[Finding] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"nblaunch-doctor {self.check.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No more threads: that is a finding to come, and the checks are needed more than ever.
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self.found = list(self.check.find())
+        except BaseException as error:  # noqa: BLE001 - a doctor that falls ill helps nobody
+            summary = f"could not be checked: {type(error).__name__}: {error}"
+            self.found = [warning(self.check.name, summary, "Please report this, with the text above.")]
+        self.done.set()
+
+    def findings(self, started: float) -> list[Finding]:
+        """Wait for the check's end, or the end of its time."""
+        if self.done.wait(max(started + self.check.seconds - time.monotonic(), 0)):
+            return self.found
+        summary = f"no answer within {self.check.seconds:g} s; a thread goes on waiting for it"
+        return [warning(self.check.name, summary, self.check.if_stuck)]

@@ -1,0 +1,472 @@
+"""Where a run is shown: one display in a notebook, a live panel that leaves static HTML, or a terminal."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+
+from nblaunch._errors import OptionError
+from nblaunch._protocol import (
+    AttemptStarted,
+    Displayed,
+    FailureRecord,
+    Message,
+    Payload,
+    Printed,
+    Raised,
+    Returned,
+    Started,
+    Stream,
+)
+from nblaunch._state import RunState, advance
+from nblaunch.session import notebook
+from nblaunch.view import display
+from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, WidgetView, choose_view
+from nblaunch.view.header import Header
+from nblaunch.view.rows import Rows
+from nblaunch.view.text import render_text
+
+HEADER = Header("cell", "gloo")
+WIDGET = "application/vnd.jupyter.widget-view+json"
+REPOSITORY = str(Path(__file__).parents[1])
+
+RUN = """
+import time
+from nblaunch._protocol import Payload, Printed, Returned, Started, Stream
+from nblaunch._state import RunState, advance
+from nblaunch.view.display import choose_view
+from nblaunch.view.header import Header
+
+def run(seconds, mode=None, ranks=2, pause=0.005):
+    view = choose_view(Header("cell", "gloo"), mode)
+    state = RunState.fresh(ranks)
+    view.open(state)
+    for rank in range(ranks):
+        state = advance(state, Started(rank=rank, time=0.0))
+    begin = time.monotonic()
+    while True:
+        for rank in range(ranks):
+            text = f"{time.monotonic() - begin:.3f}\\n"
+            state = advance(state, Printed(rank=rank, stream=Stream.STDOUT, text=text))
+        view.draw(state)
+        if time.monotonic() - begin >= seconds:
+            break
+        time.sleep(pause)
+    for rank in range(ranks):
+        state = advance(state, Printed(rank=rank, stream=Stream.STDOUT, text="the end\\n"))
+        state = advance(state, Returned(rank=rank, value=Payload(sizes=()), time=1.0, text="3.0"))
+    view.close(state)
+    assert not view._broken
+
+def comms():
+    import comm
+    return len(comm.get_comm_manager().comms)
+"""
+
+
+def run_of(world_size, *messages: Message):
+    """Return the state after every rank has started and these messages have come."""
+    state = RunState.fresh(world_size)
+    begin = (Started(rank=rank, time=1.0) for rank in range(world_size))
+    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *begin, *messages):
+        state = advance(state, message)
+    return state
+
+
+def out(rank, text):
+    return Printed(rank=rank, stream=Stream.STDOUT, text=text)
+
+
+def returned(rank, text=""):
+    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text)
+
+
+class Kernel:
+    """A real ipykernel; `execute` returns what it says until it is idle again."""
+
+    def __init__(self):
+        self.manager = KernelManager()
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.execute(RUN)
+
+    def execute(self, code):
+        identifier = self.client.execute(code)
+        messages: list[tuple[str, dict[str, Any]]] = []
+        while True:
+            message = self.client.get_iopub_msg(timeout=60)
+            if message["parent_header"].get("msg_id") != identifier:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            assert kind != "error", "\n".join(content.get("traceback", ()))
+            if kind == "status" and content["execution_state"] == "idle":
+                return messages
+            if kind not in ("status", "execute_input"):
+                messages.append((kind, content))
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    started = Kernel()
+    yield started
+    started.close()
+
+
+class Terminal(io.StringIO):
+    """A standard output that somebody watches."""
+
+    def isatty(self):
+        return True
+
+
+def kinds(messages):
+    return [kind for kind, _ in messages]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("mode", "types"), [("html", {"text/html", "text/plain"}), ("text", {"text/plain"})])
+@pytest.mark.parametrize("seconds", [0, 0.4])
+def test_under_html_and_text_a_run_makes_exactly_one_display(kernel, mode, types, seconds):
+    ((kind, content),) = kernel.execute(f"run({seconds}, {mode!r})")
+    assert kind == "display_data"
+    assert set(content["data"]) == types
+
+
+@pytest.mark.oldest
+def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
+    ((kind, content),) = kernel.execute("run(0)")
+    assert kind == "display_data"
+    assert set(content["data"]) == {"text/html", "text/plain"}
+    assert "the end" in content["data"]["text/html"]
+
+
+@pytest.mark.oldest
+def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
+    messages = kernel.execute("run(0.7)")
+    ((shown),) = [content for kind, content in messages if kind == "display_data"]
+    assert set(shown["data"]) == {WIDGET, "text/html", "text/plain"}
+    ((updated),) = [content for kind, content in messages if kind == "update_display_data"]
+    assert set(updated["data"]) == {"text/html", "text/plain"}
+    assert updated["transient"] == shown["transient"]
+    assert "the end" in updated["data"]["text/html"]
+    last_of = {kind: index for index, kind in enumerate(kinds(messages))}
+    assert last_of["comm_msg"] < last_of["update_display_data"] < last_of["comm_close"]
+
+
+@pytest.mark.oldest
+def test_a_panel_leaves_no_comm_open(kernel):
+    messages = kernel.execute("run(0.4)")
+    opened = {content["comm_id"] for kind, content in messages if kind == "comm_open"}
+    closed = {content["comm_id"] for kind, content in messages if kind == "comm_close"}
+    assert opened == closed
+    assert opened
+    assert kernel.execute("print(comms())") == [("stream", {"name": "stdout", "text": "0\n"})]
+
+
+@pytest.mark.oldest
+def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
+    messages = kernel.execute("run(1.0, ranks=64)")
+    deltas = [content["data"] for kind, content in messages if kind == "comm_msg"]
+    assert 3 <= len(deltas) <= 9
+    assert all(set(delta["state"]) == {"delta"} for delta in deltas)
+    assert all(len(delta["state"]["delta"]["rows"]) == 64 for delta in deltas)
+
+
+@pytest.mark.oldest
+def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
+    code = """
+from nblaunch.view.rows import Rows
+from nblaunch.view.widget import Panel
+rows, state, panel = Rows(Header("cell", "gloo")), RunState.fresh(2), Panel()
+panel.show(rows.changes(state))
+state = advance(state, Started(rank=1, time=0.0))
+panel.show(rows.changes(state))
+kept = panel.get_state()
+print(sorted(kept["rows"]), kept["rows"]["1"]["state"], kept["header"]["state"], list(kept["delta"]["rows"]))
+panel.close()
+"""
+    said = [content["text"] for kind, content in kernel.execute(code) if kind == "stream"]
+    assert said == ["['0', '1'] RUNNING RUNNING ['1']\n"]
+
+
+@pytest.mark.oldest
+def test_a_panel_that_cannot_be_made_costs_neither_the_run_nor_its_end(kernel):
+    code = """
+import nblaunch.view.widget as widget
+kept, widget.Panel = widget.Panel, None
+try:
+    view = choose_view(Header("cell", "gloo"))
+    state = RunState.fresh(1)
+    view.open(state)
+    time.sleep(0.2)
+    view.draw(state)
+    view.draw(state)
+    view.close(advance(state, Returned(rank=0, value=Payload(sizes=()), time=1.0, text="3.0")))
+finally:
+    widget.Panel = kept
+"""
+    ((kind, content),) = kernel.execute(code)
+    assert kind == "display_data"
+    assert content["data"]["text/plain"] == "rank 0: 3.0"
+
+
+@pytest.mark.oldest
+def test_a_saved_notebook_holds_static_html_and_no_widget(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", REPOSITORY)
+    saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
+    NotebookClient(saved, timeout=60, store_widget_state=False).execute()
+    (output,) = saved.cells[0].outputs
+    assert output["output_type"] == "display_data"
+    assert set(output["data"]) == {"text/html", "text/plain"}
+    assert "the end" in output["data"]["text/html"]
+    assert "widgets" not in saved.metadata
+
+
+@pytest.mark.oldest
+def test_the_environment_variable_chooses_in_a_kernel_too(kernel):
+    kernel.execute("import os; os.environ['NBLAUNCH_DISPLAY'] = 'text'")
+    try:
+        ((_, content),) = kernel.execute("run(0.3)")
+    finally:
+        kernel.execute("del os.environ['NBLAUNCH_DISPLAY']")
+    assert set(content["data"]) == {"text/plain"}
+
+
+@pytest.mark.parametrize("value", ["fancy", "HTML", "text "])
+def test_a_wrong_value_of_the_variable_is_refused_by_its_name(monkeypatch, value):
+    monkeypatch.setenv("NBLAUNCH_DISPLAY", value)
+    with pytest.raises(OptionError, match=r"NBLAUNCH_DISPLAY='.*auto, widget, html or text.*unset it"):
+        choose_view(HEADER)
+
+
+def test_a_wrong_mode_is_refused():
+    with pytest.raises(OptionError, match=r"display='fancy'"):
+        choose_view(HEADER, "fancy")
+
+
+@pytest.mark.parametrize("mode", ["auto", "widget", "html", "text", None, ""])
+def test_without_a_kernel_everything_is_text(monkeypatch, mode):
+    monkeypatch.setenv("NBLAUNCH_DISPLAY", mode or "")
+    view = choose_view(HEADER, mode or None)
+    assert isinstance(view, GuardedView)
+    assert isinstance(view.view, TextView)
+
+
+@pytest.mark.parametrize(
+    ("mode", "comm_manager", "expected"),
+    [
+        ("auto", object(), WidgetView),
+        ("widget", object(), WidgetView),
+        ("auto", None, OnceView),
+        ("widget", None, OnceView),
+        ("html", object(), OnceView),
+        ("text", object(), OnceView),
+    ],
+)
+def test_a_panel_needs_a_kernel_with_comms(monkeypatch, mode, comm_manager, expected):
+    class Shell:
+        class kernel:  # noqa: N801 - an attribute of the shell
+            pass
+
+    Shell.kernel.comm_manager = comm_manager  # type: ignore[attr-defined]
+    monkeypatch.setattr(notebook, "shell", Shell)
+    view = choose_view(HEADER, mode)
+    assert isinstance(view, GuardedView)
+    assert isinstance(view.view, expected)
+
+
+def test_outside_a_terminal_nothing_is_printed_before_the_end(capsys):
+    view = TextView(HEADER)
+    state = run_of(2, out(0, "hello\n"))
+    view.open(state)
+    view.draw(state)
+    assert capsys.readouterr().out == ""
+    state = advance(advance(state, returned(0, "1")), returned(1, "1"))
+    view.close(state)
+    assert capsys.readouterr().out == render_text(state, HEADER) + "\n"
+
+
+def test_in_a_terminal_lines_come_live_and_are_not_repeated(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    view = TextView(HEADER)
+    state = run_of(2)
+    view.open(state)
+    state = advance(state, out(1, "hello\nunfin"))
+    view.draw(state)
+    assert terminal.getvalue() == "[rank 1] hello\n"
+    for message in (out(0, "there\n"), Displayed(rank=0, data={"text/plain": "fig"}), out(1, "ished")):
+        state = advance(state, message)
+    state = advance(advance(state, returned(0, "1")), returned(1, "1"))
+    view.close(state)
+    assert terminal.getvalue().splitlines() == [
+        "[rank 1] hello",
+        "[rank 0] there",
+        "[rank 0] fig",
+        "[rank 1] unfinished",
+        "ranks 0-1: 1",
+    ]
+
+
+def test_in_a_terminal_a_rank_cannot_move_the_cursor(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    view = TextView(HEADER)
+    view.close(run_of(1, out(0, "\x1b[2J\x1b[31mred\x1b[0m\a\n")))
+    assert terminal.getvalue().startswith("[rank 0] red\n")
+
+
+@pytest.mark.parametrize("step", ["open", "draw", "close"])
+def test_a_view_that_breaks_does_not_break_the_run(caplog, step):
+    class Broken(SilentView):
+        calls = 0
+
+    def broken(_):
+        Broken.calls += 1
+        message = "the front end went away"
+        raise OSError(message)
+
+    view = Broken()
+    setattr(view, step, broken)
+    guarded, state = GuardedView(view), run_of(1)
+    with caplog.at_level(logging.DEBUG, logger="nblaunch.view"):
+        guarded.open(state)
+        guarded.draw(state)
+        guarded.draw(state)
+        guarded.close(state)
+    assert Broken.calls == 1
+    assert "the front end went away" in caplog.text
+
+
+def test_an_interrupt_while_drawing_is_not_swallowed():
+    class Interrupted(SilentView):
+        def draw(self, _):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        GuardedView(Interrupted()).draw(run_of(1))
+
+
+def test_a_closed_standard_output_does_not_fail_the_run(monkeypatch):
+    closed = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", closed)
+    view = GuardedView(TextView(HEADER))
+    closed.close()
+    view.close(run_of(1, returned(0, "1")))
+
+
+def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monkeypatch):
+    class Panel:
+        model_id = "1"
+
+        def __init__(self, **_):
+            self.shown, self.closed = [], 0
+
+        def show(self, delta):
+            self.shown.append(delta)
+
+        def close(self):
+            self.closed += 1
+
+    module = type(sys)("nblaunch.view.widget")
+    vars(module)["Panel"] = Panel
+    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    shown: list[object] = []
+
+    def show(*_, display_id, **__):
+        shown.append(display_id)
+
+    monkeypatch.setattr("IPython.display.display", show)
+    monkeypatch.setattr("IPython.display.update_display", show)
+    now = [100.0]
+    view = WidgetView(HEADER, clock=lambda: now[0])
+    state = run_of(2)
+    view.open(state)
+    now[0] += 0.149
+    view.draw(state)
+    assert shown == []
+    now[0] += 0.001
+    view.draw(state)
+    assert len(shown) == 1
+    panel = view._panel
+    assert isinstance(panel, Panel)
+    for _ in range(100):
+        now[0] += 0.01
+        state = advance(state, out(0, f"{now[0]}\n"))
+        view.draw(state)
+    assert 9 <= len(panel.shown) <= 10
+    assert all(list(delta["rows"]) == ["0"] for delta in panel.shown)
+    now[0] += 1
+    view.draw(state)
+    drawn = len(panel.shown)
+    now[0] += 1
+    view.draw(state)
+    assert len(panel.shown) == drawn, "nothing changed, so nothing is sent"
+    view.close(state)
+    assert shown == [shown[0], shown[0]]
+    assert panel.closed == 1
+
+
+def test_rows_tell_what_changed_and_nothing_else():
+    rows = Rows(HEADER)
+    state = run_of(3, out(1, "\x1b[31mlast\x1b[0m line\n"))
+    first = rows.changes(state)
+    assert first is not None
+    assert list(first["rows"]) == ["0", "1", "2"]
+    assert first["rows"]["1"]["last"] == "last line"
+    assert rows.changes(state) is None
+    state = advance(state, returned(2, "3.0"))
+    second = rows.changes(state)
+    assert second is not None
+    assert {rank: row["result"] for rank, row in second["rows"].items()} == {"2": "3.0"}
+    boom = FailureRecord(type="E", message="boom", time=5.0)
+    closed = FailureRecord(type="RuntimeError", message="Connection closed by peer", time=4.0)
+    state = advance(state, Raised(rank=0, failure=closed))
+    third = rows.changes(state)
+    assert third is not None
+    assert third["rows"]["0"]["result"] == "RuntimeError: Connection closed by peer"
+    state = advance(state, Raised(rank=1, failure=boom))
+    fourth = rows.changes(state)
+    assert fourth is not None
+    assert fourth["rows"]["0"]["result"].startswith("consequence of rank 1: RuntimeError")
+
+
+def test_a_restart_with_fewer_ranks_removes_rows():
+    rows = Rows(HEADER)
+    state = run_of(3)
+    rows.changes(state)
+    delta = rows.changes(advance(state, AttemptStarted(number=1, world_size=2, time=9.0)))
+    assert delta is not None
+    assert delta["removed"] == ["2"]
+    assert delta["header"]["restarts"] == "1 restart"
+
+
+def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
+    code = (
+        "import sys, nblaunch.view.display, nblaunch.view.watch\n"
+        "print([name for name in ('IPython', 'ipywidgets', 'anywidget', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_the_panel_never_makes_markup_of_what_a_rank_said():
+    script = (Path(display.__file__).parent / "panel.js").read_text(encoding="utf-8")
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "://"):
+        assert way not in script
