@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     from nblaunch._options import LaunchOptions
     from nblaunch._results import HangReport, RankFailure, RankResult, RunResult
     from nblaunch._transcript import Display
+    from nblaunch.diagnose.doctor import doctor
+    from nblaunch.diagnose.report import DoctorReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CaptureError": "_errors",
     "Display": "_transcript",
+    "DoctorReport": "diagnose.report",
     "HangReport": "_results",
     "LaunchError": "_errors",
     "LaunchOptions": "_options",
@@ -44,12 +47,15 @@ _HOMES = {
     "RunFailedError": "_errors",
     "RunResult": "_results",
     "RunTimeoutError": "_errors",
+    # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
+    "doctor": "diagnose.doctor",
     "run": "_api",
 }
 
 __all__ = [
     "CaptureError",
     "Display",
+    "DoctorReport",
     "HangReport",
     "LaunchError",
     "LaunchOptions",
@@ -60,6 +66,7 @@ __all__ = [
     "RunFailedError",
     "RunResult",
     "RunTimeoutError",
+    "doctor",
     "run",
 ]
 

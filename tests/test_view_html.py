@@ -371,7 +371,10 @@ def test_a_saved_notebook_stays_below_1_mb_whatever_the_ranks_display():
 def test_a_figure_of_one_of_64_ranks_is_not_crowded_out_by_what_the_others_print():
     printed = [out(rank, f"{rank} line\n" * 10_000) for rank in range(64)]
     figure = shown(5, png=base64.b64encode(b"x" * 120_000).decode())
-    assert "<img " in html_of(64, *printed, figure)
+    markup = html_of(64, *printed, figure)
+    assert "<img " in markup
+    assert markup.index("<img ") < markup.index("Output of 63 ranks")
+    assert "<details open" in markup[: markup.index("<img ")]
 
 
 def test_64_ranks_are_one_calm_page():

@@ -194,17 +194,17 @@ def threads() -> Iterator[Finding]:
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:
         yield ok(
-            "threads",
+            "CPU threads",
             f"OMP_NUM_THREADS is not set: each rank computes on 1 of {cpus} CPUs, as under torchrun",
         )
         return
     summary = f"OMP_NUM_THREADS={value}, and {cpus} CPUs for all ranks together"
     if value.isdecimal() and int(value) > 1 and int(value) * _FEW_RANKS > cpus:
         yield warning(
-            "threads",
+            "CPU threads",
             summary,
             f"Even {_FEW_RANKS} ranks have more threads than there are CPUs, and slow each other down. "
             "Unset it, or set it to CPUs divided by ranks, before the kernel starts.",
         )
     else:
-        yield ok("threads", summary)
+        yield ok("CPU threads", summary)

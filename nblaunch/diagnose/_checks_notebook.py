@@ -81,14 +81,10 @@ def versions() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         yield ok(name, f"{python}; nblaunch is not installed as a package, so what it needs is not known")
         return
-    wrong = False
-    for line in required:
-        matched = _REQUIREMENT.match(line)
-        if matched is None or "extra ==" in line:
-            continue
-        for finding in _compare(matched[1], matched[2]):
-            wrong = True
-            yield finding
+    needed = [_REQUIREMENT.match(line) for line in required if "extra ==" not in line]
+    floors = {"nblaunch": "0"} | {each[1]: each[2] for each in needed if each is not None}
+    wrong = [finding for package, floor in floors.items() for finding in _compare(package, floor)]
+    yield from wrong
     if not wrong:
         yield ok(name, f"nblaunch {own}, {python}; all that it needs is new enough")
 

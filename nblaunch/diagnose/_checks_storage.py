@@ -26,6 +26,7 @@ _SHARED_WANTED = 512 * _MIB
 _SHARED_NEEDED = 4 * _MIB
 _DISK_WANTED = 1024 * _MIB
 _DISK_NEEDED = 32 * _MIB
+_SHOWN = 3
 _YOUNG_SECONDS = 60.0
 """A kernel that starts makes its directory a moment before the processes by which it is known."""
 
@@ -109,17 +110,18 @@ def _same(one: Path, other: Path) -> bool:
 
 def leftovers() -> Iterator[Finding]:
     """Name the runtime directories whose kernel, and all below it, was killed at once."""
-    bases = {Path(tempfile.gettempdir())}
+    bases, own = {Path(tempfile.gettempdir())}, Path()
     with contextlib.suppress(LaunchError, OSError):
-        bases.add(runtime.root().parent)
-    candidates = [
-        path for base in sorted(bases) for path in sorted(base.glob(f"{runtime.PREFIX}*")) if _old(path)
-    ]
-    dead = [path for path in candidates if not _in_use(path)] if candidates else []
+        own = runtime.root()
+        bases.add(own.parent)
+    found = [each for base in sorted(bases) for each in sorted(base.glob(f"{runtime.PREFIX}*"))]
+    candidates = [each for each in found if each != own and _old(each)]
+    in_use = _paths_in_use() if candidates else ""
+    dead = [str(each) for each in candidates if str(each) not in in_use]
     if not dead:
         yield ok("leftovers", "no directory of a dead kernel")
         return
-    shown = " ".join(map(str, dead[:3])) + (" ..." if len(dead) > 3 else "")  # noqa: PLR2004 - enough to see
+    shown = " ".join(dead[:_SHOWN]) + (" ..." if len(dead) > _SHOWN else "")
     yield warning(
         "leftovers",
         f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}",
@@ -128,19 +130,17 @@ def leftovers() -> Iterator[Finding]:
 
 
 def _old(path: Path) -> bool:
-    """Whether a directory is this user's, and older than a start takes."""
+    """Whether a directory is one of ours, of this user, and older than a start takes."""
     with contextlib.suppress(OSError):
         state = path.lstat()
-        mine = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
-        return mine and time.time() - state.st_mtime > _YOUNG_SECONDS
+        private = stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == stat.S_IRWXU
+        return private and state.st_uid == os.getuid() and time.time() - state.st_mtime > _YOUNG_SECONDS
     return False
 
 
-def _in_use(path: Path) -> bool:
-    """Whether a process has the directory on its command line, as keepers have, or a socket in it."""
+def _paths_in_use() -> str:
+    """Return where sockets are bound and what processes were called with, as keepers are with their path."""
+    texts = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
     with contextlib.suppress(OSError):
-        if f"{path}/" in Path("/proc/net/unix").read_text(errors="replace"):
-            return True
-    return any(
-        str(path) in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
-    )
+        texts.append(Path("/proc/net/unix").read_text(errors="replace"))
+    return "\n".join(texts)

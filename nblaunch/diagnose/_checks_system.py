@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -42,9 +41,6 @@ sys.stdin.read()
 def fork_server() -> Iterator[Finding]:
     """Fork a process from the kernel's fork server, as a rank is; measure how long that takes."""
     name = "fork server"
-    if _rank_here() is not None:
-        yield ok(name, "not started: this process is itself a rank")
-        return
     before = forkserver.server.pid
     started = time.monotonic()
     try:
@@ -52,7 +48,8 @@ def fork_server() -> Iterator[Finding]:
         ready = time.monotonic()
         _fork_once()
     except (LaunchError, OSError) as error:
-        yield problem(name, str(error), "No rank can be started. The words above are the server's own.")
+        last_words = str(error).strip().splitlines()[-1]
+        yield problem(name, f"no rank can be forked: {last_words}", "Mend that first; every run needs it.")
         return
     took, forked = ready - started, time.monotonic() - ready
     word = "ready" if forkserver.server.pid == before else "started"
@@ -112,7 +109,7 @@ def hand_over() -> Iterator[Finding]:
         except (AttributeError, OSError) as error:
             advice = "Large payloads go through files below TMPDIR: slower, and they need room there."
             yield warning(name, f"no memory files (memfd_create): {error}", advice)
-            fd = stack.enter_context(tempfile.TemporaryFile()).fileno()
+            return
         os.pwrite(fd, _TOKEN, 0)
         refused, said = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
     refused = refused or said.get("refused", "")
@@ -193,7 +190,7 @@ def hostname() -> Iterator[Finding]:
 def this_process() -> Iterator[Finding]:
     """Say whether this process is a rank: then it can start none."""
     name = "this process"
-    rank = _rank_here()
+    rank = rank_here()
     variables = [
         each for each in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR") if each in os.environ
     ]
@@ -214,7 +211,7 @@ def this_process() -> Iterator[Finding]:
         yield ok(name, "it is no rank, so it can start runs")
 
 
-def _rank_here() -> int | None:
+def rank_here() -> int | None:
     """Return this process's rank if nblaunch started it as one."""
     outlet = getattr(sys.modules.get("nblaunch.rank.display"), "outlet", None)
     return outlet.rank if outlet is not None and outlet.send is not None else None

@@ -24,8 +24,9 @@ from nblaunch.diagnose import (
 )
 from nblaunch.diagnose.report import DoctorReport, Finding, warning
 
-_SECONDS = 4.0
+_SECONDS = 4.4
 _RESOLVER_SECONDS = 2.0
+_SLOW_TORCH = "Importing torch takes long here. Is the machine busy, or the environment on a slow disk?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,8 @@ class Check:
 
 CHECKS: tuple[Check, ...] = (
     Check("versions", _checks_notebook.versions),
-    Check(
-        "torch",
-        _checks_torch.build,
-        if_stuck="Importing torch takes long here: is its environment on a slow or shared disk?",
-    ),
-    Check("NCCL", _checks_torch.nccl),
+    Check("torch", _checks_torch.build, if_stuck=_SLOW_TORCH),
+    Check("NCCL", _checks_torch.nccl, if_stuck=_SLOW_TORCH),
     Check(
         "GPU",
         _checks_gpu.gpus,
@@ -76,7 +73,7 @@ CHECKS: tuple[Check, ...] = (
     Check("open files", _checks_limits.open_files),
     Check("process limit", _checks_limits.processes),
     Check("memory", _checks_limits.memory),
-    Check("threads", _checks_limits.threads),
+    Check("CPU threads", _checks_limits.threads),
     Check("notebook", _checks_notebook.front_end),
     Check("this process", _checks_system.this_process),
 )
@@ -99,6 +96,9 @@ def doctor() -> DoctorReport:
     >>> [finding.advice for finding in report.problems]                    # doctest: +SKIP
     []
     """
+    if _checks_system.rank_here() is not None:
+        # A rank has no business with a fork server or a runtime directory of its own.
+        return examine([each for each in CHECKS if each.find is _checks_system.this_process])
     return examine()
 
 

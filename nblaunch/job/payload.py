@@ -65,7 +65,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = tensors.reduce(obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple) and (slots := vars(obj).get("__slots__")):
+            _make_with_slots(slots, reduced)
+        return reduced
+
+
+def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:  # noqa: ANN401 - names, in many forms
+    """Have a class that goes by value be made with its slots.
+
+    cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
+    `__dict__`, and could not come home to the class of the notebook, which has none.
+    """
+    if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
+        reduced[1][3]["__slots__"] = slots
 
 
 class _Outbound(_Pickler):

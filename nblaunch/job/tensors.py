@@ -25,11 +25,24 @@ def reduce(obj: Any) -> Any:
         # Every tensor makes a new typed wrapper; the untyped storage below is one object per memory,
         # so that pickle's own memo keeps aliases aliases.
         return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
+    if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
+        return _with_typed_storage(torch, obj)
     if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
         kind = obj.device.type
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
+
+
+def _with_typed_storage(torch: Any, tensor: Any) -> Any:  # noqa: ANN401 - torch is not imported
+    """Return torch's own reduction of a tensor of a newer dtype (uint16, float8), mended.
+
+    torch 2.13 pickles an untyped storage there, and unpickles a typed one: it cannot read what it wrote.
+    """
+    rebuild, (storage, *others), *state = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if type(storage) is torch.UntypedStorage:
+        storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return (rebuild, (storage, *others), *state)
 
 
 def _buffer(storage: Any) -> pickle.PickleBuffer:

@@ -97,7 +97,11 @@ class RankShell(InteractiveShell):
             data, _ = formatter.format(value, include={"text/plain", "text/html"})
         except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
             return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
-        text, html = data.get("text/plain", ""), data.get("text/html", "")
+        text, html = data.get("text/plain"), data.get("text/html", "")
+        if text is None:
+            # IPython has swallowed what the repr raised, or the object has displayed itself.
+            shows_itself = hasattr(type(value), "_ipython_display_")
+            text = "" if shows_itself else f"<{type(value).__name__}, whose repr raised an exception>"
         if len(text) > _VALUE_CHARACTERS:
             text = f"{text[:_VALUE_CHARACTERS]}… ({len(text)} characters)"
         return text, html if len(html) <= 10 * _VALUE_CHARACTERS else ""

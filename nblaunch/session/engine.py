@@ -97,13 +97,11 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         try:
             group.start()
             error = ending.wait()
-            result = outcome.collect(
-                group,
-                backend=launch.placement.backend,
-                title=launch.title,
-                log_dir=_own_directory(group),
-                keep=private,
-            )
+            try:
+                result = _collect(group, launch, private)
+            except KeyboardInterrupt as interrupt:
+                # All values are here: whoever stops the notebook now still gets them.
+                result, error = _collect(group, launch, private), interrupt
         finally:
             ending.ensure()
             group.close()
@@ -112,6 +110,16 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
     return Outcome(result, error)
+
+
+def _collect(group: WorkerGroup, launch: Launch, private: object) -> RunResult:
+    return outcome.collect(
+        group,
+        backend=launch.placement.backend,
+        title=launch.title,
+        log_dir=_own_directory(group),
+        keep=private,
+    )
 
 
 class _Ending:

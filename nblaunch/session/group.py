@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from nblaunch._errors import LaunchError
 from nblaunch._protocol import (
     AttemptStarted,
     CellJob,
@@ -149,7 +150,10 @@ class WorkerGroup:
             done.set()
 
         self._hub.call(note)
-        done.wait()
+        while not done.wait(1.0):
+            if not self._hub.usable:
+                msg = "the hub, which carries the ranks' messages, has ended"
+                raise LaunchError(msg, phase=Phase.CONNECT.value)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Take note of the processes and their log files."""

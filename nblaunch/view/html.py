@@ -191,19 +191,25 @@ def _values(state: RunState) -> Iterator[str]:
 def _outputs(outputs: Sequence[Output], budget: int) -> str:
     lines = sum(_cost_of_lines(each) for each in outputs)
     outputs, taken = _with_displays(outputs, budget - min(max(lines, _NOTES_BUDGET), LINES_BUDGET))
-    few = len(outputs) <= _OUTPUTS_OPEN
-    parts = [
-        markup.details(
-            _summary(output),
-            "".join(_blocks(output)),
-            opened=few and (output.lines <= _LINES_OPEN or bool(output.displays)),
-        )
-        for output in fit(outputs, min(budget - taken, LINES_BUDGET))
-    ]
-    if few:
-        return "".join(parts)
-    count = sum(len(output.ranks) for output in outputs)
-    return markup.details(f"Output of {count} ranks", "".join(parts), opened=False)
+    shown = fit(outputs, min(budget - taken, LINES_BUDGET))
+    drawn = [_output(each, opened=each.lines <= _LINES_OPEN or _has_display(each)) for each in shown]
+    if len(shown) <= _OUTPUTS_OPEN:
+        return "".join(drawn)
+    # Of many ranks what they printed is folded away; a figure was made to be seen.
+    seen = [index for index, each in enumerate(shown) if _has_display(each)][:_OUTPUTS_OPEN]
+    others = [index for index in range(len(shown)) if index not in seen]
+    count = sum(len(shown[index].ranks) for index in others)
+    folded_away = "".join(drawn[index] for index in others)
+    figures = "".join(drawn[index] for index in seen)
+    return figures + markup.details(f"Output of {count} ranks", folded_away, opened=False)
+
+
+def _has_display(output: Output) -> bool:
+    return any(isinstance(item, Display) for item in output.items)
+
+
+def _output(output: Output, *, opened: bool) -> str:
+    return markup.details(_summary(output), "".join(_blocks(output)), opened=opened)
 
 
 def _summary(output: Output) -> str:
