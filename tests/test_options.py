@@ -621,7 +621,7 @@ def _completions() -> Iterator[tuple[str, list[str]]]:
         yield f"{prefix}--ti", ["--timeout"]
         yield f"{prefix}-n 2 --max", ["--max-restarts"]
         yield f"{prefix}--max_", ["--max_restarts"]
-        yield f"{prefix}--h", ["--help"]
+        yield f"{prefix}--h", ["--hang-after", "--help"]
         yield f"{prefix}--backend ", ["auto", "gloo", "nccl"]
         yield f"{prefix}--backend n", ["nccl"]
         yield f"{prefix}--backend=g", ["gloo"]

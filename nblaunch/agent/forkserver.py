@@ -27,7 +27,9 @@ from nblaunch.agent import keeper, runtime
 START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
 
-_SWEEP_TIMEOUT = 5.0
+# Only a machine that hardly moves takes so long; a keeper that does not answer is replaced.
+_ANSWER_TIMEOUT = 30.0
+_STOP_TIMEOUT = 5.0
 # Importing torch from a cold network disk takes minutes; longer than that nothing will come.
 _BOOT_SECONDS = 300.0
 # The stubs leave these two out.
@@ -50,10 +52,9 @@ class Server:
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
         with self._lock:
-            if self._alive():
-                return
-            self._forget()
-            self._start()
+            if not self._answers():
+                self.stop()
+                self._start()
 
     @property
     def pid(self) -> int | None:
@@ -62,6 +63,24 @@ class Server:
 
     def _alive(self) -> bool:
         return self._keeper is not None and self._owner == os.getpid() and self._keeper.poll() is None
+
+    def _answers(self) -> bool:
+        """Return whether the keeper and the fork server are there, and can be reached.
+
+        A fork server that has been killed takes its keeper along, and that the runtime directory, a moment
+        later; and somebody may have emptied the temporary directory.
+        """
+        return self._alive() and os.path.exists(self._address) and self._asked(keeper.PING)
+
+    def _asked(self, request: bytes) -> bool:
+        if self._control is None:
+            return False
+        self._control.settimeout(_ANSWER_TIMEOUT)
+        try:
+            self._control.sendall(request)
+            return self._control.recv(1) == keeper.DONE
+        except OSError:
+            return False
 
     def _start(self) -> None:
         root = runtime.root()
@@ -121,12 +140,8 @@ class Server:
     def sweep(self) -> None:
         """Kill what ranks that are gone have left running."""
         with self._lock:
-            if not self._alive() or self._control is None:
-                return
-            self._control.settimeout(_SWEEP_TIMEOUT)
-            with contextlib.suppress(OSError):
-                self._control.sendall(keeper.SWEEP)
-                self._control.recv(1)
+            if self._alive():
+                self._asked(keeper.SWEEP)
 
     def log(self) -> str:
         """Return what the fork server has printed: why it did not start, if it did not."""
@@ -141,7 +156,7 @@ class Server:
             if self._alive() and self._control is not None and self._keeper is not None:
                 self._control.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._keeper.wait(_SWEEP_TIMEOUT)
+                    self._keeper.wait(_STOP_TIMEOUT)
                 if self._keeper.poll() is None:
                     self._keeper.kill()
                     self._keeper.wait()

@@ -6,7 +6,8 @@ It is the subreaper of everything below it: a child that a rank left behind, eve
 session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive"
 is one rule: *a child of the keeper that is not the fork server does not live*. It is applied
 
-* when the kernel asks, at the end of each worker group (one byte on the socket, one byte back), and
+* when the kernel asks, at the end of each worker group (one byte on the socket, one byte back; another
+  byte only asks whether the keeper and the fork server are there), and
 * when the kernel is gone, for whatever reason: then the fork server goes too, and the runtime directory.
 
 This file runs as a program of its own and imports nothing of torch; the fork server is its child and
@@ -27,8 +28,10 @@ import time
 from nblaunch.rank.isolate import become_subreaper, die_with_parent
 
 SWEEP = b"s"
-SWEPT = b"."
+PING = b"p"
+DONE = b"."
 _PATIENCE = 0.02
+_TRACKER_PATIENCE = 1.0
 
 
 def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
@@ -70,10 +73,11 @@ def _watch(control: socket.socket, server: int, kernel_pid: int) -> None:
         if ready != [control.fileno()]:
             return
         request = control.recv(1)
-        if request != SWEEP:
+        if request not in (SWEEP, PING):
             return
-        _sweep(spare=server)
-        control.sendall(SWEPT)
+        if request == SWEEP:
+            _sweep(spare=server)
+        control.sendall(DONE)
 
 
 def _process_end(pid: int) -> int:
@@ -83,11 +87,15 @@ def _process_end(pid: int) -> int:
 
 def _sweep(spare: int) -> None:
     """Kill and reap every child but `spare`; what they leave becomes ours, and goes too."""
+    give_up = time.monotonic() + _TRACKER_PATIENCE
     while True:
         children = [pid for pid in _children() if pid != spare]
         if not children:
             return
+        trackers = [pid for pid in children if time.monotonic() < give_up and _is_resource_tracker(pid)]
         for pid in children:
+            if pid in trackers:
+                continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE
@@ -97,6 +105,18 @@ def _sweep(spare: int) -> None:
                     # Uninterruptible sleep: it will die when the kernel lets it; others come first.
                     break
                 time.sleep(0.0005)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Return whether a process is Python's resource tracker.
+
+    It removes the shared memory that a rank made and left, and ends as soon as the rank's last child has.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as arguments:
+            return b"multiprocessing.resource_tracker" in arguments.read()
+    except OSError:
+        return False
 
 
 def _children() -> list[int]:

@@ -72,7 +72,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return reduced
 
 
-def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:  # noqa: ANN401 - names, in many forms
+def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
     """Have a class that goes by value be made with its slots.
 
     cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a

@@ -34,7 +34,7 @@ def reduce(obj: Any) -> Any:
     return NotImplemented
 
 
-def _with_typed_storage(torch: Any, tensor: Any) -> Any:  # noqa: ANN401 - torch is not imported
+def _with_typed_storage(torch: Any, tensor: Any) -> Any:
     """Return torch's own reduction of a tensor of a newer dtype (uint16, float8), mended.
 
     torch 2.13 pickles an untyped storage there, and unpickles a typed one: it cannot read what it wrote.

@@ -8,11 +8,13 @@ import os
 import random
 import signal
 import sys
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, process, resource_tracker
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# `multiprocessing` adds `/listener-` and eight letters; macOS takes 104 bytes in all.
+_LONGEST_SOCKET_DIRECTORY = 84
 _LINUX = sys.platform.startswith("linux")
 
 
@@ -44,6 +46,16 @@ def isolate() -> None:
         signal.signal(number, signal.SIG_DFL)
     _forget_inherited_servers()
     _seed_anew()
+
+
+def keep_sockets_in(directory: str) -> None:
+    """Have `multiprocessing` make its sockets in `directory`, which is removed with the run.
+
+    They would lie in the temporary directory, and stay there when a rank is killed that has, say, the
+    workers of a DataLoader.
+    """
+    if len(os.fsencode(directory)) <= _LONGEST_SOCKET_DIRECTORY:
+        process.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _forget_inherited_servers() -> None:

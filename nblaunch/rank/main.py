@@ -37,7 +37,7 @@ from nblaunch._protocol import (
 from nblaunch.job import payload, shared
 from nblaunch.rank import environment, failure, inspection, process_group, shell, streams
 from nblaunch.rank.display import outlet
-from nblaunch.rank.isolate import isolate
+from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
 
 
@@ -224,6 +224,7 @@ async def _awaited(value: Any) -> object:
 def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
+    keep_sockets_in(orders.spill)
     process_group.remember_agent_address()
     exitcode = Rank(orders).live()
     if exitcode:

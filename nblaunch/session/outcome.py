@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +26,13 @@ class LogDirectory:
     def __init__(self, path: Path) -> None:
         """Remove `path` when this object is collected."""
         self.path = path
-        self._finalizer = weakref.finalize(self, runtime.remove_tree, path)
+        self._finalizer = weakref.finalize(self, _remove, path, os.getpid())
+
+
+def _remove(path: Path, owner: int) -> None:
+    # A fork of the kernel has a copy of every result, and must not remove what its parent's refer to.
+    if os.getpid() == owner:
+        runtime.remove_tree(path)
 
 
 def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:
