@@ -62,7 +62,7 @@ def named(name, found):
     return only([level, summary, advice] for each, level, summary, advice in found if each == name)
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError
 
@@ -74,7 +74,7 @@ def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
     report = nblaunch.doctor()
     names = [each.name for each in report.findings]
     assert {"versions", "torch", "NCCL", "fork server", "processes", "hand-over", "loopback"} <= set(names)
-    assert {"hostname", "/dev/shm", "temp dir", "leftovers", "open files"} <= set(names)
+    assert {"hostname", "temp dir", "leftovers", "open files"} <= set(names)
     assert {"process limit", "memory", "CPU threads", "notebook", "this process"} <= set(names)
     assert any(name.startswith("GPU") for name in names)
     for each in report.findings:
@@ -95,7 +95,9 @@ def test_a_run_takes_less_than_5_seconds_and_leaves_no_thread():
     assert stuck or set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("error", [ValueError("x\ny"), SystemExit(3), KeyboardInterrupt(), Unprintable()])
+@pytest.mark.parametrize(
+    "error", [ValueError("x\ny"), SystemExit(3), KeyboardInterrupt(), UnprintableError()]
+)
 def test_it_never_raises_even_if_every_check_does(error):
     def fail():
         raise error
@@ -153,7 +155,7 @@ def test_every_check_ends_before_the_whole_must():
 
 def rows(text):
     """Return (level, name) of each line of a report."""
-    return re.findall(r"^(ok|warning|problem) +(\S+(?: \S+)*?)  ", text, re.M)
+    return re.findall(r"^(ok|warning|problem) +(\S+(?: \S+)*?)  ", text, re.MULTILINE)
 
 
 def test_the_three_doors_agree(kernel, terminal, tmp_path):
@@ -170,7 +172,7 @@ def test_the_three_doors_agree(kernel, terminal, tmp_path):
         check=False,
     )
     assert command.returncode == 0, command.stdout + command.stderr
-    in_terminal = terminal(["%load_ext nblaunch", "print(%distributed doctor)" and "%distributed doctor"])
+    in_terminal = terminal(["%load_ext nblaunch", "%distributed doctor"])
     assert in_terminal.returncode == 0, in_terminal.stderr
     for door in (magic, rows(command.stdout), rows(in_terminal.stdout)):
         assert [name for _, name in door] == [name for _, name in function]
@@ -226,7 +228,7 @@ def test_in_a_rank_the_doctor_says_that_it_is_one_and_starts_nothing():
 
 
 def test_cuda_is_not_asked_for_anything(script, nvidia_smi):
-    nvidia_smi(gpus="0, GPU-a, NVIDIA H100, 81559, 80000")
+    nvidia_smi("0, GPU-a, NVIDIA H100, 81559, 80000")
     source = f"""
     import json, torch, nblaunch
     def refuse(*args, **kwargs):
@@ -247,18 +249,18 @@ def test_cuda_is_not_asked_for_anything(script, nvidia_smi):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """Give `nvidia_smi(gpus=..., processes=..., peers=..., header=..., code=...)`: a driver of this kind."""
+    """Give `nvidia_smi(gpus, processes=..., peers=..., header=..., code=...)`: a driver that answers so."""
 
-    def install(*, gpus="", processes="", peers="", header="", code=0, stuck=False):
+    def install(gpus="", *, processes="", peers="", header="", code=0):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         program = folder / "nvidia-smi"
         answers = {"--query-gpu*": gpus, "--query-compute*": processes, "topo*": peers, "*": header}
         cases = "".join(f"{pattern}) cat <<END\n{text}\nEND\n;;\n" for pattern, text in answers.items())
-        body = "exec sleep 60\n" if stuck else f'case "$1" in\n{cases}esac\nexit {code}\n'
-        program.write_text(f"#!/bin/sh\n{body}")
+        program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nexit {code}\n')
         program.chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return program
 
     return install
 
@@ -278,7 +280,7 @@ PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n\n  X    
 
 @pytest.mark.usefixtures("made_for_cuda")
 def test_gpus_are_listed_with_their_free_memory_and_peers(nvidia_smi):
-    nvidia_smi(gpus=TWO, peers=PEERS.format("OK"), header="Driver Version: 560.1  CUDA Version: 12.6")
+    nvidia_smi(TWO, peers=PEERS.format("OK"), header="Driver Version: 560.1  CUDA Version: 12.6")
     assert list(_checks_gpu.gpus()) == [
         ok("GPU 0", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
         ok("GPU 1", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
@@ -290,7 +292,7 @@ def test_gpus_are_listed_with_their_free_memory_and_peers(nvidia_smi):
 def test_what_this_very_kernel_holds_on_a_gpu_is_told_from_what_others_hold(nvidia_smi):
     # The shell's $PPID is this process, as a real driver's list has it.
     nvidia_smi(
-        gpus="0, GPU-a, NVIDIA L4, 23034, 13000\n1, GPU-b, NVIDIA L4, 23034, 1000",
+        "0, GPU-a, NVIDIA L4, 23034, 13000\n1, GPU-b, NVIDIA L4, 23034, 1000",
         processes="GPU-a, $PPID, 9000\nGPU-a, 1, 400\nGPU-b, 1, 22000",
     )
     mine, theirs, _ = _checks_gpu.gpus()
@@ -307,7 +309,7 @@ def test_where_the_driver_names_no_processes_torch_tells_what_it_holds(nvidia_sm
     """As in a container, whose process ids the driver does not know."""
     import torch
 
-    nvidia_smi(gpus="0, GPU-a, NVIDIA L4, 23034, 13000")
+    nvidia_smi("0, GPU-a, NVIDIA L4, 23034, 13000")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
@@ -318,7 +320,7 @@ def test_where_the_driver_names_no_processes_torch_tells_what_it_holds(nvidia_sm
 
 @pytest.mark.usefixtures("made_for_cuda")
 def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
-    nvidia_smi(gpus=TWO, peers=PEERS.format("CNS"))
+    nvidia_smi(TWO, peers=PEERS.format("CNS"))
     *_, peers = _checks_gpu.gpus()
     assert peers.level is Level.WARNING
     assert peers.summary == "1 of 1 pairs of GPUs cannot read each other's memory: 0-1"
@@ -327,9 +329,7 @@ def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
 
 @pytest.mark.usefixtures("made_for_cuda")
 def test_a_driver_older_than_torchs_cuda_is_a_problem(nvidia_smi):
-    nvidia_smi(
-        gpus="0, GPU-a, Tesla T4, 15360, 15000", header="| Driver Version: 470.1  CUDA Version: 11.4 |"
-    )
+    nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000", header="| Driver Version: 470.1  CUDA Version: 11.4 |")
     found = next(iter(_checks_gpu.gpus()))
     assert found.level is Level.PROBLEM
     assert found.summary == "the driver knows CUDA up to 11.4; torch was made for CUDA 12.6"
@@ -338,7 +338,7 @@ def test_a_driver_older_than_torchs_cuda_is_a_problem(nvidia_smi):
 def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
     import torch
 
-    nvidia_smi(gpus="0, GPU-a, Tesla T4, 15360, 15000")
+    nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "made for the CPU" in next(iter(_checks_gpu.gpus())).summary
     monkeypatch.setattr(torch.version, "cuda", "12.6")
@@ -350,21 +350,21 @@ def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
 
 @pytest.mark.usefixtures("made_for_cuda")
 def test_a_driver_that_tells_no_memory_is_no_problem(nvidia_smi):
-    nvidia_smi(gpus="0, GPU-a, NVIDIA A100, [N/A], [N/A]")
+    nvidia_smi("0, GPU-a, NVIDIA A100, [N/A], [N/A]")
     assert only(_checks_gpu.gpus()).level is Level.OK
 
 
 def test_a_driver_that_fails_is_a_problem_in_its_own_words(nvidia_smi):
-    nvidia_smi(gpus="Failed to initialize NVML: Driver/library version mismatch", code=18)
+    nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", code=18)
     found = only(_checks_gpu.gpus())
     assert found.level is Level.PROBLEM
     assert "Driver/library version mismatch" in found.summary
-    nvidia_smi(gpus="No devices were found", code=6)
+    nvidia_smi("No devices were found", code=6)
     assert only(_checks_gpu.gpus()).level is Level.OK
 
 
 def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvidia_smi):
-    nvidia_smi(stuck=True)
+    nvidia_smi().write_text("#!/bin/sh\nexec sleep 60\n")
     started = time.monotonic()
     found = only(_checks_gpu.gpus())
     assert time.monotonic() - started < BOUND
@@ -461,7 +461,8 @@ def test_memory_that_processes_may_not_open_is_a_problem(script):
     libc = ctypes.CDLL(None)
     libc.prctl(drop_from_bounding_set, sys_ptrace, 0, 0, 0)
     libc.prctl(set_dumpable, 0, 0, 0, 0)
-    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in _checks_system.hand_over()]))
+    found = _checks_system.hand_over()
+    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     level, summary, advice = named("hand-over", printed(script(source)))
     assert level == "problem"
@@ -821,7 +822,7 @@ def test_clicks_that_wait_for_the_cell_are_told_of(monkeypatch, version, told):
 REPORT = DoctorReport(
     (
         ok("torch", "2.13.0"),
-        warning("/dev/shm", "64 MiB free of 64 MiB", "Start it with <more> & --shm-size."),
+        warning("shared", "64 MiB free of 64 MiB", "Start it with <more> & --shm-size."),
         problem("network", "no\n  loopback", "Bring up lo."),
     ),
     seconds=0.5,
@@ -831,11 +832,11 @@ REPORT = DoctorReport(
 def test_a_report_is_a_line_for_each_finding_in_columns():
     assert str(REPORT).splitlines() == [
         "nblaunch doctor: 1 problem, 1 warning",
-        "ok       torch     2.13.0",
-        "warning  /dev/shm  64 MiB free of 64 MiB",
-        "                   -> Start it with <more> & --shm-size.",
-        "problem  network   no loopback",
-        "                   -> Bring up lo.",
+        "ok       torch    2.13.0",
+        "warning  shared   64 MiB free of 64 MiB",
+        "                  -> Start it with <more> & --shm-size.",
+        "problem  network  no loopback",
+        "                  -> Bring up lo.",
     ]
     assert repr(REPORT) == str(REPORT)
 
@@ -843,7 +844,7 @@ def test_a_report_is_a_line_for_each_finding_in_columns():
 def test_a_report_is_ok_if_there_are_only_warnings():
     assert not REPORT.ok
     assert [each.name for each in REPORT.problems] == ["network"]
-    assert [each.name for each in REPORT.warnings] == ["/dev/shm"]
+    assert [each.name for each in REPORT.warnings] == ["shared"]
     assert DoctorReport(REPORT.findings[:2]).ok
     assert DoctorReport(()).ok
 

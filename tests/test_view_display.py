@@ -35,6 +35,7 @@ from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, W
 from nblaunch.view.header import Header
 from nblaunch.view.rows import Rows
 from nblaunch.view.text import render_text
+from nblaunch.view.watch import watcher
 
 HEADER = Header("cell", "gloo")
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -253,6 +254,14 @@ def test_a_wrong_value_of_the_variable_is_refused_by_its_name(monkeypatch, value
     monkeypatch.setenv("NBLAUNCH_DISPLAY", value)
     with pytest.raises(OptionError, match=r"NBLAUNCH_DISPLAY='.*auto, widget, html or text.*unset it"):
         choose_view(HEADER)
+
+
+def test_the_api_gets_its_view_under_a_title_and_a_backend(capsys):
+    view = watcher("train", "gloo")
+    state = run_of(1, returned(0))
+    view.open(state)
+    view.close(state)
+    assert capsys.readouterr().out == "train · 1 rank · gloo: SUCCEEDED\n"
 
 
 def test_a_wrong_mode_is_refused():

@@ -112,6 +112,12 @@ def test_values_of_several_lines_keep_their_columns():
     assert text == "rank 0: tensor([[1., 2.],\n                [3., 4.]])"
 
 
+def test_a_long_label_stands_on_a_line_of_its_own():
+    values = [returned(rank, "a\nb" if rank % 2 else "c\nd") for rank in range(40)]
+    text = text_of(40, *values)
+    assert ",38:\n    c\n    d\nranks 1,3," in text
+
+
 def test_long_values_are_folded_only_where_they_are_equal_to_the_last_character():
     middle = "x" * 90_000
     text = text_of(2, returned(0, f"a{middle}1{middle}b"), returned(1, f"a{middle}2{middle}b"))
@@ -141,6 +147,29 @@ def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopp
         "root cause: rank 2: ValueError: boom (Cell In[3], line 4)",
         f"rank 0: consequence of rank 2: RuntimeError: {without_port}",
         "ranks 1,3: STOPPED, because of rank 2",
+    ]
+
+
+def test_a_mistake_that_fails_every_rank_alike_is_one_cause_whichever_was_first():
+    def told(times):
+        failures = [FailureRecord(type="ValueError", message="boom", time=time) for time in times]
+        raised = [Raised(rank=rank, failure=failure) for rank, failure in enumerate(failures)]
+        return text_of(4, *raised, RunEnded(time=9.0))
+
+    assert told([5.0, 6.0, 7.0]) == told([7.0, 5.0, 6.0])
+    assert told([5.0, 6.0, 7.0]).splitlines() == [
+        "root cause: ranks 0-2: ValueError: boom",
+        "rank 3: STOPPED, because of ranks 0-2",
+    ]
+
+
+def test_causes_of_different_kinds_come_in_the_order_of_time():
+    first = FailureRecord(type="ValueError", message="first", time=5.0)
+    second = FailureRecord(type="KeyError", message="'second'", time=6.0)
+    text = text_of(2, Raised(rank=0, failure=second), Raised(rank=1, failure=first))
+    assert text.splitlines() == [
+        "root cause: rank 1: ValueError: first",
+        "also failed: rank 0: KeyError: 'second'",
     ]
 
 
@@ -298,6 +327,32 @@ def test_a_bar_that_drew_itself_a_million_times_is_still_one_line():
     assert text_of(1, err(0, bar + "\n")).splitlines()[0].startswith("[rank 0]  19999/100000")
 
 
+def test_what_lies_between_beginning_and_end_is_counted_around_displays_and_streams_too():
+    lines = [
+        message for number in range(4_000) for message in (out(0, f"{number:030}\n"), err(0, "-" * 30 + "\n"))
+    ]
+    figure = Displayed(rank=0, data={"text/plain": "figure"})
+    shown = text_of(1, figure, *lines, figure).splitlines()
+    (left_out,) = [line for line in shown if "left out" in line]
+    count = int("".join(re.findall(r"(\d+) lines left out", left_out)))
+    assert shown[0] == "[rank 0] figure"
+    assert shown[-2] == "[rank 0] figure"
+    assert count + len(shown) - 4 in (8_000, 8_001)
+
+
+def test_displays_that_are_left_out_are_counted():
+    displays = [Displayed(rank=0, data={"text/plain": f"{number}"}) for number in range(500)]
+    shown = text_of(1, *displays).splitlines()
+    (left_out,) = [line for line in shown if "left out" in line]
+    count = int("".join(re.findall(r"(\d+) displays left out, see result.ranks\[0\].displays", left_out)))
+    assert count + len(shown) - 2 == 500
+
+
+def test_what_only_stderr_said_is_looked_up_there():
+    text = text_of(1, err(0, "warning\n" * 50_000))
+    assert "see result.ranks[0].stderr" in text
+
+
 def test_the_last_line_is_the_last_that_is_not_blank():
     transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
     transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")
@@ -341,6 +396,14 @@ def test_text_without_control_characters_is_drawn_as_it_is(text):
         ("bar 1\nbar 2\x1b[A\rBAR", "BAR 1\nbar 2"),
         ("a\tb", "a       b"),
         ("\x1b[2Jkept", "kept"),
+        ("one\ntwo\r\x1b[A\x1b[Jx", "x"),
+        ("abc\x1b[1Kd", "   d"),
+        ("abc\x1b[2K", ""),
+        ("abc\x1b[2DX\x1b[9Gfar", "aXc     far"),
+        ("one\ntwo\x1b[Fup\x1b[Edown", "upe\ndown"),
+        ("ab\x1b[31mred\x1b[0m\x1b[2CX", "abred  X"),
+        ("\x1b[31mabc\x1b[0m\x1b[2DX", "aXc"),
+        ("\ud800\x07\x1b(B", "\ufffd"),
         ("\x1b[99999999999Cfar", " far"),
     ],
 )

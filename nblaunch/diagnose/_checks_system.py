@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from nblaunch._errors import LaunchError
-from nblaunch.agent import forkserver
+from nblaunch.agent import forkserver, runtime
 from nblaunch.diagnose.report import Finding, ok, problem, warning
 
+_LOG = "forkserver.log"
 _SLOW_SECONDS = 3.0
 _JOIN_SECONDS = 2.0
 _CHILD_SECONDS = 3.0
@@ -44,13 +45,20 @@ def fork_server() -> Iterator[Finding]:
     before = forkserver.server.pid
     started = time.monotonic()
     try:
-        _fork_once()
-        ready = time.monotonic()
-        _fork_once()
+        forkserver.server.ensure_running()
+        # Opened now: a server that ends takes the directory of its log along.
+        log = (runtime.root() / _LOG).open(errors="replace")
     except (LaunchError, OSError) as error:
-        last_words = str(error).strip().splitlines()[-1]
-        yield problem(name, f"no rank can be forked: {last_words}", "Mend that first; every run needs it.")
+        yield _no_fork(name, str(error))
         return
+    with log:
+        try:
+            _fork_once()
+            ready = time.monotonic()
+            _fork_once()
+        except (LaunchError, OSError) as error:
+            yield _no_fork(name, log.read().strip() or str(error))
+            return
     took, forked = ready - started, time.monotonic() - ready
     word = "ready" if forkserver.server.pid == before else "started"
     summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
@@ -63,6 +71,11 @@ def fork_server() -> Iterator[Finding]:
         )
     else:
         yield ok(name, summary)
+
+
+def _no_fork(name: str, words: str) -> Finding:
+    """Return the problem that makes every run fail; a traceback's last line is what it says."""
+    return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
 
 
 def _fork_once() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.job import tensors
+from nblaunch.job import idioms, tensors
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -61,10 +61,12 @@ def main_globals() -> dict[str, Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Base of both directions: tensors by storage."""
+    """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = tensors.reduce(obj)
+        if reduced is NotImplemented:
+            reduced = idioms.reduce(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and (slots := vars(obj).get("__slots__")):

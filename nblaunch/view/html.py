@@ -13,18 +13,19 @@ from nblaunch._protocol import FailureRecord
 from nblaunch._results import format_ranks
 from nblaunch._state import RankState, RunState, State
 from nblaunch._transcript import Display
-from nblaunch.diagnose.root_cause import Explained
 from nblaunch.view import markup
 from nblaunch.view.cost import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.fit import cost_of_line, fit
 from nblaunch.view.header import Header
 from nblaunch.view.outcome import (
+    Cause,
     attempt_lines,
+    causes,
     consequence_lines,
+    failure_of_each,
     failures,
     headline,
     others_lines,
-    reason,
     reason_limit,
     traceback_text,
     warning_lines,
@@ -87,11 +88,10 @@ def _headline(state: RunState, header: Header) -> str:
 def _failures(state: RunState) -> Iterator[str]:
     explained = failures(state.ranks.values())
     limit = reason_limit(explained)
-    causes = [each for each in explained if each.consequence_of is None]
     consequences = consequence_lines(explained, limit)
-    parts = [_cause(each, limit, number) for number, each in enumerate(causes)]
+    parts = [_cause(each, limit, number) for number, each in enumerate(causes(explained))]
     if consequences:
-        count = len(explained) - len(causes)
+        count = sum(each.consequence_of is not None for each in explained)
         summary = f"{count} consequence{'' if count == 1 else 's'} of it"
         content = markup.pre(markup.escaped("\n".join(consequences)))
         parts.append(markup.details(summary, content, opened=False))
@@ -101,13 +101,11 @@ def _failures(state: RunState) -> Iterator[str]:
         yield f"<div>{markup.code(line)}</div>"
 
 
-def _cause(explained: Explained, limit: int, number: int) -> str:
-    label = "Also failed" if number else "Root cause"
-    line = f"<strong>{label}: rank {explained.rank}:</strong> {markup.code(reason(explained, limit))}"
-    traceback = _traceback(explained.failure) if number < _TRACEBACKS else ""
-    if not traceback:
-        return f"<div>{line}</div>"
-    return f"<div>{line}</div>{markup.details('Traceback', traceback, opened=not number)}"
+def _cause(cause: Cause, limit: int, number: int) -> str:
+    label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
+    line = f"<div><strong>{label}</strong> {markup.code(shortened(cause.why, limit))}</div>"
+    traceback = _traceback(cause.failure) if number < _TRACEBACKS else ""
+    return line + (markup.details("Traceback", traceback, opened=not number) if traceback else "")
 
 
 def _traceback(failure: FailureRecord) -> str:
@@ -120,10 +118,10 @@ def _traceback(failure: FailureRecord) -> str:
 
 
 def _table(state: RunState) -> str:
-    explained = {each.rank: each for each in failures(state.ranks.values())}
+    why = failure_of_each(failures(state.ranks.values()))
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
-    rows = [_cells(known, explained.get(rank), limit, few=few) for rank, known in sorted(state.ranks.items())]
+    rows = [_cells(known, why.get(rank, ""), limit, few=few) for rank, known in sorted(state.ranks.items())]
     shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
     head = _row("th", (_COLUMNS[index] for index in shown), few=few)
     body = "".join(_row("td", (row[index] for index in shown), few=few) for row in rows)
@@ -149,13 +147,10 @@ def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, explained: Explained | None, limit: int, *, few: bool) -> tuple[str, ...]:
+def _cells(known: RankState, why: str, limit: int, *, few: bool) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
     last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
     value = clipped(_in_one_line(known.value_text), min(limit, _VALUE_COST))
-    why = "" if explained is None else reason(explained, limit)
-    if explained is not None and explained.consequence_of is not None:
-        why = f"consequence of rank {explained.consequence_of}: {why}"
     return (
         str(known.rank),
         markup.escaped(clipped(plain(known.device), limit)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from nblaunch._protocol import FailureRecord
 from nblaunch._results import RankFailure, format_ranks
@@ -20,6 +21,15 @@ _ATTEMPTS_SHOWN = 10
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why these ranks failed, all of them for the same reason; `failure` is that of the first of them."""
+
+    ranks: tuple[int, ...]
+    why: str
+    failure: FailureRecord
 
 
 def failures(ranks: Iterable[RankState]) -> tuple[Explained, ...]:
@@ -66,22 +76,54 @@ def traceback_text(failure: FailureRecord) -> str:
     return _KERNEL_FILE.sub("ipykernel", text)
 
 
-def consequence_lines(explained: Iterable[Explained], limit: int = REASON_COST) -> list[str]:
+def causes(explained: Iterable[Explained]) -> list[Cause]:
+    """Return the failures that explain the others, the root cause first; equal ones are one.
+
+    A mistake in a cell fails every rank in the same way. Which rank is first by the clock differs from
+    run to run then, so all of them are named.
+    """
+    groups: dict[str, list[Explained]] = {}
+    for each in explained:
+        if each.consequence_of is None:
+            groups.setdefault(reason(each), []).append(each)
+    return [
+        Cause(tuple(sorted(each.rank for each in group)), why, min(group, key=lambda each: each.rank).failure)
+        for why, group in groups.items()
+    ]
+
+
+def blame(explained: Sequence[Explained]) -> str:
+    """Return who is to blame for the consequences: `rank 1`, or nothing where nothing failed."""
+    found = causes(explained)
+    return format_ranks(found[0].ranks) if found else ""
+
+
+def failure_of_each(explained: Sequence[Explained]) -> dict[int, str]:
+    """Return each failed rank's failure in one line, its cause named where it is a consequence."""
+    cause = blame(explained)
+    return {
+        each.rank: reason(each) if each.consequence_of is None else f"consequence of {cause}: {reason(each)}"
+        for each in explained
+    }
+
+
+def consequence_lines(explained: Sequence[Explained], limit: int = REASON_COST) -> list[str]:
     """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
-    lines: dict[tuple[int, str], list[int]] = {}
+    lines: dict[str, list[int]] = {}
     for each in explained:
         if each.consequence_of is not None:
-            lines.setdefault((each.consequence_of, reason(each, limit)), []).append(each.rank)
+            lines.setdefault(reason(each, limit), []).append(each.rank)
+    cause = blame(explained) if lines else ""
     return [
-        f"{format_ranks(ranks)}: consequence of rank {cause}: {why}"
-        for (cause, why), ranks in sorted(lines.items(), key=lambda item: item[1])
+        f"{format_ranks(ranks)}: consequence of {cause}: {why}"
+        for why, ranks in sorted(lines.items(), key=lambda item: min(item[1]))
     ]
 
 
 def others_lines(state: RunState) -> list[str]:
     """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
-    causes = failures(state.ranks.values())
-    why = f", because of rank {causes[0].rank}" if causes else ""
+    cause = blame(failures(state.ranks.values()))
+    why = f", because of {cause}" if cause else ""
 
     def describe(rank: RankState) -> str:
         match rank.state:
@@ -101,8 +143,8 @@ def attempt_lines(state: RunState) -> list[str]:
     """Return a line for each attempt before this one, the latest ten of them."""
     lines = []
     for attempt in state.earlier[-_ATTEMPTS_SHOWN:]:
-        causes = failures(attempt.ranks.values())
-        why = f"rank {causes[0].rank}: {reason(causes[0])}" if causes else "the worker group changed"
+        found = causes(failures(attempt.ranks.values()))
+        why = f"{format_ranks(found[0].ranks)}: {found[0].why}" if found else "the worker group changed"
         lines.append(f"attempt {attempt.number}: restarted: {why}")
     left_out = len(state.earlier) - len(lines)
     return [f"… {left_out} attempts left out …", *lines] if left_out else lines

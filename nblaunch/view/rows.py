@@ -9,7 +9,7 @@ from nblaunch._state import RankState, RunState
 from nblaunch.view.cost import clipped
 from nblaunch.view.header import Header
 from nblaunch.view.markup import ICONS
-from nblaunch.view.outcome import failures, headline, reason
+from nblaunch.view.outcome import failure_of_each, failures, headline
 from nblaunch.view.output import last_line
 from nblaunch.view.terminal import plain
 
@@ -45,32 +45,27 @@ class Rows:
         """Begin with nothing shown."""
         self._header = header
         self._states: Mapping[int, RankState] = {}
-        self._causes: dict[int, int | None] = {}
+        self._why: dict[int, str] = {}
         self._shown_header: dict[str, str] = {}
 
     def changes(self, state: RunState) -> Delta | None:
         """Return what differs from the state seen last, or None."""
-        explained = {each.rank: each for each in failures(state.ranks.values())}
-        causes = {rank: each.consequence_of for rank, each in explained.items()}
+        why = failure_of_each(failures(state.ranks.values()))
         rows: dict[str, Row] = {}
         for rank, known in sorted(state.ranks.items()):
             # The fold keeps what has not changed, so looking at which object it is suffices.
-            if self._states.get(rank) is known and self._causes.get(rank) == causes.get(rank):
-                continue
-            why = explained.get(rank)
-            result = plain(known.value_text[:_READ_CHARACTERS]).strip() if why is None else reason(why)
-            if why is not None and why.consequence_of is not None:
-                result = f"consequence of rank {why.consequence_of}: {result}"
-            rows[str(rank)] = _row(known, result)
+            if self._states.get(rank) is not known or self._why.get(rank) != why.get(rank):
+                rows[str(rank)] = _row(known, why.get(rank, ""))
         removed = [str(rank) for rank in self._states if rank not in state.ranks]
         header = describe(state, self._header)
         if not rows and not removed and header == self._shown_header:
             return None
-        self._states, self._causes, self._shown_header = state.ranks, causes, header
+        self._states, self._why, self._shown_header = state.ranks, why, header
         return Delta(header=header, rows=rows, removed=removed)
 
 
-def _row(known: RankState, result: str) -> Row:
+def _row(known: RankState, why: str) -> Row:
+    result = why or plain(known.value_text[:_READ_CHARACTERS]).strip()
     return Row(
         rank=known.rank,
         state=str(known.state),

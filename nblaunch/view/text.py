@@ -13,11 +13,11 @@ from nblaunch.view.fit import fit
 from nblaunch.view.header import Header
 from nblaunch.view.outcome import (
     attempt_lines,
+    causes,
     consequence_lines,
     failures,
     headline,
     others_lines,
-    reason,
     reason_limit,
     warning_lines,
 )
@@ -97,9 +97,9 @@ def _ending_lines(state: RunState) -> Iterator[str]:
         yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
     explained = failures(state.ranks.values())
     limit = reason_limit(explained)
-    for number, failure in enumerate(each for each in explained if each.consequence_of is None):
+    for number, cause in enumerate(causes(explained)):
         label = "also failed" if number else "root cause"
-        yield f"{label}: rank {failure.rank}: {reason(failure, limit)}"
+        yield f"{label}: {format_ranks(cause.ranks)}: {shortened(cause.why, limit)}"
     yield from consequence_lines(explained, limit)
     yield from others_lines(state)
     yield from warning_lines(state)
