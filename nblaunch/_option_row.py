@@ -45,6 +45,13 @@ class Option:
         """Every keyword, the name first."""
         return (self.name, *self.aliases)
 
+    @property
+    def shown_default(self) -> str:
+        """The default as a reader of flags takes it: `--no-init` is off unless it is given."""
+        if self.default is True and any(flag.startswith("--no-") for flag in self.flags):
+            return "off"
+        return str(self.default)
+
     def read(self, spelling: str, text: str) -> object:
         """Return the value that `text` means; `spelling` is what the user wrote, or the variable."""
         try:
@@ -112,7 +119,7 @@ def markdown_table(options: Iterable[Option]) -> str:
         flags = option.flags if "magic" in option.doors else ()
         keywords = [f"{keyword}=" for keyword in option.keywords] if "run" in option.doors else []
         variables = [option.variable] if option.variable else []
-        cells = [*map(_as_code, (flags, keywords, variables, [str(option.default)])), option.help]
+        cells = [*map(_as_code, (flags, keywords, variables, [option.shown_default])), option.help]
         rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())
     return "\n".join(rows)
 
@@ -123,7 +130,7 @@ def plain_help(options: Iterable[Option]) -> str:
     for option in options:
         spelled = f"  {', '.join(option.flags)} {option.kind.metavar}".rstrip()
         variable = f" Variable: {option.variable}." if option.variable else ""
-        paragraphs.append(f"{spelled}\n      {option.help} Default: {option.default}.{variable}")
+        paragraphs.append(f"{spelled}\n      {option.help} Default: {option.shown_default}.{variable}")
     return "\n".join(paragraphs)
 
 

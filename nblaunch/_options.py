@@ -93,7 +93,7 @@ class LaunchOptions:
         default="auto",
         metadata=_row(
             backend_name(),
-            "Backend of the default process group. auto: nccl on GPUs, else gloo; also cpu:gloo,cuda:nccl.",
+            "Backend of the default group. auto: nccl for CUDA tensors where every rank has a GPU, and gloo.",
         ),
     )
     init_process_group: bool = field(

@@ -62,8 +62,22 @@ class RankFailure:
 
     @property
     def where(self) -> str:
-        """The user's own line: `Cell In[3], line 4`."""
-        return f"{self.frame.filename}, line {self.frame.line}" if self.frame is not None else ""
+        """The user's own line: `cell line 4`."""
+        return place(self.frame) if self.frame is not None else ""
+
+
+def place(frame: FrameRecord) -> str:
+    """Say where a frame is, the same each time the notebook is run.
+
+    A cell has no number here: that counts executions, and is 0 in kernels that keep no history.
+
+    >>> place(FrameRecord("Cell In[3]", 4, "helper", "return x[7]"))
+    'cell line 4 in helper'
+    """
+    inside = "" if frame.function.startswith("<") else f" in {frame.function}"
+    if in_notebook(frame):
+        return f"cell line {frame.line}{inside}"
+    return f"{frame.filename}, line {frame.line}"
 
 
 def in_notebook(frame: FrameRecord) -> bool:

@@ -23,37 +23,92 @@ def on_ranks(kernel, setup, body, ranks=2):
         ("x, y = 3, [1, {'a': 2}]", "x + len(y) + y[1]['a'] + rank", [7, 8]),
         ("def f(a, b=2, *, c=3): return a + b + c", "f(rank)", [5, 6]),
         ("def f(): return g() + 1\ndef g(): return h * 2\nh = 10", "f() + rank", [21, 22]),
-        ("def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)", "even(4)", [True] * 2),
+        (
+            "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)",
+            "even(4)",
+            [True] * 2,
+        ),
         ("f = lambda x: x * k\nk = 4", "f(rank)", [0, 4]),
-        ("def outer(k):\n    def inner(x): return x + k + m\n    return inner\nm = 1\nf = outer(10)", "f(rank)", [11, 12]),
+        (
+            "def outer(k):\n    def inner(x): return x + k + m\n    return inner\nm = 1\nf = outer(10)",
+            "f(rank)",
+            [11, 12],
+        ),
         ("import functools\ndef f(a, b): return a - b\ng = functools.partial(f, b=1)", "g(rank)", [-1, 0]),
-        ("import functools\ndef twice(f):\n    @functools.wraps(f)\n    def g(*a): return f(*a) * 2\n    return g\n"
-         "@twice\ndef f(x): return x + 1", "f(rank)", [2, 4]),
-        ("import functools\n@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n-1) + fib(n-2)", "fib(20)",
-         [6765] * 2),
+        (
+            "import functools\ndef twice(f):\n    @functools.wraps(f)\n    def g(*a): return f(*a) * 2\n    return g\n"
+            "@twice\ndef f(x): return x + 1",
+            "f(rank)",
+            [2, 4],
+        ),
+        (
+            "import functools\n@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n-1) + fib(n-2)",
+            "fib(20)",
+            [6765] * 2,
+        ),
         ("import functools\n@functools.cache\ndef f(x): return [x]", "f(rank) is f(rank)", [True] * 2),
-        ("import functools\nclass A:\n    @functools.cached_property\n    def p(self): return [1]\na = A()",
-         "a.p is a.p and a.p", [[1]] * 2),
-        ("import functools\n@functools.singledispatch\ndef f(x): return 'any'\n@f.register\ndef _(x: int): return 'int'",
-         "f(rank), f('')", [["int", "any"]] * 2),
-        ("import contextlib\n@contextlib.contextmanager\ndef c(x):\n    yield x + 1", "with c(rank) as y: pass\ny", [1, 2]),
-        ("from typing import *\nT = TypeVar('T')\nclass P(Protocol):\n    def f(self) -> int: ...\n"
-         "class D(TypedDict):\n    x: int\nN = NewType('N', int)\ndef f(x: T, p: P | None = None) -> D: return {'x': N(x)}",
-         "f(rank)", [{"x": 0}, {"x": 1}]),
+        (
+            "import functools\nclass A:\n    @functools.cached_property\n    def p(self): return [1]\na = A()",
+            "a.p is a.p and a.p",
+            [[1]] * 2,
+        ),
+        (
+            "import functools\n@functools.singledispatch\ndef f(x): return 'any'\n@f.register\ndef _(x: int): return 'int'",
+            "f(rank), f('')",
+            [["int", "any"]] * 2,
+        ),
+        (
+            "import contextlib\n@contextlib.contextmanager\ndef c(x):\n    yield x + 1",
+            "with c(rank) as y: pass\ny",
+            [1, 2],
+        ),
+        (
+            "from typing import *\nT = TypeVar('T')\nclass P(Protocol):\n    def f(self) -> int: ...\n"
+            "class D(TypedDict):\n    x: int\nN = NewType('N', int)\ndef f(x: T, p: P | None = None) -> D: return {'x': N(x)}",
+            "f(rank)",
+            [{"x": 0}, {"x": 1}],
+        ),
         ("async def f(x): return x + 1", "await f(rank)", [1, 2]),
         ("def f(n):\n    yield from range(n)", "list(f(rank + 1))", [[0], [0, 1]]),
-        ("class A:\n    k = 2\n    def __init__(self, x): self.x = x\n    def f(self): return self.x * self.k + h()\n"
-         "def h(): return 1", "A(rank).f()", [1, 3]),
-        ("class A:\n    def f(self): return 1\nclass B(A):\n    def f(self): return super().f() + 1\nb = B()", "b.f()",
-         [2, 2]),
-        ("class A:\n    def __init__(self): self.x = 5\n    def get(self): return self.x\nget = A().get", "get()", [5, 5]),
-        ("class A:\n    @property\n    def p(self): return 1\n    @staticmethod\n    def s(): return 2\n"
-         "    @classmethod\n    def c(cls): return cls.__name__", "A().p, A.s(), A.c()", [[1, 2, "A"]] * 2),
-        ("class Meta(type):\n    def __call__(cls, *a): return ('made', super().__call__(*a).x)\n"
-         "class A(metaclass=Meta):\n    x = 1", "A()", [["made", 1]] * 2),
-        ("from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: int = 2", "P(rank).y", [2, 2]),
-        ("from abc import ABC, abstractmethod\nclass A(ABC):\n    @abstractmethod\n    def f(self): ...\n"
-         "class B(A):\n    def f(self): return 1", "B().f(), issubclass(B, A)", [[1, True]] * 2),
+        (
+            "class A:\n    k = 2\n    def __init__(self, x): self.x = x\n    def f(self): return self.x * self.k + h()\n"
+            "def h(): return 1",
+            "A(rank).f()",
+            [1, 3],
+        ),
+        (
+            "class A:\n    def f(self): return 1\nclass B(A):\n    def f(self): return super().f() + 1\nb = B()",
+            "b.f()",
+            [2, 2],
+        ),
+        (
+            "class A:\n    def __init__(self): self.x = 5\n    def get(self): return self.x\nget = A().get",
+            "get()",
+            [5, 5],
+        ),
+        (
+            "class A:\n    @property\n    def p(self): return 1\n    @staticmethod\n    def s(): return 2\n"
+            "    @classmethod\n    def c(cls): return cls.__name__",
+            "A().p, A.s(), A.c()",
+            [[1, 2, "A"]] * 2,
+        ),
+        (
+            "class Meta(type):\n    def __call__(cls, *a): return ('made', super().__call__(*a).x)\n"
+            "class A(metaclass=Meta):\n    x = 1",
+            "A()",
+            [["made", 1]] * 2,
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n    y: int = 2",
+            "P(rank).y",
+            [2, 2],
+        ),
+        (
+            "from abc import ABC, abstractmethod\nclass A(ABC):\n    @abstractmethod\n    def f(self): ...\n"
+            "class B(A):\n    def f(self): return 1",
+            "B().f(), issubclass(B, A)",
+            [[1, True]] * 2,
+        ),
         ("class A:\n    x = 1\nA.x = 9", "A.x", [9, 9]),
         ("x = 1", "def f(): return x + rank\nf()", [1, 2]),
         ("x = 1", "[x + y for y in range(2)], {x: y for y in range(1)}", [[[1, 2], {"1": 0}]] * 2),
@@ -148,8 +203,12 @@ def test_the_cell_shadows_a_builtin_on_its_ranks_only(kernel):
 
 def test_rank_local_rank_world_size_and_device_are_the_ranks_own(kernel):
     names = "rank, local_rank, world_size, device"
-    kernel.ok(f"{names} = 'mine', 'my', 'own', 'names'\ndef who(): return (rank, local_rank, world_size, str(device))")
-    kernel.ok("%%distributed -n 2 --out res\nwho(), (rank, local_rank, world_size, str(device)), type(device).__name__")
+    kernel.ok(
+        f"{names} = 'mine', 'my', 'own', 'names'\ndef who(): return (rank, local_rank, world_size, str(device))"
+    )
+    kernel.ok(
+        "%%distributed -n 2 --out res\nwho(), (rank, local_rank, world_size, str(device)), type(device).__name__"
+    )
     assert kernel.value("res.values") == [[[r, r, 2, "cpu"]] * 2 + ["device"] for r in range(2)]
     assert kernel.value(f"[{names}]") == ["mine", "my", "own", "names"]
 
@@ -322,7 +381,9 @@ def test_a_module_that_is_edited_between_runs_is_seen(kernel, tmp_path):
 def test_the_working_directory_and_the_path_are_those_of_now(kernel, tmp_path):
     (tmp_path / "found_here.py").write_text("HERE = True\n")
     kernel.ok("%%distributed -n 2 --out res\nimport os\nos.getcwd()")
-    kernel.ok(f"import os, sys\nold = os.getcwd()\nos.chdir({str(tmp_path)!r})\nsys.path.append({str(tmp_path)!r})")
+    kernel.ok(
+        f"import os, sys\nold = os.getcwd()\nos.chdir({str(tmp_path)!r})\nsys.path.append({str(tmp_path)!r})"
+    )
     kernel.ok("%%distributed -n 2 --out res2\nimport os, found_here\nos.getcwd(), found_here.HERE")
     kernel.ok("os.chdir(old); sys.path.pop()")
     assert kernel.value("[[each == old for each in res], res2.values]") == [

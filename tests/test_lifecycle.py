@@ -86,7 +86,8 @@ class World:
         """Return one line for whatever there still is."""
         return [
             *(f"process {pid}: {line[:200]}" for pid, line in self.processes().items()),
-            *(f"file {path}" for path in self.temporary.rglob("*")),
+            *(f"file {top}/{name}" for top, _, files in os.walk(self.temporary) for name in files),
+            *(f"directory {top}/{name}" for top, names, _ in os.walk(self.temporary) for name in names),
             *(f"/dev/shm/{name}" for name in shared_memory() - self.shared),
         ]
 

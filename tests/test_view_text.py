@@ -130,7 +130,7 @@ def test_output_comes_before_values_and_values_before_failures():
     assert text.splitlines() == [
         "[rank 0] hello",
         "rank 0: 3.0",
-        "root cause: rank 1: ValueError: boom (Cell In[3], line 4)",
+        "root cause: rank 1: ValueError: boom (cell line 4)",
     ]
 
 
@@ -144,7 +144,7 @@ def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopp
     )
     without_port = "[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]"
     assert text.splitlines() == [
-        "root cause: rank 2: ValueError: boom (Cell In[3], line 4)",
+        "root cause: rank 2: ValueError: boom (cell line 4)",
         f"rank 0: consequence of rank 2: RuntimeError: {without_port}",
         "ranks 1,3: STOPPED, because of rank 2",
     ]
@@ -193,7 +193,7 @@ def test_earlier_attempts_are_told_with_their_cause():
         returned(0, "1"),
     )
     assert text.splitlines() == [
-        "attempt 0: restarted: rank 0: ValueError: boom (Cell In[3], line 4)",
+        "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
         "rank 0: 1",
     ]
 
@@ -396,7 +396,7 @@ def test_text_without_control_characters_is_drawn_as_it_is(text):
         ("bar 1\nbar 2\x1b[A\rBAR", "BAR 1\nbar 2"),
         ("a\tb", "a       b"),
         ("\x1b[2Jkept", "kept"),
-        ("one\ntwo\r\x1b[A\x1b[Jx", "x"),
+        ("one\ntwo\r\x1b[A\x1b[Jx", "x\n"),
         ("abc\x1b[1Kd", "   d"),
         ("abc\x1b[2K", ""),
         ("abc\x1b[2DX\x1b[9Gfar", "aXc     far"),
@@ -473,7 +473,7 @@ def test_a_terminal_is_told_of_a_restart_and_of_what_came_too_fast():
     state = advance(state, AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"))
     state = advance(state, out(0, "again\n"))
     assert list(live.take(state)) == [
-        "attempt 0: restarted: rank 0: ValueError: boom (Cell In[3], line 4)",
+        "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
         "[rank 0] again",
     ]
 

@@ -64,7 +64,9 @@ def place(nproc: int | str, backend: str, environ: Mapping[str, str]) -> Placeme
             f"Lower nproc{f' to {gpus}' if gpus else ''}, or pass backend='gloo' to run on the CPU."
         )
         raise OptionError(msg)
-    chosen = ("nccl" if uses_nccl else "gloo") if backend == "auto" else backend
+    # On GPUs with gloo beside nccl: a collective on a CPU tensor works there as it does without a GPU.
+    automatic = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
+    chosen = automatic if backend == "auto" else backend
     return Placement(
         nproc=count,
         backend=chosen,

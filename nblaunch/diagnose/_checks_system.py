@@ -170,9 +170,14 @@ def loopback() -> Iterator[Finding]:
     """Connect to a socket of our own, as ranks connect to theirs."""
     name = "loopback"
     try:
-        with socket.create_server((_LOOPBACK, 0)) as listener:
+        with socket.socket() as listener:
+            listener.bind((_LOOPBACK, 0))
+            listener.listen()
             listener.settimeout(1)
-            with socket.create_connection(listener.getsockname(), timeout=1):
+            # Not `create_connection`, which asks the resolver: that one has a check of its own.
+            with socket.socket() as client:
+                client.settimeout(1)
+                client.connect(listener.getsockname())
                 listener.accept()[0].close()
     except OSError as error:
         advice = "Ranks meet there. Bring the interface up: ip link set lo up; look at the firewall."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from nblaunch._protocol import Collective, FrameRecord, Where
-from nblaunch._results import HangReport, StackGroup, format_ranks, in_notebook, not_installed
+from nblaunch._results import HangReport, StackGroup, format_ranks, in_notebook, not_installed, place
 
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
@@ -45,7 +45,7 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
     """Say in one line where a stack is: the call, and the user's own line.
 
     >>> headline((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
-    'at Cell In[3], line 9: dist.all_reduce(t)'
+    'at cell line 9: dist.all_reduce(t)'
     """
     own = next(
         (frame for wanted in (in_notebook, not_installed) for frame in reversed(frames) if wanted(frame)),
@@ -53,10 +53,10 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
     )
     if own is None:
         return f"in {frames[-1].function}" if frames else "not in Python code"
-    place = f"{own.filename}, line {own.line}" + (f": {own.source}" if own.source else "")
+    here = place(own) + (f": {own.source}" if own.source else "")
     below = frames[frames.index(own) + 1 :]
     call = next((frame.function for frame in below if frame.function not in _LIBRARY_WRAPPERS), None)
-    return f"in {call}, {place}" if call is not None else f"at {place}"
+    return f"in {call}, {here}" if call is not None else f"at {here}"
 
 
 def _findings(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterable[str]:

@@ -41,7 +41,8 @@ def _is_notebooks_own(obj: object) -> bool:
 
 
 def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    return functools.lru_cache(**parameters)(function)
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
 
 
 def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
@@ -51,6 +52,6 @@ def _cached_property(function: Callable[..., Any], name: str | None) -> functool
 
 
 def _new_type(name: str, supertype: Any, module: str) -> Any:
-    made = typing.NewType(name, supertype)  # type: ignore[valid-newtype,misc] # not for a type checker
+    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
     made.__module__ = module
     return made

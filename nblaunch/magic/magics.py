@@ -57,9 +57,9 @@ class DistributedMagics(Magics):
             options=options,
             placement=placement,
             environ=environ,
-            title=title,
+            title="cell",
         )
-        finished = engine.perform(launch, watcher(title, placement.backend))
+        finished = engine.perform(launch, watcher("cell", placement.backend))
         if finished.result is not None:
             self._hand_over(finished.result, options)
         if finished.error is not None:

@@ -20,6 +20,8 @@ _ATTEMPTS_SHOWN = 10
 # Where a peer's socket was differs in every run, and says nothing to the reader.
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
+# A number counts executions: another one each time the notebook is run.
+_CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 
@@ -73,7 +75,7 @@ def short_path(path: str) -> str:
 def traceback_text(failure: FailureRecord) -> str:
     """Return a traceback without what differs from machine to machine: where Python is installed."""
     text = _PLACES.sub("…/", failure.traceback.rstrip("\n"))
-    return _KERNEL_FILE.sub("ipykernel", text)
+    return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
 
 def causes(explained: Iterable[Explained]) -> list[Cause]:
