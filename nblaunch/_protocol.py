@@ -160,8 +160,14 @@ class Raised(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
+class Shown(_FromRank, frozen=True):
+    """The traceback of a rank that has `Raised`, as IPython shows it: it takes longer than the failure."""
+
+    text: str
+
+
 class Collective(msgspec.Struct, frozen=True):
-    """The last collective that a rank has begun, as torch's flight recorder has it."""
+    """A collective that a rank has begun, as torch's flight recorder has it."""
 
     group: str
     sequence: int
@@ -180,10 +186,14 @@ class Connection(msgspec.Struct, frozen=True):
 
 
 class Where(_FromRank, frozen=True):
-    """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections."""
+    """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections.
+
+    `collectives` are the last of each process group, `recent` those and the ones before, oldest first.
+    """
 
     frames: tuple[FrameRecord, ...]
     collectives: tuple[Collective, ...] = ()
+    recent: tuple[Collective, ...] = ()
     connections: tuple[Connection, ...] = ()
 
 
@@ -231,7 +241,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stopped: bool = True
 
 
-FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Where
+FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Shown | Where
 AboutRank = Printed | Exited | AttemptStarted | Noticed | RunEnded
 Message = FromRank | AboutRank
 

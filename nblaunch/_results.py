@@ -87,7 +87,8 @@ def in_notebook(frame: FrameRecord) -> bool:
 
 def not_installed(frame: FrameRecord) -> bool:
     """Return whether a frame is of a file outside the installed libraries."""
-    return not any(part in frame.filename for part in ("/site-packages/", "/dist-packages/", "/lib/python"))
+    installed = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
+    return not any(part in frame.filename for part in installed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,14 @@ class RunResult:
     def log_dir(self) -> Path | None:
         """The run's own directory of logs, or None once it is removed."""
         return self._log_dir if self._log_dir is not None and self._log_dir.is_dir() else None
+
+    @property
+    def state(self) -> RunState:
+        """What views draw: the folded messages of the run."""
+        if self._state is None:
+            msg = "this result was unpickled; the state of its run was not kept"
+            raise AttributeError(msg)
+        return self._state
 
     @property
     def devices(self) -> dict[int, str]:

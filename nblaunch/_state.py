@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+import msgspec
+
 from nblaunch import _transcript
 from nblaunch._protocol import (
     AttemptStarted,
@@ -29,6 +31,7 @@ from nblaunch._protocol import (
     Raised,
     Returned,
     RunEnded,
+    Shown,
     Started,
     Switched,
     Where,
@@ -214,6 +217,7 @@ def _advance_rank(
     | Raised
     | Printed
     | Exited
+    | Shown
     | Where,
 ) -> RankState:
     match message:
@@ -265,6 +269,10 @@ def _advance_rank(
                 exitcode=failure.exitcode,
                 ended=failure.time,
             )
+        case Shown():
+            if known.failure is None:
+                return known
+            return replace(known, failure=msgspec.structs.replace(known.failure, shown=message.text))
         case Exited():
             return _exited(known, message)
         case _:

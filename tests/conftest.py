@@ -174,6 +174,13 @@ def open_files() -> dict[int, str]:
     return found
 
 
+def temporary_files() -> set[Path]:
+    """Return what is in the temporary directory, and what runs keep in the runtime directories there."""
+    here = Path(tempfile.gettempdir())
+    kept = {path for each in _RUN_DIRECTORIES for path in here.glob(f"nblaunch-*/{each}*")}
+    return kept | {path for path in here.iterdir() if not path.name.startswith("pytest-of-")}
+
+
 def is_plain_file(target: str) -> bool:
     """Return whether a descriptor leads to a file on a disk, or in memory."""
     return target.startswith("/") and not target.startswith("/dev/") and ".coverage" not in target
@@ -211,7 +218,7 @@ class Leftovers:
     hub: set[int | None] = field(default_factory=hub_threads)
     servers: set[int] = field(default_factory=lambda: set(keepers_and_servers(processes())))
     shared: set[str] = field(default_factory=shared_memory)
-    temporary: set[Path] = field(default_factory=lambda: set(Path(tempfile.gettempdir()).iterdir()))
+    temporary: set[Path] = field(default_factory=temporary_files)
     others: set[int] = field(default_factory=lambda: set(processes()))
     ours: ClassVar[set[str]] = {"PYTEST_CURRENT_TEST"}
 
@@ -263,14 +270,12 @@ class Leftovers:
         for name in sorted(shared_memory() - self.shared):
             if not held_by_strangers(name):
                 yield f"{SHARED_MEMORY / name} is there"
-        temporary = Path(tempfile.gettempdir())
         commands = [command(each) for each in keepers_and_servers(processes()).values()]
-        for path in sorted(temporary.iterdir()):
-            if any(str(path) in each for each in commands):
-                for inner in sorted(path.iterdir()) if logs else ():
-                    if inner.name.startswith(_RUN_DIRECTORIES):
-                        yield f"{inner} is there, though no result needs it"
-            elif path not in self.temporary and not path.name.startswith("pytest-of-"):
+        for path in sorted(temporary_files() - self.temporary):
+            if path.name.startswith(_RUN_DIRECTORIES):
+                if logs:
+                    yield f"{path} is there, though no result needs it"
+            elif not any(str(path) in each for each in commands):
                 yield f"{path} is there"
 
 
@@ -488,6 +493,8 @@ class Kernel:
             for name in ("last_type", "last_value", "last_traceback", "last_exc"):
                 if hasattr(sys, name):
                     delattr(sys, name)
+            # IPython keeps the last traceback that it formatted, and with it whatever its frames held.
+            get_ipython().InteractiveTB.tb = get_ipython().SyntaxTB.tb = None
             get_ipython().reset(new_session=False)
             __import__("gc").collect();
             """

@@ -67,6 +67,12 @@ class UnprintableError(Exception):
         raise RuntimeError
 
 
+@pytest.fixture(autouse=True, scope="module")
+def warm():
+    """Start the fork server before the tests: on a busy machine that takes longer than the doctor waits."""
+    assert only(_checks_system.fork_server()).level is not Level.PROBLEM
+
+
 # --- the whole ------------------------------------------------------------------------------------------
 
 

@@ -553,7 +553,7 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_or_restarted(start_kerne
     wait_until(lambda: not second.exists(), "all of the killed kernel is gone", GONE_SECONDS)
     kernel.client.wait_for_ready(timeout=60)
     kernel.ok(run)
-    kernel.close()
+    kernel.manager.shutdown_kernel()
     world.must_be_clean()
 
 
@@ -690,6 +690,23 @@ os._exit(0)
         os.kill(pid, signal.SIGKILL)
 
 
+def test_the_death_of_the_fork_server_costs_no_result(finished, world):
+    assert finished(f"""
+{JOB}
+import json, os, signal
+import psutil
+def printing():
+    print("kept")
+result = nblaunch.run(printing, nproc=2)
+(keeper,) = psutil.Process().children()
+os.kill(keeper.children()[0].pid, signal.SIGKILL)
+psutil.wait_procs([keeper])
+values = nblaunch.run(job, nproc=2).values
+print(json.dumps([values, (result.log_dir / "attempt_0" / "0" / "stdout.log").read_text()]))
+""") == [[0, 1], "kept\n"]
+    world.must_be_clean()
+
+
 # --- helpers that die ------------------------------------------------------------------------------
 
 DEATH = """
@@ -749,9 +766,23 @@ print(json.dumps([error, states, nblaunch.run(job, nproc=2).values]))
     world.must_be_clean()
 
 
-def test_a_fork_server_that_cannot_start_says_why(program, world, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif 'keeper' in str(sys.orig_argv): sys.exit('no such luck')\n")
-    _, _, err = program(f"{JOB}\nnblaunch.run(job, nproc=2)", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}").finish()
+UNLUCKY = """
+import sys
+if "nblaunch.agent.keeper" in str(sys.orig_argv):
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["sys.exit('no such luck')", "sys.modules['torch'] = None  # no such luck"],
+    ids=["keeper", "server"],
+)
+def test_a_fork_server_that_cannot_start_says_why(trouble, program, world, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(UNLUCKY.format(trouble))
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    code, _, err = program(f"{JOB}\nnblaunch.run(job, nproc=2)", PYTHONPATH=path).finish()
+    assert code == 1
     assert "LaunchError" in err
-    assert "no such luck" in err
+    assert "no such luck" in err or "import of torch halted" in err
     world.must_be_clean()

@@ -9,14 +9,12 @@ Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torc
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +33,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from nblaunch.agent import forkserver
 
-THREAD_PREFIX = "nblaunch-agent"
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
 _KILL_WAIT_SECONDS = 5.0
+_LAST_WORDS_SECONDS = 0.1
 
 
 class AgentEvents(Protocol):
@@ -52,6 +50,9 @@ class AgentEvents(Protocol):
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
         """Take note: one of them is gone; `expected` if the agent itself stopped it."""
+
+    def others_stopped(self) -> None:
+        """Take note: the ranks that were still at work are gone."""
 
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note: the agent is done; `error` is set if it broke."""
@@ -166,6 +167,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._stop = threading.Event()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
+        self._stopped: set[int] = set()
+        self._others: frozenset[int] = frozenset()
         self._succeeded = False
         self._leave_by = float("inf")
 
@@ -179,12 +182,13 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """Skip what is left of the grace period."""
         self._grace_over.set()
 
-    def release(self, *, succeeded: bool) -> None:
-        """Give the ranks of this attempt leave to end.
+    def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> None:
+        """Give the ranks of this attempt leave to end, and stop the `others`, which are still at work.
 
         From now on an exit code 0 is no failure; with `succeeded` no exit code is, since every value is
         here already.
         """
+        self._others = others
         self._succeeded = succeeded
         self._leave_by = time.monotonic() + self.settings.shutdown_timeout
         context = self._pcontext
@@ -198,7 +202,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         if self._stop.is_set():
             self._interrupted()
         self._attempt += 1
-        self._known_dead = set()
+        self._known_dead, self._stopped, self._others = set(), set(), frozenset()
         self._succeeded, self._leave_by = False, float("inf")
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
@@ -223,46 +227,66 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._stop.is_set():
             self._interrupted()
+        self._stop_others()
         exitcodes = self._exitcodes()
         released = self._released()
-        fine = released and (self._succeeded or all(code == 0 for code in exitcodes.values()))
-        if exitcodes and not fine:
-            return self._failed(worker_group, exitcodes)
         if not released:
-            return RunResult(state=WorkerState.HEALTHY)
+            dead = exitcodes.keys() - self._stopped
+            return self._failed(worker_group) if dead else RunResult(state=WorkerState.HEALTHY)
         if len(exitcodes) < len(self._processes()):
             # They are leaving. torch would wait for the last of them without a bound.
             if time.monotonic() > self._leave_by:
-                self._terminate()
+                self._terminate(self._processes())
             return RunResult(state=WorkerState.HEALTHY)
         self._tell(exitcodes, expected=False)
+        bad = any(code != 0 for local_rank, code in exitcodes.items() if local_rank not in self._stopped)
+        if bad and not self._succeeded:
+            return self._failed(worker_group)
         if any(exitcodes.values()):
             ranks = [worker.global_rank for worker in worker_group.workers]
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         finished: RunResult = super()._monitor_workers(worker_group)
         return finished
 
-    def _failed(self, worker_group: WorkerGroup, exitcodes: Mapping[int, int]) -> RunResult:
+    def _stop_others(self) -> None:
+        """Stop the ranks that are still at work after a peer has failed, before that peer goes.
+
+        In this order they are stopped each time. In the other, whether they see the peer's connections
+        close first would be a race.
+        """
+        others, self._others = self._others, frozenset()
+        if others:
+            processes = [
+                process
+                for worker, process in zip(self._worker_group.workers, self._processes(), strict=True)
+                if worker.global_rank in others
+            ]
+            self._terminate(processes)
+            self._events.others_stopped()
+
+    def _failed(self, worker_group: WorkerGroup) -> RunResult:
         """Stop the others of a group in which a rank has failed, and report all that failed."""
+        exitcodes = self._exitcodes()
         self._tell(exitcodes, expected=False)
+        if len(exitcodes) < len(self._processes()):
+            # Peers that sit in a collective with the dead rank raise now; let them say so.
+            self._stop.wait(_LAST_WORDS_SECONDS)
+            exitcodes = self._exitcodes()
         self._reason = "failure"
         context = self._pcontext
         assert context is not None  # noqa: S101 - there are exit codes
         failures = {
-            worker_group.workers[local_rank].global_rank: ProcessFailure(
-                local_rank=local_rank,
-                pid=self._processes()[local_rank].pid,
-                exitcode=code,
-                error_file=context.error_files[local_rank],
+            worker_group.workers[local_rank].global_rank: _process_failure(
+                local_rank, self._processes()[local_rank].pid, code, context.error_files[local_rank]
             )
             for local_rank, code in exitcodes.items()
-            if code != 0 or not self._released()
+            if local_rank not in self._stopped and (code != 0 or not self._released())
         }
-        self._terminate()
+        self._terminate(self._processes())
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._terminate()
+        self._terminate(self._processes())
         super()._shutdown(death_sig, timeout)
         forkserver.server.sweep()
 
@@ -295,10 +319,12 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
                 rank = self._worker_group.workers[local_rank].global_rank
                 self._events.worker_exited(rank, code, expected=expected)
 
-    def _terminate(self) -> None:
+    def _terminate(self, processes: Sequence[Any]) -> None:
         """SIGTERM to those that live, SIGKILL to those that outlive the grace period, and tell."""
         self._tell(self._exitcodes(), expected=False)
-        alive = [process for process in self._processes() if process.exitcode is None]
+        alive = [process for process in processes if process.exitcode is None]
+        everyone = self._processes()
+        self._stopped |= {index for index, process in enumerate(everyone) if process in alive}
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
@@ -317,76 +343,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._tell(self._exitcodes(), expected=True)
 
 
-class AgentThread:
-    """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
-
-    def __init__(
-        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
-    ) -> None:
-        """Start the agent."""
-        _quiet_torchelastic()
-        self._events = events
-        self._settings = settings
-        self._arguments = arguments
-        self._agent: RankAgent | None = RankAgent(settings, arguments, events)
-        self._thread = threading.Thread(
-            target=self._run, name=f"{THREAD_PREFIX}-{settings.run_id}", daemon=True
-        )
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        agent = self._agent
-        assert agent is not None  # noqa: S101 - only this thread lets it go
-        try:
-            agent.run()
-        except SignalException:
-            pass
-        except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
-            error = caught
-        with contextlib.suppress(Exception):
-            agent.rendezvous.shutdown()
-        del agent
-        self._agent = None
-        # The agent, its rendezvous and the store's server threads refer to each other.
-        gc.collect(1)
-        self._events.agent_ended(error)
-
-    def stop(self) -> None:
-        """End the run from outside."""
-        agent = self._agent
-        if agent is not None:
-            agent.stop()
-
-    def hurry(self) -> None:
-        """Skip what is left of the grace period."""
-        agent = self._agent
-        if agent is not None:
-            agent.hurry()
-
-    def release(self, *, succeeded: bool) -> None:
-        """Give the ranks leave to end."""
-        agent = self._agent
-        if agent is not None:
-            agent.release(succeeded=succeeded)
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread's end; return whether it has ended."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-
-def _quiet_torchelastic() -> None:
-    """Keep torchelastic's log lines about our threads off the notebook; the user's own stay as they are."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logger = logging.getLogger(name)
-            if _not_ours not in logger.filters:
-                logger.addFilter(_not_ours)
-
-
-def _not_ours(record: logging.LogRecord) -> bool:
-    return not (record.threadName or "").startswith(THREAD_PREFIX)
+def _process_failure(local_rank: int, pid: int, exitcode: int, error_file: str) -> ProcessFailure:
+    """Return torchelastic's record of a failed rank, also where its error file is cut short (a full disk)."""
+    try:
+        return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=exitcode, error_file=error_file)
+    except (ValueError, KeyError, TypeError):
+        return ProcessFailure(local_rank=local_rank, pid=pid, exitcode=exitcode, error_file="")

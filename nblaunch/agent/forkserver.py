@@ -67,8 +67,8 @@ class Server:
     def _answers(self) -> bool:
         """Return whether the keeper and the fork server are there, and can be reached.
 
-        A fork server that has been killed takes its keeper along, and that the runtime directory, a moment
-        later; and somebody may have emptied the temporary directory.
+        A fork server that has been killed takes its keeper along, a moment later; and somebody may have
+        emptied the temporary directory.
         """
         return self._alive() and os.path.exists(self._address) and self._asked(keeper.PING)
 
@@ -154,7 +154,8 @@ class Server:
         """End the fork server and whatever is below it, and wait until it is gone."""
         with self._lock:
             if self._alive() and self._control is not None and self._keeper is not None:
-                self._control.close()
+                with contextlib.suppress(OSError):
+                    self._control.sendall(keeper.END)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._keeper.wait(_STOP_TIMEOUT)
                 if self._keeper.poll() is None:
@@ -206,20 +207,13 @@ class RankPopen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, order_fd = server.connect(self._fds)
-        parent_fd = os.dup(order_fd)
-        self.finalizer = util.Finalize(self, _private_util.close_fds, (parent_fd, self.sentinel))
         try:
-            with open(order_fd, "wb") as order:
-                order.write(buffer.getbuffer())
-            if not connection.wait([self.sentinel], timeout=_BOOT_SECONDS):
+            try:
+                self._fork(buffer)
+            except (EOFError, OSError):
+                # Killed since it was last asked, for memory say: another one is as good.
                 server.stop()
-                msg = (
-                    f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
-                    f"Its last words:\n{server.log() or '(none)'}"
-                )
-                raise LaunchError(msg, phase="fork server")
-            self.pid = _read_pid(self.sentinel)
+                self._fork(buffer)
         except (EOFError, OSError) as error:
             server.stop()
             msg = (
@@ -227,6 +221,21 @@ class RankPopen(popen_forkserver.Popen):
                 f"{server.log() or '(none)'}"
             )
             raise LaunchError(msg, phase="fork server") from error
+
+    def _fork(self, order_of_rank: io.BytesIO) -> None:
+        self.sentinel, order_fd = server.connect(self._fds)
+        parent_fd = os.dup(order_fd)
+        self.finalizer = util.Finalize(self, _private_util.close_fds, (parent_fd, self.sentinel))
+        with open(order_fd, "wb") as order:
+            order.write(order_of_rank.getbuffer())
+        if not connection.wait([self.sentinel], timeout=_BOOT_SECONDS):
+            server.stop()
+            msg = (
+                f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
+                f"Its last words:\n{server.log() or '(none)'}"
+            )
+            raise LaunchError(msg, phase="fork server")
+        self.pid = _read_pid(self.sentinel)
 
 
 def _read_pid(fd: int) -> int:

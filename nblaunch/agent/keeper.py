@@ -8,7 +8,8 @@ is one rule: *a child of the keeper that is not the fork server does not live*. 
 
 * when the kernel asks, at the end of each worker group (one byte on the socket, one byte back; another
   byte only asks whether the keeper and the fork server are there), and
-* when the kernel is gone, for whatever reason: then the fork server goes too, and the runtime directory.
+* when the fork server is gone, or the kernel wants another one: then the keeper goes too, and
+* when the kernel is gone, for whatever reason: then all go, and the runtime directory.
 
 This file runs as a program of its own and imports nothing of torch; the fork server is its child and
 imports torch after the fork, so the keeper stays small.
@@ -29,6 +30,7 @@ from nblaunch.rank.isolate import become_subreaper, die_with_parent
 
 SWEEP = b"s"
 PING = b"p"
+END = b"e"
 DONE = b"."
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
@@ -51,33 +53,37 @@ def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Whoever wants us gone ends the kernel; a stray signal to all must not orphan the ranks.
         signal.signal(number, signal.SIG_IGN)
+    kernel_lives = False
     try:
-        _watch(socket.socket(fileno=control_fd), server, kernel_pid)
+        kernel_lives = _watch(socket.socket(fileno=control_fd), server, kernel_pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)
         _sweep(spare=0)
-        shutil.rmtree(root, ignore_errors=True)
+        if not kernel_lives or os.getppid() != kernel_pid:
+            shutil.rmtree(root, ignore_errors=True)
         os._exit(0)
 
 
-def _watch(control: socket.socket, server: int, kernel_pid: int) -> None:
-    """Serve the kernel's requests; return when the kernel or the fork server is gone."""
-    poller = select.poll()
-    poller.register(control, select.POLLIN)
-    poller.register(_process_end(server), select.POLLIN)
+def _watch(control: socket.socket, server: int, kernel_pid: int) -> bool:
+    """Serve the kernel's requests until it or the fork server is gone; return whether the kernel lives."""
     # The socket alone is not enough: a process that the user forked from the kernel holds it open.
-    poller.register(_process_end(kernel_pid), select.POLLIN)
+    kernel_end, server_end = _process_end(kernel_pid), _process_end(server)
+    poller = select.poll()
+    for fd in (control.fileno(), kernel_end, server_end):
+        poller.register(fd, select.POLLIN)
     while os.getppid() == kernel_pid:
-        ready = [fd for fd, _ in poller.poll()]
-        if ready != [control.fileno()]:
-            return
+        ready = {fd for fd, _ in poller.poll()}
+        if ready & {kernel_end, server_end}:
+            return kernel_end not in ready
         request = control.recv(1)
         if request not in (SWEEP, PING):
-            return
+            # Nothing at all: the kernel has closed the socket, by running another program in its place, say.
+            return request == END
         if request == SWEEP:
             _sweep(spare=server)
         control.sendall(DONE)
+    return False
 
 
 def _process_end(pid: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch._protocol import Collective, FrameRecord, Where
 from nblaunch._results import HangReport, StackGroup, format_ranks, in_notebook, not_installed, place
 
+_DEFAULT_GROUP = "default_pg"
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
@@ -15,27 +16,35 @@ def report(
     *,
     silent: Mapping[int, str] | None = None,
     finished: Iterable[int] = (),
+    elsewhere: Mapping[int, str] | None = None,
 ) -> HangReport:
     """Put the answers of the ranks together.
 
     `silent` maps ranks that did not answer in time to what faulthandler could say of them; `finished` are
-    ranks that have returned already.
+    ranks that have returned already; `elsewhere` says of ranks without a stack of their own where they are.
     """
     by_stack: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
     frames: dict[tuple[tuple[str, int, str], ...], tuple[FrameRecord, ...]] = {}
+    by_word: dict[str, list[int]] = {}
+    for rank, word in sorted((elsewhere or {}).items()):
+        by_word.setdefault(word, []).append(rank)
     for rank, answer in sorted(answers.items()):
+        if rank in (elsewhere or {}):
+            continue
         key = tuple((frame.filename, frame.line, frame.function) for frame in answer.frames)
         by_stack.setdefault(key, []).append(rank)
         frames[key] = answer.frames
-    groups = tuple(
+    groups = [
         StackGroup(ranks=tuple(ranks), headline=headline(frames[key]), frames=frames[key])
         for key, ranks in by_stack.items()
-    )
+    ]
+    groups += [StackGroup(ranks=tuple(ranks), headline=word, frames=()) for word, ranks in by_word.items()]
     collectives = {rank: answer.collectives for rank, answer in sorted(answers.items())}
+    recent = {rank: answer.recent or answer.collectives for rank, answer in sorted(answers.items())}
     return HangReport(
-        groups=groups,
+        groups=tuple(sorted(groups, key=lambda group: group.ranks)),
         collectives=collectives,
-        findings=tuple(_findings(collectives)),
+        findings=(*_differences(recent), *_absences(collectives)),
         silent=dict(silent or {}),
         finished=tuple(sorted(finished)),
     )
@@ -52,54 +61,70 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
         None,
     )
     if own is None:
-        return f"in {frames[-1].function}" if frames else "not in Python code"
+        return f"in {frames[-1].function}" if frames else "outside the job"
     here = place(own) + (f": {own.source}" if own.source else "")
     below = frames[frames.index(own) + 1 :]
     call = next((frame.function for frame in below if frame.function not in _LIBRARY_WRAPPERS), None)
     return f"in {call}, {here}" if call is not None else f"at {here}"
 
 
-def _findings(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterable[str]:
-    """Compare the ranks' last collectives, group by group."""
+def _differences(recent: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
+    """Say of each group in which collective its ranks first disagreed."""
+    together: dict[tuple[str, int], dict[int, Collective]] = {}
+    for rank, known in recent.items():
+        for collective in known:
+            together.setdefault((collective.group, collective.sequence), {})[rank] = collective
+    told = set()
+    for (group, sequence), ranks in sorted(together.items()):
+        difference = _difference(ranks) if group not in told else None
+        if difference is not None:
+            told.add(group)
+            yield f"collective #{sequence}{_of(group)} differs in {difference}"
+
+
+def _difference(ranks: Mapping[int, Collective]) -> str | None:
+    for what, values in (
+        ("operation", {rank: each.operation for rank, each in ranks.items()}),
+        ("shape", {rank: _sizes(each) for rank, each in ranks.items() if _same_on_all_ranks(each)}),
+        ("dtype", {rank: ", ".join(each.dtypes) for rank, each in ranks.items() if _same_on_all_ranks(each)}),
+    ):
+        if len(set(values.values())) > 1:
+            return f"{what}: {_by_value(values)}"
+    return None
+
+
+def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
+    """Say of each group who waits in a collective that others have not started."""
     by_group: dict[str, dict[int, Collective]] = {}
     for rank, known in collectives.items():
         for collective in known:
             by_group.setdefault(collective.group, {})[rank] = collective
-    default = by_group.get("default_pg")
+    default = by_group.get(_DEFAULT_GROUP)
     if default is not None:
         # A rank that has begun none at all is behind as well.
         for rank in collectives:
-            default.setdefault(rank, Collective(group="default_pg", sequence=0, operation=""))
-    for last in by_group.values():
-        yield from _compare(last)
-
-
-def _compare(last: Mapping[int, Collective]) -> Iterable[str]:
-    newest = max(collective.sequence for collective in last.values())
-    ahead = {rank: each for rank, each in last.items() if each.sequence == newest}
-    behind = {rank: each for rank, each in last.items() if each.sequence < newest}
-    first = next(iter(ahead.values()))
-    if behind:
+            default.setdefault(rank, Collective(group=_DEFAULT_GROUP, sequence=0, operation=""))
+    for group, last in sorted(by_group.items()):
+        newest = max(collective.sequence for collective in last.values())
+        ahead = {rank: each for rank, each in last.items() if each.sequence == newest}
+        behind = [rank for rank, each in last.items() if each.sequence < newest]
         waiting = [rank for rank, each in ahead.items() if not each.completed]
-        if waiting:
+        if behind and waiting:
             yield (
-                f"{format_ranks(waiting)} {_in(waiting)} in {first.operation} #{newest}, which "
-                f"{format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not started"
+                f"{format_ranks(waiting)} {_in(waiting)} in {ahead[waiting[0]].operation} #{newest}"
+                f"{_of(group)}, which {format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} "
+                "not started"
             )
-    for what, values in (
-        ("operation", {rank: each.operation for rank, each in ahead.items()}),
-        ("shape", {rank: _sizes(each) for rank, each in ahead.items()}),
-        ("dtype", {rank: ", ".join(each.dtypes) for rank, each in ahead.items()}),
-    ):
-        if len(set(values.values())) > 1 and (what != "shape" or _same_shapes_needed(ahead)):
-            yield f"collective #{newest} differs in {what}: {_by_value(values)}"
-            break
 
 
-def _same_shapes_needed(ahead: Mapping[int, Collective]) -> bool:
-    """Whether ranks must agree on shapes: a scatter or gather has tensors on one rank only."""
+def _same_on_all_ranks(collective: Collective) -> bool:
+    """Whether ranks must agree on the tensors: a scatter or gather takes those of one rank only."""
     uneven = ("scatter", "gather", "all_to_all", "send", "recv", "coalesced")
-    return not any(word in each.operation for each in ahead.values() for word in uneven)
+    return not any(word in collective.operation for word in uneven)
+
+
+def _of(group: str) -> str:
+    return "" if group == _DEFAULT_GROUP else f" of group {group}"
 
 
 def _in(ranks: list[int]) -> str:

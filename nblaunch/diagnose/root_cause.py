@@ -14,9 +14,9 @@ from nblaunch._state import signal_name
 # agent notices a killed rank up to one poll later than its peers notice the closed connection.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)( by (remote )?peer)?"
-    r"|broken pipe|socket timeout|read error|write error|timed out waiting"
+    r"|broken pipe|socket timeout|timed out waiting"
     r"|remote process exited|unhandled system error|peer disconnect|recvValue failed|failed to recv"
-    r"|collective operation timeout|wait timeout|aborted|nccl communicator was aborted"
+    r"|collective operation timeout|wait timeout|nccl communicator was aborted|operation was aborted"
     r"|connect timeout|connection to the (c10d|tcp) ?store"
     r"|application timeout caused pair closure",
     re.IGNORECASE,

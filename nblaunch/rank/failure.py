@@ -33,7 +33,6 @@ def record(
         type=_qualified_name(type(error)),
         message=encodable(shorten(_text(error))),
         traceback=encodable(shorten(_format(error, titles))),
-        shown=encodable(shorten(_shown(error))),
         frames=tuple(_frames(error, titles)),
         exception=_pickled(error),
         exitcode=exitcode,
@@ -81,13 +80,13 @@ def _format(error: BaseException, titles: Mapping[str, str]) -> str:
     return re.sub(r'File "(Cell In\[[^"]*)", line', r"\1, line", text)
 
 
-def _shown(error: BaseException) -> str:
+def shown(error: BaseException) -> str:
     """Return the traceback as IPython shows it: colours, and the lines around."""
     try:
         first = error.__traceback__
         while first is not None and is_ours(first.tb_frame.f_code.co_filename):
             first = first.tb_next
-        return shell.prepare().colored_traceback(error, first)
+        return encodable(shorten(shell.prepare().colored_traceback(error, first)))
     except Exception:  # noqa: BLE001 - the plain text says the same
         return ""
 

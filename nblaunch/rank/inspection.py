@@ -25,6 +25,8 @@ from nblaunch.rank import failure
 
 RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _RECORDER_ENTRIES = "256"
+# Ranks that disagreed in one collective may have begun a few more before they hang.
+_RECENT = 64
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
 """Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
 
@@ -45,10 +47,12 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
+        recent = _collectives()
         return Where(
             rank=self._rank,
             frames=tuple(self._frames()),
-            collectives=_last_collectives(),
+            collectives=tuple({each.group: each for each in recent}.values()),
+            recent=recent,
             connections=tuple(_connections()),
         )
 
@@ -97,26 +101,26 @@ def dump_on_signal(directory: str, rank: int) -> None:
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 
-def _last_collectives() -> tuple[Collective, ...]:
+def _collectives() -> tuple[Collective, ...]:
+    """Return what the flight recorder remembers of collectives, oldest first."""
     try:
         recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
     except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
         return ()
-    last: dict[str, Collective] = {}
-    for entry in recorded.get("entries", ()):
-        if entry.get("is_p2p"):
-            continue
-        names = entry.get("process_group") or ["", ""]
-        group = str(names[1] or names[0])
-        last[group] = Collective(
-            group=group,
-            sequence=int(entry.get("collective_seq_id", 0)),
-            operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
-            sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
-            dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
-            completed=bool(entry.get("retired")) or entry.get("state") == "completed",
-        )
-    return tuple(last.values())
+    collectives = [entry for entry in recorded.get("entries", ()) if not entry.get("is_p2p")]
+    return tuple(_collective(entry) for entry in collectives[-_RECENT:])
+
+
+def _collective(entry: Mapping[str, Any]) -> Collective:
+    number, description = entry.get("process_group") or ("", "")
+    return Collective(
+        group=str(number if description in ("", "undefined") else description),
+        sequence=int(entry.get("collective_seq_id", 0)),
+        operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+        sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
+        dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
+        completed=bool(entry.get("retired")) or entry.get("state") == "completed",
+    )
 
 
 def _connections() -> Iterator[Connection]:

@@ -31,6 +31,7 @@ from nblaunch._protocol import (
     Prepare,
     Raised,
     Returned,
+    Shown,
     Started,
     Switched,
 )
@@ -201,6 +202,7 @@ class Rank:
         failure.write_error_file(error)
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
+        self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
 
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE

@@ -120,7 +120,16 @@ def prepare() -> RankShell:
         main = types.ModuleType("__main__", doc="The notebook's namespace, on this rank.")
         sys.modules["__main__"] = main
         _prepared = RankShell.instance(config=config, user_module=main)
+        _warm_up(_prepared)
     return _prepared
+
+
+def _warm_up(made: RankShell) -> None:
+    """Format one traceback: what that imports takes a rank 100 ms, while its peers wait for its word."""
+    try:
+        raise LookupError  # noqa: TRY301 - to be caught is all it is for
+    except LookupError as error:
+        made.colored_traceback(error, error.__traceback__)
 
 
 def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:

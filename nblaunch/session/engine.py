@@ -94,18 +94,21 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
         group = WorkerGroup(hub.get(), settings, _prepare(launch), _dispatch(launch, outgoing.payload))
         ending = _Ending(group, launch.options, watcher)
+        state = group.state
         try:
-            group.start()
             error = ending.wait()
             try:
                 result = _collect(group, launch, private)
             except KeyboardInterrupt as interrupt:
                 # All values are here: whoever stops the notebook now still gets them.
                 result, error = _collect(group, launch, private), interrupt
+            state = result.state
         finally:
-            ending.ensure()
-            group.close()
-    watcher.close(group.state)
+            try:
+                ending.ensure()
+                group.close()
+            finally:
+                watcher.close(state if state.finished else group.state)
     error = error or _error(group, result, launch.options)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
@@ -136,6 +139,7 @@ class _Ending:
         deadline = None if self._options.timeout is None else time.monotonic() + self._options.timeout
         try:
             self._watcher.open(self._group.state)
+            self._group.start()
             while not self._group.ended.wait(_DRAW_SECONDS):
                 self._watcher.draw(self._group.state)
                 hanging = self._hang_watch.look(self._group.state)
@@ -164,9 +168,9 @@ class _Ending:
         try:
             where = self._group.where(_ASK_SECONDS).summary or where
             self._group.interrupt()
-            if not self._group.ended.wait(self._options.grace):
+            if not self._drawing(self._options.grace):
                 self._group.hurry()
-            self._group.ended.wait(_END_SECONDS)
+            self._drawing(_END_SECONDS)
         except KeyboardInterrupt:
             self._group.hurry()
             self.ensure()
@@ -180,7 +184,16 @@ class _Ending:
         """End the group if it has not ended."""
         if not self._group.ended.is_set():
             self._group.stop()
-            self._group.ended.wait(self._options.grace + _END_SECONDS)
+            self._drawing(self._options.grace + _END_SECONDS)
+
+    def _drawing(self, seconds: float) -> bool:
+        """Wait for the end, at most `seconds`, and show what happens meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._group.ended.wait(min(left, _DRAW_SECONDS)):
+                return True
+            self._watcher.draw(self._group.state)
+        return self._group.ended.is_set()
 
 
 def _where(state: RunState) -> str:
@@ -281,19 +294,19 @@ def _phase_of(error: BaseException, state: RunState) -> str:
 
 def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
     """Say which rank failed, how, where, and what became of the others; no times, no pids."""
-    lines = [f"rank {root.rank} of {result.world_size} failed: {root.reason}"]
+    # A mistake in the code fails every rank alike; who is first by the clock differs from run to run.
+    causes = [failure for failure in result.failures if failure.consequence_of is None]
+    alike = [failure.rank for failure in causes if failure.reason == root.reason]
+    lines = [f"{format_ranks(alike)} of {result.world_size} failed: {root.reason}"]
     if root.frame is not None and root.frame.source:
         lines[0] += f"\n    {root.frame.source}"
-    others = [failure for failure in result.failures if failure.rank != root.rank]
-    consequences = [failure.rank for failure in others if failure.consequence_of is not None]
-    failed_too = [failure for failure in others if failure.consequence_of is None]
+    failed_too = [failure.rank for failure in causes if failure.rank not in alike]
     if failed_too:
-        lines.append(f"{format_ranks(failure.rank for failure in failed_too)} failed too")
-    if consequences:
-        lines.append(f"{format_ranks(consequences)} failed as a consequence")
-    stopped = [each.rank for each in result.ranks if each.state is State.STOPPED]
-    if stopped:
-        lines.append(f"{format_ranks(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped")
+        lines.append(f"{format_ranks(failed_too)} failed too")
+    ended = [failure.rank for failure in result.failures if failure.consequence_of is not None]
+    ended += [each.rank for each in result.ranks if each.state is State.STOPPED]
+    if ended:
+        lines.append(f"{format_ranks(ended)} ended because of that")
     if options.max_restarts:
         lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
     if root.exception is None and not root.traceback and root.last_output:

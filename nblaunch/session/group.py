@@ -40,8 +40,9 @@ from nblaunch._protocol import (
 from nblaunch._results import HangReport, format_ranks
 from nblaunch._state import RankState, RunState, State, advance
 from nblaunch.agent import runtime
-from nblaunch.agent.elastic import AgentSettings, AgentThread, Worker
+from nblaunch.agent.elastic import AgentSettings, Worker
 from nblaunch.agent.logs import LogTail, read_text
+from nblaunch.agent.thread import AgentThread
 from nblaunch.diagnose.exits import explain_exit, oom_kills
 from nblaunch.job import shared
 from nblaunch.rank.inspection import fatal_path
@@ -235,9 +236,18 @@ class WorkerGroup:
             return
         self._left, self._leave_at = True, None
         succeeded = all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
-        self._agent.release(succeeded=succeeded)
+        others = frozenset(rank.rank for rank in self.state.ranks.values() if not rank.state.final)
+        self._agent.release(succeeded=succeeded, others=others)
+        if not others:
+            self._send_leave()
         if self._interruption.begun:
             self._agent.stop()  # also: no restart
+
+    def others_stopped(self) -> None:
+        """Take note that nobody is at work any more: those that have failed may go."""
+        self._hub.call(self._send_leave)
+
+    def _send_leave(self) -> None:
         for rank in self.state.ranks.values():
             if rank.state is State.FAILED and rank.failure is not None:
                 self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))

@@ -83,8 +83,10 @@ class Hub:
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the hub's thread, after all that was asked before."""
         self._calls.put(action)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
+        # Closed while a run is up: the process ends, and a daemon thread of it still waits for ranks.
+        if not self._closing:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"\0")
 
     def add(self, member: Member) -> None:
         """Begin to route messages of this group."""

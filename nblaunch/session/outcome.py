@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from nblaunch.job import payload
 from nblaunch.session.group import Logs, WorkerGroup
 
 _LAST_OUTPUT_LINES = 10
+_CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
 class LogDirectory:
@@ -132,7 +134,10 @@ def _failure(explained: Explained, rank: RankState) -> RankFailure:
 
 def _last_output(rank: RankState) -> str:
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
-    return "\n".join(text.splitlines()[-_LAST_OUTPUT_LINES:])
+    lines = _CONTROL.sub("", text).split("\n")
+    # A progress bar writes over its line: what counts is what stands there at last.
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return "\n".join([line for line in shown if line.strip()][-_LAST_OUTPUT_LINES:])
 
 
 def _rank_result(

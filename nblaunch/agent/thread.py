@@ -1,0 +1,91 @@
+"""The thread on which an agent runs, and what torchelastic logs there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from nblaunch.agent.elastic import AgentEvents, AgentSettings, RankAgent
+
+THREAD_PREFIX = "nblaunch-agent"
+
+
+class AgentThread:
+    """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
+
+    def __init__(
+        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
+    ) -> None:
+        """Start the agent."""
+        _quiet_torchelastic()
+        self._events = events
+        self._settings = settings
+        self._arguments = arguments
+        self._agent: RankAgent | None = RankAgent(settings, arguments, events)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{THREAD_PREFIX}-{settings.run_id}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        agent = self._agent
+        assert agent is not None  # noqa: S101 - only this thread lets it go
+        try:
+            agent.run()
+        except SignalException:
+            pass
+        except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
+            error = caught
+        with contextlib.suppress(Exception):
+            agent.rendezvous.shutdown()
+        del agent
+        self._agent = None
+        # The agent, its rendezvous and the store's server threads refer to each other.
+        gc.collect(1)
+        self._events.agent_ended(error)
+
+    def stop(self) -> None:
+        """End the run from outside."""
+        agent = self._agent
+        if agent is not None:
+            agent.stop()
+
+    def hurry(self) -> None:
+        """Skip what is left of the grace period."""
+        agent = self._agent
+        if agent is not None:
+            agent.hurry()
+
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
+        """Give the ranks leave to end, and stop the others."""
+        agent = self._agent
+        if agent is not None:
+            agent.release(succeeded=succeeded, others=others)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the thread's end; return whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+
+def _quiet_torchelastic() -> None:
+    """Keep torchelastic's log lines about our threads off the notebook; the user's own stay as they are."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logger = logging.getLogger(name)
+            if _not_ours not in logger.filters:
+                logger.addFilter(_not_ours)
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not (record.threadName or "").startswith(THREAD_PREFIX)
