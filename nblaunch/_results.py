@@ -276,7 +276,7 @@ class HangReport:
 
     `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
     group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
-    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stacks
+    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
     that faulthandler wrote; `finished` are ranks that had returned already.
     """
 
@@ -306,7 +306,7 @@ class HangReport:
                 if frame.source:
                     lines.append(f"        {frame.source}")
         for rank, stacks in self.silent.items():
-            lines.append(f"[rank {rank}] gave no answer (its interpreter is held, or it is stopped)")
+            lines.append(f"[rank {rank}] gave no answer (C code holds its interpreter, or it is stopped)")
             lines.extend(f"    {line}" for line in stacks.splitlines())
         if self.finished:
             lines.append(f"[{format_ranks(self.finished)}] had finished")

@@ -323,7 +323,7 @@ def ends_with_the_session():
 
 
 def tidy(code: str) -> str:
-    """Return a cell as it would stand in a notebook, where it was written indented and in lines of its own."""
+    """Return a cell as it would stand in a notebook."""
     return textwrap.dedent(code).removeprefix("\n").removesuffix("\n")
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 MARK = "NBLAUNCH_TEST_PROGRAM"
 GONE_SECONDS = 2.0
@@ -316,13 +317,45 @@ nblaunch.run(job, nproc=2)
 """
 
 
+class Running:
+    """A script whose two ranks are stuck in a collective, under a umask that protects nothing."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self.world = world
+        self.directory = directory
+        self.program = Program(world, directory, STUCK)
+        self.pid = self.program.pid
+
+    def wait(self) -> None:
+        wait_until(lambda: {"at-0", "at-1"} <= set(os.listdir(self.directory)), "both ranks run their job")
+        self.processes = set(self.world.processes())
+        self.ranks = set(self.world.ranks(self.pid))
+        self.keeper = self.world.keeper(self.pid)
+        (self.server,) = self.processes - self.ranks - {self.pid, self.keeper}
+        assert len(self.ranks) == 2
+        (self.private,) = self.world.temporary.iterdir()
+
+
+@pytest.fixture(scope="module")
+def the_running(tmp_path_factory):
+    """Start one such script for all tests that only look at it."""
+    temporary = Path(tempfile.mkdtemp(prefix="w-"))
+    started = Running(World(temporary), tmp_path_factory.mktemp("running"))
+    try:
+        started.wait()
+        yield started
+    finally:
+        started.program.close()
+        started.world.must_be_clean()
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 @pytest.fixture
-def running(world, program, tmp_path):
-    """Give a program whose two ranks are stuck in a collective, under a umask that protects nothing."""
-    started = program(STUCK)
-    wait_until(lambda: {"at-0", "at-1"} <= set(os.listdir(tmp_path)), "both ranks run their job")
-    assert len(world.processes()) == 5  # the script, its keeper, the fork server, two ranks
-    return started
+def running(the_running):
+    """Give the script; it must be undisturbed after each look."""
+    yield the_running
+    assert the_running.program.process.poll() is None
+    assert set(the_running.world.processes()) == the_running.processes
 
 
 def listening(pids: set[int]) -> list[tuple[int, str]]:
@@ -347,64 +380,52 @@ def unix_sockets(pids: set[int]) -> list[str]:
     return [line[7] for line in lines if line[6] in inodes and len(line) > 7]
 
 
-def test_all_that_listens_is_loopback_or_a_socket_in_a_private_directory(running, world):
-    pids = set(world.processes())
-    addresses = listening(pids)
+def test_all_that_listens_is_loopback_or_a_socket_in_a_private_directory(running):
+    addresses = listening(running.processes)
     assert addresses  # the store of the ranks' process group
     assert [(pid, ip) for pid, ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
-    names = set(unix_sockets(pids))
-    assert {Path(name).name for name in names} == {"hub", "fork"}
-    (directory,) = {Path(name).parent for name in names}
-    assert directory.parent == world.temporary
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert running.process.poll() is None
+    names = set(unix_sockets(running.processes))
+    assert names == {f"{running.private}/hub", f"{running.private}/fork"}
+    assert stat.S_IMODE(running.private.stat().st_mode) == 0o700
 
 
-def test_all_that_is_written_lies_in_the_private_directory(running, world, tmp_path):
-    (directory,) = world.temporary.iterdir()
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "secrets", "at-0", "at-1"}
-    assert shared_memory() - world.shared == set()
-    assert running.process.poll() is None
+def test_all_that_is_written_lies_in_the_private_directory(running):
+    names = {path.name for path in running.directory.iterdir()}
+    assert names == {"program.py", "secrets", "at-0", "at-1"}
+    assert shared_memory() - running.world.shared == set()
+    assert [path for path in running.world.temporary.iterdir() if path != running.private] == []
 
 
-def test_no_secret_is_on_a_command_line_or_in_an_environment(running, world, tmp_path):
-    secrets = (tmp_path / "secrets").read_text().split()
-    assert max(len(secret) for secret in secrets) >= 32
-    for pid in world.processes():
+def test_no_secret_is_on_a_command_line_or_in_an_environment(running):
+    secrets = [line for line in (running.directory / "secrets").read_text().split() if len(line) >= 32]
+    assert secrets
+    for pid in running.processes:
         for name in ("cmdline", "environ", "comm"):
             shown = Path(f"/proc/{pid}/{name}").read_text()
-            assert [secret for secret in secrets if len(secret) >= 32 and secret in shown] == []
-    assert running.process.poll() is None
+            assert [secret for secret in secrets if secret in shown] == []
 
 
-def test_no_rank_shares_a_session_or_a_process_group(running, world):
+def test_no_rank_shares_a_session_or_a_process_group(running):
     """So the stop button's SIGINT, which goes to a whole process group, reaches no rank by itself."""
-    ranks = world.ranks(running.pid)
-    others = set(world.processes()) - set(ranks)
-    assert [(os.getpgid(rank), os.getsid(rank)) for rank in ranks] == [(rank, rank) for rank in ranks]
-    (server,) = others - {running.pid, world.keeper(running.pid)}
-    assert os.getpgid(server) != os.getpgid(running.pid)
+    assert {(os.getpgid(rank), os.getsid(rank)) for rank in running.ranks} == {(rank, rank) for rank in running.ranks}
+    for helper in (running.keeper, running.server):
+        assert os.getpgid(helper) != os.getpgid(running.pid)
 
 
-def test_the_hub_refuses_a_stranger_that_has_no_token(running, world):
+def test_the_hub_refuses_a_stranger_that_has_no_token(running):
     """Whoever can reach the socket may send what he wants: nothing is unpickled, nobody is disturbed."""
-    import zmq
-
-    (directory,) = world.temporary.iterdir()
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
     stranger.setsockopt(zmq.IDENTITY, b"00000000/0/0")
     try:
-        stranger.connect(f"ipc://{directory / 'hub'}")
+        stranger.connect(f"ipc://{running.private / 'hub'}")
         for message in (b"", b"\xff" * 100, b"cos\nsystem\n(S'touch owned'\ntR."):
             stranger.send(message)
         assert not stranger.poll(200)
     finally:
         context.destroy(linger=0)
-    assert running.process.poll() is None
-    assert len(world.ranks(running.pid)) == 2
+    assert not (running.directory / "owned").exists()
 
 
 # --- the end of a kernel, for whatever reason ------------------------------------------------------
@@ -497,7 +518,7 @@ def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
     world.must_be_clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT], ids=lambda each: each.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
 def test_a_signal_that_ends_a_script_during_a_run_leaves_nothing(number, program, world, tmp_path):
     started = program(STUCK)
     wait_until(lambda: {"at-0", "at-1"} <= set(os.listdir(tmp_path)), "both ranks run their job")
@@ -510,7 +531,6 @@ ENDS = {
     "comes to its end": ("", 0),
     "calls sys.exit": ("import sys; sys.exit(3)", 3),
     "calls os._exit": ("import os; os._exit(3)", 3),
-    "raises": ("raise SystemExit(4)", 4),
     "aborts": ("import os, signal; signal.raise_signal(signal.SIGABRT)", -signal.SIGABRT),
     "runs another program in its place": ("import os, sys; os.execv('/bin/true', ['true'])", 0),
     "ends while a daemon thread waits for a run": (
@@ -553,36 +573,36 @@ def test_nothing_is_left_of_a_kernel_that_was_shut_down_or_restarted(start_kerne
     wait_until(lambda: not second.exists(), "all of the killed kernel is gone", GONE_SECONDS)
     kernel.client.wait_for_ready(timeout=60)
     kernel.ok(run)
-    kernel.manager.shutdown_kernel()
+    kernel.client.shutdown()
+    wait_until(lambda: not psutil.pid_exists(kernel.pid) or kernel.manager.provisioner.process.poll() is not None, "the kernel ends")
     world.must_be_clean()
 
 
 # --- what a run itself leaves ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", ["return 1", "raise ValueError", "os._exit(0)", "os.kill(os.getpid(), 9)"])
-def test_children_of_ranks_end_with_the_run(end, program, world):
-    children = PHASES["while its ranks have children"].replace('at("reached")', "pass").rsplit("time.sleep", 1)[0]
-    code, _, err = program(f"""
-{PRELUDE}
-{children}
-    {end}
-nblaunch.run(job, nproc=2, check=False)
-""").finish()
-    assert (code, err) == (0, "")
-    world.must_be_clean()
-
-
-def test_children_of_ranks_are_gone_when_run_returns(finished):
-    children = PHASES["while its ranks have children"].replace('at("reached")', "pass").rsplit("time.sleep", 1)[0]
+def test_children_of_ranks_are_gone_when_run_returns_however_it_ended(finished, world):
+    children = PHASES["while its ranks have children"].replace('at("reached")', "pass")
+    body = children.rsplit("time.sleep(1000)", 1)[0].replace("def job():", "def job(end):")
     alive = finished(f"""
 {PRELUDE}
-{children}
-nblaunch.run(job, nproc=2)
+{body}
+    if end == "returns":
+        return
+    if end == "raises":
+        raise ValueError
+    if end == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
 import json, psutil
-print(json.dumps([each.name() for each in psutil.Process().children(recursive=True)]))
+alive = []
+for end in ("returns", "raises", "is killed", "goes without a word"):
+    nblaunch.run(job, args=(end,), nproc=2, check=False)
+    alive.append(len(psutil.Process().children(recursive=True)))
+print(json.dumps(alive))
 """)
-    assert len(alive) == 2  # the keeper and the fork server
+    assert alive == [2, 2, 2, 2]  # the keeper and the fork server
+    world.must_be_clean()
 
 
 def test_shared_memory_that_a_rank_made_goes_with_it(program, world):
@@ -637,38 +657,38 @@ print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 
 FORK = """
 {JOB}
-import json, os, sys
+import gc, json, os, sys
 from nblaunch.agent import forkserver, runtime
-kept = nblaunch.run(job, nproc=2, log_dir=None)
-before = [forkserver.server.pid, str(runtime.root())]
-child = os.fork()
-if child == 0:
-    {ACTION}
-status = os.waitpid(child, 0)[1]
-after = [forkserver.server.pid, str(runtime.root())]
-second = nblaunch.run(job, nproc=2)
-same = [forkserver.server.pid, str(runtime.root())]
-print(json.dumps([status, before == after == same, kept.log_dir is not None, second.values]))
+kept = nblaunch.run(job, nproc=2)
+def ours():
+    return [forkserver.server.pid, str(runtime.root())]
+before = ours()
+outcome = []
+for action in {ACTIONS}:
+    child = os.fork()
+    if child == 0:
+        exec(action)
+        sys.exit(0)
+    status = os.waitpid(child, 0)[1]
+    values = nblaunch.run(job, nproc=2).values
+    outcome.append([status, ours() == before, kept.log_dir is not None, values])
+print(json.dumps(outcome))
 """
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "action",
-    ["os._exit(0)", "sys.exit(0)", "del kept; import gc; gc.collect(); sys.exit(0)"],
-)
-def test_a_fork_of_the_kernel_removes_nothing_of_its_parent(action, finished, world):
-    assert finished(FORK.format(JOB=JOB, ACTION=action), PYTHONWARNINGS="ignore") == [0, True, True, [0, 1]]
+def test_a_fork_of_the_kernel_removes_nothing_of_its_parent(finished, world):
+    actions = ["os._exit(0)", "pass", "del kept; gc.collect()", "del kept; gc.collect(); os._exit(0)"]
+    outcome = finished(FORK.format(JOB=JOB, ACTIONS=actions), PYTHONWARNINGS="ignore")
+    assert outcome == [[0, True, True, [0, 1]]] * 4
     world.must_be_clean()
 
 
 def test_a_fork_of_the_kernel_runs_ranks_with_things_of_its_own(finished, world):
     action = (
-        "values = nblaunch.run(job, nproc=2).values; "
-        "own = [forkserver.server.pid, str(runtime.root())]; "
-        "sys.exit(0 if values == [0, 1] and own[0] != before[0] and own[1] != before[1] else 5)"
+        "values = nblaunch.run(job, nproc=2).values\n"
+        "sys.exit(0 if values == [0, 1] and all(a != b for a, b in zip(ours(), before)) else 5)"
     )
-    assert finished(FORK.format(JOB=JOB, ACTION=action), PYTHONWARNINGS="ignore") == [0, True, True, [0, 1]]
+    assert finished(FORK.format(JOB=JOB, ACTIONS=[action]), PYTHONWARNINGS="ignore") == [[0, True, True, [0, 1]]]
     world.must_be_clean()
 
 
@@ -727,19 +747,21 @@ def pids():
 """
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "later"])
 @pytest.mark.parametrize("who", ["keeper", "server"])
-def test_the_next_run_works_after_the_death_of_the(who, at_once, finished, world):
+def test_the_next_run_works_after_the_death_of_the(who, finished, world):
+    """At once, when its end may not have been noticed yet, and later."""
     outcome = finished(f"""
 {DEATH}
-first = nblaunch.run(job, nproc=2).values
-victims = [psutil.Process(pid) for pid in pids().values()]
-os.kill(pids()[{who!r}], signal.SIGKILL)
-if not {at_once}:
-    psutil.wait_procs(victims)
-print(json.dumps([first, *(nblaunch.run(job, nproc=2).values for _ in range(2))]))
+values = [nblaunch.run(job, nproc=2).values]
+for wait in (True, False):
+    victims = [psutil.Process(pid) for pid in pids().values()]
+    os.kill(pids()[{who!r}], signal.SIGKILL)
+    if wait:
+        psutil.wait_procs(victims)
+    values += [nblaunch.run(job, nproc=2).values for _ in range(2)]
+print(json.dumps(values))
 """)
-    assert outcome == [[0, 1], [0, 1], [0, 1]]
+    assert outcome == [[0, 1]] * 5
     world.must_be_clean()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -48,8 +48,8 @@ class AgentEvents(Protocol):
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Take note: its processes have been forked."""
 
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
-        """Take note: one of them is gone; `expected` if the agent itself stopped it."""
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
+        """Take note: one of them is gone; `expected` if the agent itself stopped it, `reason` if known."""
 
     def others_stopped(self) -> None:
         """Take note: the ranks that were still at work are gone."""
@@ -207,7 +207,13 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         worker_group.spec.args = self._arguments(self._attempt)
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        # A restart, perhaps because it was killed.
+        forkserver.server.ensure_running()
+        forkserver.abandon_when(self._stop)
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        except forkserver.AbandonedError:
+            self._interrupted()
         context = self._pcontext
         assert context is not None  # noqa: S101 - set by the call above
         workers = tuple(
@@ -290,7 +296,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         super()._shutdown(death_sig, timeout)
         forkserver.server.sweep()
 
-    def _interrupted(self) -> None:
+    def _interrupted(self) -> NoReturn:
         msg = "the run was stopped"
         raise SignalException(msg, signal.SIGTERM)
 
@@ -317,7 +323,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             if local_rank not in self._known_dead:
                 self._known_dead.add(local_rank)
                 rank = self._worker_group.workers[local_rank].global_rank
-                self._events.worker_exited(rank, code, expected=expected)
+                lost = self._processes()[local_rank].lost
+                reason = forkserver.LOST if lost else ""
+                self._events.worker_exited(rank, code, expected=expected, reason=reason)
 
     def _terminate(self, processes: Sequence[Any]) -> None:
         """SIGTERM to those that live, SIGKILL to those that outlive the grace period, and tell."""

@@ -36,6 +36,22 @@ _BOOT_SECONDS = 300.0
 _private_util: Any = util
 
 
+LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
+"""Why a rank ended whose exit code nobody can tell."""
+
+_BOOT_STEP = 0.05
+_on_this_thread = threading.local()
+
+
+class AbandonedError(Exception):
+    """The rank is not wanted any more, and has not been forked yet."""
+
+
+def abandon_when(event: threading.Event) -> None:
+    """Have this thread wait for a fork server that is still starting only until `event` is set."""
+    _on_this_thread.abandon = event
+
+
 class Server:
     """The keeper and its fork server, started on first use and again if they died."""
 
@@ -48,6 +64,7 @@ class Server:
         self._log = Path()
         self._owner = 0
         self._omp_num_threads = ""
+        self.has_forked = False
 
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
@@ -83,6 +100,7 @@ class Server:
             return False
 
     def _start(self) -> None:
+        self.has_forked = False
         root = runtime.root()
         self._address = str(root / "fork")
         self._log = root / "forkserver.log"
@@ -188,6 +206,7 @@ class RankPopen(popen_forkserver.Popen):
     """Starts a process from our fork server; otherwise the standard library's."""
 
     method = START_METHOD
+    lost = False
     _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
@@ -227,18 +246,45 @@ class RankPopen(popen_forkserver.Popen):
         parent_fd = os.dup(order_fd)
         self.finalizer = util.Finalize(self, _private_util.close_fds, (parent_fd, self.sentinel))
         with open(order_fd, "wb") as order:
+            # No orders before the fork: a rank that nobody wants any more finds none, and ends.
+            self._await_fork()
+            self.pid = _read_signed(self.sentinel)
+            server.has_forked = True
             order.write(order_of_rank.getbuffer())
-        if not connection.wait([self.sentinel], timeout=_BOOT_SECONDS):
-            server.stop()
-            msg = (
-                f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
-                f"Its last words:\n{server.log() or '(none)'}"
-            )
-            raise LaunchError(msg, phase="fork server")
-        self.pid = _read_pid(self.sentinel)
+
+    def _await_fork(self) -> None:
+        abandon: threading.Event | None = getattr(_on_this_thread, "abandon", None)
+        deadline = time.monotonic() + _BOOT_SECONDS
+        while not connection.wait([self.sentinel], timeout=_BOOT_STEP):
+            # A group of which some are forked already is ended by its agent.
+            if abandon is not None and abandon.is_set() and not server.has_forked:
+                self.finalizer()
+                raise AbandonedError
+            if time.monotonic() > deadline:
+                server.stop()
+                msg = (
+                    f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
+                    f"Its last words:\n{server.log() or '(none)'}"
+                )
+                raise LaunchError(msg, phase="fork server")
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, or None while the process lives.
+
+        Where the server is gone there is none to read, and the rank has been killed with it.
+        """
+        if self.returncode is None and connection.wait(
+            [self.sentinel], timeout=0 if flag == os.WNOHANG else None
+        ):
+            try:
+                self.returncode = _read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.lost, self.returncode = True, -signal.SIGKILL
+        code: int | None = self.returncode
+        return code
 
 
-def _read_pid(fd: int) -> int:
+def _read_signed(fd: int) -> int:
     read: Callable[[int], int] = forkserver.read_signed
     return read(fd)
 
@@ -247,6 +293,12 @@ class RankProcess(process.BaseProcess):
     """A process of our context; its own default start method stays the platform's."""
 
     _start_method = None
+    _popen: RankPopen
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has gone with the fork server, without an exit code that anybody could read."""
+        return self._popen.lost
 
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it

@@ -86,8 +86,17 @@ def _watch(control: socket.socket, server: int, kernel_pid: int) -> bool:
     return False
 
 
+_queues: list[object] = []  # a queue is closed when it is collected
+
+
 def _process_end(pid: int) -> int:
     """Return a descriptor that becomes readable when process `pid` ends."""
+    if sys.platform == "darwin":
+        queue = select.kqueue()
+        end = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+        queue.control([end], 0)
+        _queues.append(queue)
+        return queue.fileno()
     return os.pidfd_open(pid)
 
 

@@ -28,6 +28,8 @@ class AgentThread:
         self._settings = settings
         self._arguments = arguments
         self._agent: RankAgent | None = RankAgent(settings, arguments, events)
+        # Taken by whoever comes first: the agent, or a stop before it has begun.
+        self._begun = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"{THREAD_PREFIX}-{settings.run_id}", daemon=True
         )
@@ -37,6 +39,8 @@ class AgentThread:
         self._thread.start()
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         error: BaseException | None = None
         agent = self._agent
         assert agent is not None  # noqa: S101 - only this thread lets it go
@@ -59,6 +63,10 @@ class AgentThread:
         agent = self._agent
         if agent is not None:
             agent.stop()
+        if self._begun.acquire(blocking=False):
+            # An interrupt came before the thread was started.
+            self._agent = None
+            self._events.agent_ended(None)
 
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
@@ -74,7 +82,8 @@ class AgentThread:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end; return whether it has ended."""
-        self._thread.join(timeout)
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
 

@@ -91,7 +91,8 @@ def _on_disk(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int, 
     fd, path = tempfile.mkstemp(prefix="payload-", dir=directory)
     try:
         # Blocks are allocated now: a full disk is an error here, not a SIGBUS in whoever maps the file.
-        os.posix_fallocate(fd, 0, total)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, total)
         _write(fd, parts, sizes, total)
     except OSError as error:
         os.unlink(path)

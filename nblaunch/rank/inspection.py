@@ -27,7 +27,7 @@ RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _RECORDER_ENTRIES = "256"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
-DUMP_SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGUSR2) + 7
+DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
 
 
@@ -107,14 +107,23 @@ def _collectives() -> tuple[Collective, ...]:
         recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
     except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
         return ()
-    collectives = [entry for entry in recorded.get("entries", ()) if not entry.get("is_p2p")]
-    return tuple(_collective(entry) for entry in collectives[-_RECENT:])
+    by_group: dict[str, list[Collective]] = {}
+    for entry in recorded.get("entries", ()):
+        if entry.get("is_p2p"):
+            continue
+        collective = _collective(entry)
+        known = by_group.setdefault(collective.group, [])
+        if known and collective.sequence <= known[-1].sequence:
+            # The program has replaced the group by one that counts anew.
+            known.clear()
+        known.append(collective)
+    return tuple(collective for known in by_group.values() for collective in known[-_RECENT:])
 
 
 def _collective(entry: Mapping[str, Any]) -> Collective:
     number, description = entry.get("process_group") or ("", "")
     return Collective(
-        group=str(number if description in ("", "undefined") else description),
+        group=str(description if description not in ("", "undefined") else number),
         sequence=int(entry.get("collective_seq_id", 0)),
         operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),

@@ -50,9 +50,13 @@ class Link:
         """Connect to the hub at `address`; say nothing yet."""
         self._inspector = inspector
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Leave] = queue.SimpleQueue()
-        self.working = threading.Event()
+        self._working = False
+        self._interrupted = False
+        self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
         self._closing = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -75,6 +79,19 @@ class Link:
         self._outbox.append(encode(message))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
+
+    def begin_job(self) -> None:
+        """From here on an interrupt reaches the main thread; raise KeyboardInterrupt if one came already."""
+        with self._lock:
+            self._working = True
+            interrupted = self._interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def end_job(self) -> None:
+        """From here on an interrupt comes too late."""
+        with self._lock:
+            self._working = False
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -103,11 +120,21 @@ class Link:
     def _receive(self, message: ToRank) -> None:
         match message:
             case Interrupt():
-                if self.working.is_set():
-                    signal.pthread_kill(self._main, signal.SIGINT)
+                self._interrupt()
             case ReportWhere():
                 self._socket.send(encode(self._inspector.where()))
             case FreeCollective():
                 self._inspector.free(message.fds)
+            case Dispatch():
+                with self._lock:
+                    self._interrupted = False
+                self.inbox.put(message)
             case _:
                 self.inbox.put(message)
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            # The main thread may not have taken the job from the inbox yet.
+            self._interrupted = True
+            if self._working:
+                signal.pthread_kill(self._main, signal.SIGINT)

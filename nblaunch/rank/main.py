@@ -71,6 +71,7 @@ class Rank:
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
+        streams.capture_descriptors()
         streams.install(lambda offsets: self.link.send(Switched(rank=self.rank, offsets=offsets)))
         outlet.send, outlet.rank = self.link.send, self.rank
         self.link.start(
@@ -106,7 +107,7 @@ class Rank:
             try:
                 step()
             finally:
-                self.link.working.clear()
+                self.link.end_job()
         except SystemExit as error:
             self._exited(error)
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
@@ -131,7 +132,7 @@ class Rank:
     def _work(self, dispatch: Dispatch) -> None:
         self.phase = Phase.JOB
         self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()))
-        self.link.working.set()
+        self.link.begin_job()
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
         shell.remember_sources(dispatch.sources)
@@ -141,7 +142,7 @@ class Rank:
         loaded = payload.loads(stream, buffers, str(self.device))
         payload.remember_received_classes()
         value = self._run_cell(job, loaded) if isinstance(job, CellJob) else self._call(*loaded)
-        self.link.working.clear()
+        self.link.end_job()
         self._returned(value)
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from nblaunch._protocol import Offsets, Stream
 
@@ -65,6 +66,16 @@ class RankStream(io.TextIOWrapper):
         """Write through to the file."""
         _turn.take(self._stream)
         return super().write(text)
+
+
+def capture_descriptors() -> None:
+    """Put this attempt's log files under descriptors 1 and 2 on macOS, where torchelastic does not."""
+    if sys.platform == "darwin":
+        directory = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+        for stream, target in _DESCRIPTORS.items():
+            file = os.open(directory / f"{stream}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, target)
+            os.close(file)
 
 
 def install(announce: Callable[[Offsets], None]) -> None:

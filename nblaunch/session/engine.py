@@ -309,7 +309,7 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
         lines.append(f"{format_ranks(ended)} ended because of that")
     if options.max_restarts:
         lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
-    if root.exception is None and not root.traceback and root.last_output:
+    if root.type == "ProcessExited" and root.last_output:
         lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from nblaunch._errors import LaunchError
+from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
     AttemptStarted,
     CellJob,
@@ -93,6 +93,7 @@ class WorkerGroup:
         self._gone: dict[int, tuple[float, Exited]] = {}
         self._leave_at: float | None = None
         self._left = False
+        self._dispatched = False
         self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
         self._oom_before = oom_kills()
         self._phase_deadline: tuple[Phase, float] | None = None
@@ -111,7 +112,7 @@ class WorkerGroup:
         inquiry = Inquiry(rank.rank for rank in ranks if rank.node and not rank.state.final)
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
-        return inquiry.report(self.state, str(self._directory))
+        return inquiry.report(self.state, str(self._directory), self._titles())
 
     def notice(self, text: str) -> None:
         """Say something about the run that does not end it."""
@@ -119,7 +120,7 @@ class WorkerGroup:
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in every rank; free those that are stuck in a collective."""
-        self._hub.call(lambda: self._interruption.begin(self.state))
+        self._hub.call(self._interrupt)
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -160,9 +161,9 @@ class WorkerGroup:
         """Take note of the processes and their log files."""
         self._hub.call(lambda: self._on_workers(number, world_size, workers))
 
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool) -> None:
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
         """Take note of a process that is gone."""
-        exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected)
+        exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
         self._hub.call(lambda: self._on_exit(exited))
 
     def agent_ended(self, error: BaseException | None) -> None:
@@ -209,6 +210,19 @@ class WorkerGroup:
         if self._phase_deadline is not None and now > self._phase_deadline[1]:
             self._phase_timed_out(self._phase_deadline[0])
 
+    def lost(self, error: Exception) -> None:
+        """End the run: nobody hears its ranks any more."""
+        self.error = RunFailedError(
+            f"the ranks can no longer be heard, and have been ended: the hub's socket broke ({error}). "
+            "The next run makes a new one."
+        )
+        self._agent.stop()
+
+    def _interrupt(self) -> None:
+        self._interruption.begin(self.state)
+        if not self._dispatched:
+            self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
+
     def _after(self, message: Message) -> None:
         self._dispatch_when_ready()
         if isinstance(message, Hello) and all(
@@ -223,7 +237,9 @@ class WorkerGroup:
     def _dispatch_when_ready(self) -> None:
         """Dispatch once every rank has its process group, and its log files are known."""
         if len(self._ready) == self.state.world_size and self._tails and not self._left:
-            self._phase_deadline = None
+            if self._interruption.begun:
+                return
+            self._phase_deadline, self._dispatched = None, True
             self._ready.clear()
             for rank in self.state.ranks:
                 self._hub.send(self, rank, self._dispatch)
@@ -294,16 +310,19 @@ class WorkerGroup:
         self._fold_exits(float("inf"))
         self.attempt = message.number
         self._tails, self._ready, self._gone = {}, set(), {}
-        self._leave_at, self._left = None, False
+        self._leave_at, self._left, self._dispatched = None, False, False
         self.values = {}
         self._fold(message)
-        self._phase_deadline = (Phase.CONNECT, time.monotonic() + _CONNECT_SECONDS)
+        self._phase_deadline = None
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self.logs[number] = {worker.rank: Logs(worker) for worker in workers}
         self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
         pids = {worker.rank: worker.pid for worker in workers}
         self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
+        if self._phase_deadline is None:
+            # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
+            self._phase_deadline = (Phase.CONNECT, time.monotonic() + _CONNECT_SECONDS)
         self._dispatch_when_ready()
 
     def _on_exit(self, exited: Exited) -> None:
@@ -328,15 +347,18 @@ class WorkerGroup:
             self._after(exited)
 
     def _explained(self, exited: Exited) -> Exited:
-        if exited.expected:
+        if exited.expected or exited.reason:
             return exited
         dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
+        why = explain_exit(exited.exitcode, dump, self._titles(), oom_before=self._oom_before)
+        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
+
+    def _titles(self) -> dict[str, str]:
         titles = {filename: title for filename, (title, _) in self._dispatch.sources.items()}
         job = self._dispatch.job
         if isinstance(job, CellJob):
             titles[job.filename] = job.title
-        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before)
-        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
+        return titles
 
     def _phase_timed_out(self, phase: Phase) -> None:
         waiting = [rank for rank in self.state.ranks.values() if not self._passed(rank, phase)]
@@ -360,8 +382,8 @@ class WorkerGroup:
         for tail in self._tails.values():
             for printed in tail.rest():
                 self._fold(printed)
-        self.error = error
-        self._fold(RunEnded(time=time.time(), stopped=error is None))
+        self.error = self.error or error
+        self._fold(RunEnded(time=time.time(), stopped=self.error is None))
         # Here and not in `close`: a caller who is interrupted once more may never come that far.
         self._hub.remove(self)
         runtime.remove_tree(self._directory)

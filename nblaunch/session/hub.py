@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,9 @@ class Member(Protocol):
     def tick(self, now: float) -> None:
         """Do what is due; `now` is monotonic."""
 
+    def lost(self, error: Exception) -> None:
+        """Take note that no rank can be heard any more."""
+
 
 class Hub:
     """Routes between ranks and their groups. Made on first use, lives as long as the kernel."""
@@ -62,11 +66,14 @@ class Hub:
             msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
             raise LaunchError(msg, phase="connect") from error
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
         self._members: dict[str, Member] = {}
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
         self._closing = False
+        self._broken = False
         self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
         self._thread.start()
 
@@ -78,7 +85,8 @@ class Hub:
     @property
     def usable(self) -> bool:
         """Whether this hub serves this process (a fork has none) and can still be reached."""
-        return self._owner == os.getpid() and self._thread.is_alive() and (self._directory / "hub").exists()
+        alive = self._owner == os.getpid() and self._thread.is_alive() and not self._broken
+        return alive and (self._directory / "hub").exists()
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the hub's thread, after all that was asked before."""
@@ -110,8 +118,9 @@ class Hub:
 
     def drain(self) -> None:
         """Handle every message that is here already; only on the hub's thread."""
-        while self._socket.poll(0):
-            self._receive()
+        with contextlib.suppress(zmq.ZMQError):
+            while self._socket.poll(0):
+                self._receive()
 
     def close(self) -> None:
         """End the thread and the socket."""
@@ -121,6 +130,28 @@ class Hub:
         self._thread.join(5)
 
     def _serve(self) -> None:
+        try:
+            self._route()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would end the runs
+            self._broken = True
+            self._end_members(error)
+        finally:
+            self._closing = True
+            self._context.destroy(linger=0)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _end_members(self, error: Exception) -> None:
+        """Go on without the socket until every group has been ended by its agent."""
+        for member in list(self._members.values()):
+            self._guard(functools.partial(member.lost, error))
+        while self._members:
+            select.select([self._wake_read], [], [], _TICK_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._run_calls()
+
+    def _route(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -138,9 +169,6 @@ class Hub:
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
                 self._tick(now)
-        self._context.destroy(linger=0)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
     def _tick(self, now: float) -> None:
         # Not in the loop that calls this: its variable would keep the last group, values and all.
@@ -225,6 +253,15 @@ def get() -> Hub:
                 _hub.close()
             _hub = Hub()
         return _hub
+
+
+def later(action: Callable[[], None]) -> None:
+    """Run `action` on the hub's thread, where no KeyboardInterrupt breaks it off; here if there is no hub."""
+    hub = _hub
+    if hub is not None and hub.usable:
+        hub.call(action)
+    else:
+        action()
 
 
 def close() -> None:

@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import psutil
+
+from nblaunch._frames import readable_main_stack
 from nblaunch._protocol import Where
 from nblaunch._results import HangReport
 from nblaunch._state import RunState, State
@@ -35,16 +38,33 @@ class Inquiry:
         if not self.missing:
             self.complete.set()
 
-    def report(self, state: RunState, directory: str) -> HangReport:
-        """Return the report; asks faulthandler about ranks that did not answer."""
-        silent = {}
-        for rank in sorted(self.missing):
-            known = state.ranks.get(rank)
-            if known is not None and known.pid is not None and not known.state.final:
-                silent[rank] = _dumped(known.pid, rank, directory)
-        finished = [rank.rank for rank in state.ranks.values() if rank.state is State.SUCCEEDED]
-        answers = {rank: where for rank, where in self.answers.items() if rank not in finished}
-        return hang.report(answers, silent=silent, finished=finished)
+    def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
+        """Return the report; asks faulthandler about ranks that did not answer.
+
+        `titles` maps file names of cells to what the reader calls them.
+        """
+        # An answer may still arrive while this looks; a rank is in the report once.
+        answers = dict(self.answers)
+        silent, finished, elsewhere = {}, [], {}
+        for known in state.ranks.values():
+            answer = answers.get(known.rank)
+            if known.state is State.SUCCEEDED:
+                finished.append(known.rank)
+                answers.pop(known.rank, None)
+            elif known.state.final:
+                continue
+            elif answer is None and known.node and known.pid is not None:
+                silent[known.rank] = _silent(known.pid, known.rank, directory, titles)
+            elif answer is None or not answer.frames:
+                elsewhere[known.rank] = f"in phase '{known.phase}'"
+        return hang.report(answers, silent=silent, finished=finished, elsewhere=elsewhere)
+
+
+def _silent(pid: int, rank: int, directory: str, titles: Mapping[str, str]) -> str:
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            return "its process is stopped (SIGSTOP); kill -CONT would let it go on"
+    return readable_main_stack(_dumped(pid, rank, directory), titles)
 
 
 def _dumped(pid: int, rank: int, directory: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import weakref
@@ -16,6 +17,7 @@ from nblaunch.agent import runtime
 from nblaunch.agent.logs import read_text
 from nblaunch.diagnose.root_cause import Explained, explain
 from nblaunch.job import payload
+from nblaunch.session import hub
 from nblaunch.session.group import Logs, WorkerGroup
 
 _LAST_OUTPUT_LINES = 10
@@ -34,7 +36,9 @@ class LogDirectory:
 def _remove(path: Path, owner: int) -> None:
     # A fork of the kernel has a copy of every result, and must not remove what its parent's refer to.
     if os.getpid() == owner:
-        runtime.remove_tree(path)
+        # Not here: this may be the main thread, at any point of the user's own code, and an interrupt that
+        # comes meanwhile would be lost (Python ignores what a finalizer raises).
+        hub.later(functools.partial(runtime.remove_tree, path))
 
 
 def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:

@@ -1,0 +1,213 @@
+"""Names that are not public, of torch and of Python, that nblaunch uses: each is still there.
+
+When a new torch breaks one, the failure says which; nothing else here says it as early or as plainly.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import importlib
+import inspect
+import os
+import sys
+from multiprocessing import context, forkserver, popen_forkserver, process, resource_tracker, util
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from torch.distributed import HashStore, distributed_c10d
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from nblaunch.agent import elastic
+from nblaunch.agent import forkserver as our_forkserver
+
+ELASTIC = Path(elastic.__file__)
+
+AGENT = ("_start_workers", "_monitor_workers", "_shutdown", "_pcontext", "_worker_group", "_remaining_restarts")
+CONTEXT = ("_pc", "_ret_vals")
+RENDEZVOUS = (
+    "_create_tcp_store_server",
+    "_state_holder",
+    "_shared_tcp_store_server",
+    "_bootstrap_store_info",
+)
+USED = {*AGENT, *CONTEXT, *RENDEZVOUS}
+
+
+def broken(owner: object, name: str) -> str:
+    kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
+    return (
+        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent/elastic.py uses; "
+        f"it worked with torch 2.8 to 2.13"
+    )
+
+
+@pytest.fixture
+def rendezvous():
+    """Make torch's own rendezvous handler, as nblaunch makes it."""
+    store = HashStore()
+    return DynamicRendezvousHandler.from_backend("names", store, C10dRendezvousBackend(store, "names"), 1, 1)
+
+
+@pytest.fixture
+def agent(rendezvous, tmp_path):
+    """Make torch's own agent; it starts nothing."""
+    spec = WorkerSpec(role="names", local_world_size=1, entrypoint=print, rdzv_handler=rendezvous)
+    return local_elastic_agent.LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+
+
+@pytest.fixture
+def process_context(tmp_path):
+    """Make torch's own context of ranks; it starts nothing."""
+    return MultiprocessContext(
+        name="names",
+        entrypoint=print,
+        args={0: ()},
+        envs={0: {}},
+        start_method=our_forkserver.register(),
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+    )
+
+
+@pytest.mark.parametrize("name", AGENT)
+def test_torchs_agent_still_has(name, agent):
+    assert hasattr(agent, name), broken(agent, name)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_torchs_context_of_ranks_still_has(name, process_context):
+    assert hasattr(process_context, name), broken(process_context, name)
+
+
+@pytest.mark.parametrize("name", RENDEZVOUS)
+def test_torchs_rendezvous_still_has(name, rendezvous):
+    assert hasattr(rendezvous, name), broken(rendezvous, name)
+
+
+def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
+    assert agent._pcontext is None, broken(agent, "_pcontext")
+    assert isinstance(agent._worker_group, WorkerGroup), broken(agent, "_worker_group")
+    assert process_context._pc is None, broken(process_context, "_pc")
+    assert list(process_context._ret_vals) == [0], broken(process_context, "_ret_vals")
+    assert type(process_context._ret_vals[0]) is our_forkserver.ReturnSlot, broken(process_context, "_ret_vals")
+    assert rendezvous._state_holder.state.round == 0, broken(rendezvous, "_state_holder")
+    assert rendezvous._shared_tcp_store_server is None, broken(rendezvous, "_shared_tcp_store_server")
+    assert rendezvous._bootstrap_store_info is None, broken(rendezvous, "_bootstrap_store_info")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        (local_elastic_agent.LocalElasticAgent._start_workers, ["self", "worker_group"]),
+        (local_elastic_agent.LocalElasticAgent._monitor_workers, ["self", "worker_group"]),
+        (DynamicRendezvousHandler._create_tcp_store_server, ["self", "master_addr", "master_port"]),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_what_is_overridden_is_still_called_with(method, parameters):
+    owner = sys.modules[method.__module__]
+    assert list(inspect.signature(method).parameters)[: len(parameters)] == parameters, broken(owner, method.__name__)
+
+
+def private_names(path: Path) -> tuple[set[str], set[str]]:
+    """Return the private attributes that a file touches, and those that it defines itself."""
+    touched, defined = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                touched.add(name)
+                defined.add(name)
+            case ast.Attribute(attr=name) | ast.FunctionDef(name=name):
+                touched.add(name)
+                if isinstance(node, ast.FunctionDef):
+                    defined.add(name)
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+                touched.add(name)
+            case _:
+                pass
+    return ({name for name in names if name.startswith("_") and not name.startswith("__")} for names in (touched, defined))
+
+
+def test_this_file_lists_every_private_name_of_torch_that_the_agent_touches(agent, process_context, rendezvous):
+    touched, defined = private_names(ELASTIC)
+    of_torch = {name for name in touched if any(hasattr(each, name) for each in (agent, process_context, rendezvous))}
+    assert of_torch <= USED
+    assert touched - defined <= USED
+    assert touched >= USED - {"_remaining_restarts"}
+
+
+def test_no_name_of_our_own_hides_one_of_torchs(agent, rendezvous):
+    _, defined = private_names(ELASTIC)
+    for name in defined - USED:
+        assert not hasattr(agent, name), f"torch {torch.__version__} has a {name} of its own: rename ours"
+        assert not hasattr(rendezvous, name), f"torch {torch.__version__} has a {name} of its own: rename ours"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.storage, "_new_dtypes"),
+        (torch.UntypedStorage, "data_ptr"),
+        (torch.storage.TypedStorage, "_untyped_storage"),
+        (distributed_c10d, "_abort_process_group"),
+        (torch._C._distributed_c10d, "_dump_fr_trace_json"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_torch_still_has(owner, name):
+    looked_at = torch.ones(1).storage() if owner is torch.storage.TypedStorage else owner
+    assert hasattr(looked_at, name), f"torch {torch.__version__} broke {owner.__name__}.{name}, which nblaunch uses"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (atexit, "_run_exitfuncs"),
+        (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS"),
+        (cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID"),
+        (cloudpickle.cloudpickle, "_make_skeleton_class"),
+        (context, "_concrete_contexts"),
+        (forkserver, "read_signed"),
+        (forkserver._forkserver, "_forkserver_alive_fd"),
+        (forkserver._forkserver, "_forkserver_address"),
+        (forkserver._forkserver, "_forkserver_pid"),
+        (forkserver._forkserver, "_inherited_fds"),
+        (forkserver._forkserver, "_preload_modules"),
+        (popen_forkserver.Popen, "_launch"),
+        (process.current_process(), "_config"),
+        (resource_tracker._resource_tracker, "_fd"),
+        (resource_tracker._resource_tracker, "_pid"),
+        (util, "_args_from_interpreter_flags"),
+        (util, "close_fds"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_python_and_cloudpickle_still_have(owner, name):
+    whose = getattr(owner, "__name__", type(owner).__name__)
+    assert hasattr(owner, name), f"{sys.version.split()[0]} broke {whose}.{name}, which nblaunch uses"
+
+
+def test_only_the_agents_module_touches_torchelastic():
+    """So a new torchelastic can break one file only."""
+    package = Path(importlib.import_module("nblaunch").__file__).parent
+    users = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any("torch.distributed.elastic" in name for name in imported(node))
+    }
+    assert users == {"agent/elastic.py"}
+    assert os.fspath(ELASTIC).endswith("agent/elastic.py")
+
+
+def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [alias.name for alias in node.names]
