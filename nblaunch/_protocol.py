@@ -138,9 +138,9 @@ class Cleared(_FromRank, frozen=True):
 
 
 class Switched(_FromRank, frozen=True):
-    """The rank changed between stdout and stderr: what was written up to `offsets` comes first."""
+    """The rank changed between stdout and stderr: what was written up to each moment precedes the next."""
 
-    offsets: Offsets
+    moments: tuple[Offsets, ...]
 
 
 class Returned(_FromRank, frozen=True):

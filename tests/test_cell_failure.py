@@ -53,7 +53,7 @@ def test_the_cause_is_the_remote_exception_itself(kernel):
             super().__init__(code, extra)
             self.code = code
     try:
-        get_ipython().run_cell_magic("distributed", "-n 2 --out res", "if rank == 1: raise Custom(7, extra=[1])")
+        get_ipython().run_cell_magic("distributed", "-n 2 --out res", "if rank: raise Custom(7, extra=[1])")
     except nblaunch.RunFailedError as caught:
         error = caught
         cause = caught.__cause__
@@ -121,9 +121,13 @@ def test_a_failure_in_a_notebook_function_shows_the_line_of_the_cell_that_define
 
 def test_a_failure_in_a_module_shows_the_way_there(kernel, tmp_path):
     (tmp_path / "breaks.py").write_text("def now(x):\n    raise LookupError(f'broken {x}')\n")
-    error = kernel.fails(
-        f"%%distributed -n 2\nimport sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport breaks\nbreaks.now(rank)"
-    )
+    error = kernel.fails(f"""
+    %%distributed -n 2
+    import sys
+    sys.path.insert(0, {str(tmp_path)!r})
+    import breaks
+    breaks.now(rank)
+    """)
     assert "LookupError: broken" in error.evalue
     assert re.search(r"Cell In\[\d+\], line 5", error.traceback)
     assert "breaks.py" in error.traceback
@@ -142,16 +146,27 @@ def test_the_cause_of_a_cause_is_told(kernel):
     assert kernel.value("repr(res.failures[0].exception)") == "RuntimeError('second')"
 
 
-@pytest.mark.parametrize(
-    "definition",
-    [
-        "class Odd(Exception):\n    def __init__(self, a, b): super().__init__(f'odd {a}')",
-        "class Odd(Exception):\n    def __init__(self, a, b): super().__init__('odd 1'); self.gen = (x for x in a)",
-        "class Odd(Exception):\n    def __init__(self, a, b): pass\n    def __str__(self): return 'odd 1'\n"
-        "    def __reduce__(self): raise TypeError('never')",
-    ],
-    ids=["needs-arguments", "holds-a-generator", "refuses"],
-)
+ODD = {
+    "needs arguments": """
+        class Odd(Exception):
+            def __init__(self, a, b): super().__init__(f"odd {a}")
+        """,
+    "holds a generator": """
+        class Odd(Exception):
+            def __init__(self, a, b):
+                super().__init__("odd 1")
+                self.gen = (x for x in a)
+        """,
+    "refuses": """
+        class Odd(Exception):
+            def __init__(self, a, b): pass
+            def __str__(self): return "odd 1"
+            def __reduce__(self): raise TypeError("never")
+        """,
+}
+
+
+@pytest.mark.parametrize("definition", ODD.values(), ids=ODD.keys())
 def test_an_exception_that_cannot_be_sent_is_told_in_words(kernel, definition):
     kernel.ok(definition)
     error = kernel.fails("%%distributed -n 2 --out res\nif rank == 1: raise Odd([1], 2)\n'fine'")
@@ -269,10 +284,9 @@ def test_a_run_that_takes_too_long_raises_a_timeout_error_with_the_result(kernel
 def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
     kernel.ok("""
     import nblaunch
+    line, cell = "-n 2 --timeout 0.5 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
     try:
-        get_ipython().run_cell_magic(
-            "distributed", "-n 2 --timeout 0.5 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
-        )
+        get_ipython().run_cell_magic("distributed", line, cell)
     except TimeoutError as caught:
         error = caught
     """)

@@ -94,14 +94,13 @@ def test_arrays_of_every_kind_come_back_equal_and_writable(kernel):
 
 TENSORS = """
 import torch
-KINDS = [
-    getattr(torch, name)
-    for name in "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 "
-    "complex128 float8_e4m3fn float8_e5m2".split()
-]
+KINDS = '''
+bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+complex64 complex128 float8_e4m3fn float8_e5m2
+'''.split()
 def tensors(rank):
     base = torch.arange(24).reshape(4, 6) + rank
-    yield from (base.to(kind) for kind in KINDS)
+    yield from (base.to(getattr(torch, kind)) for kind in KINDS)
     yield torch.tensor(rank)
     yield torch.zeros(0, 3)
     yield base.t()
@@ -229,15 +228,16 @@ def test_objects_of_the_notebooks_classes_are_instances_of_those_classes(kernel)
     """)
     kernel.ok("""
     %%distributed -n 2 --out res
-    [Point(rank, [rank]), Slotted(rank), Color(rank + 1), Flags.A | Flags.B, Pair(rank), Old(rank, 2), Box(Box(rank)),
-     Sub(rank), Sub.Inner(), Failure(rank), Point, Color]
+    [Point(rank, [rank]), Slotted(rank), Color(rank + 1), Flags.A | Flags.B, Pair(rank), Old(rank, 2),
+     Box(Box(rank)), Sub(rank), Sub.Inner(), Failure(rank), Point, Color]
     """)
     kernel.ok("""
     kinds = [Point, Slotted, Color, Flags, Pair, Old, Box, Sub, Sub.Inner, Failure]
     for rank, values in enumerate(res):
         for kind, value in zip(kinds, values):
             assert type(value) is kind, (kind, type(value))
-        assert values[:5] == [Point(rank, [rank]), Slotted(rank), Color(rank + 1), Flags.A | Flags.B, Pair(rank, 0)]
+        assert values[:3] == [Point(rank, [rank]), Slotted(rank), Color(rank + 1)]
+        assert values[3:6] == [Flags.A | Flags.B, Pair(rank, 0), Old(rank, 2)]
         assert values[2] is Color(rank + 1)
         assert values[6].held.held == rank and isinstance(values[7], Box)
         assert values[9].code == rank

@@ -48,7 +48,11 @@ def test_a_given_number_is_taken_and_uses_gpus_where_there_are_enough(gpus):
     gpus(4)
     for nproc, kind in ((1, "cuda"), (3, "cuda"), (4, "cuda"), (5, "cpu"), (64, "cpu")):
         placement = place(nproc, "auto", {})
-        assert (placement.nproc, placement.device_type, "nccl" in placement.backend) == (nproc, kind, kind == "cuda")
+        assert (placement.nproc, placement.device_type, "nccl" in placement.backend) == (
+            nproc,
+            kind,
+            kind == "cuda",
+        )
 
 
 def test_on_gpus_collectives_on_cpu_tensors_have_a_backend_too(gpus):
@@ -83,7 +87,9 @@ def test_gpu_without_one_is_refused_and_says_what_to_do(gpus):
         place("gpu", "auto", {})
 
 
-@pytest.mark.parametrize(("visible", "are"), [(0, "only 0 GPUs are"), (1, "only 1 GPU is"), (2, "only 2 GPUs are")])
+@pytest.mark.parametrize(
+    ("visible", "are"), [(0, "only 0 GPUs are"), (1, "only 1 GPU is"), (2, "only 2 GPUs are")]
+)
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_more_nccl_ranks_than_gpus_are_refused_with_the_ways_out(gpus, visible, are, backend):
     gpus(visible)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -29,6 +28,7 @@ from nblaunch._results import HangReport, RankFailure, RankResult, RankResults, 
 from nblaunch._state import State
 
 MEGABYTE = 1_000_000
+LONG = "x" * 20_000
 
 
 def failure(**changes):
@@ -49,8 +49,8 @@ def failure(**changes):
 
 def result(cause):
     rank = RankResult(
-        rank=1, local_rank=1, node="n", device="cpu", state=State.FAILED, value=None, failure=cause, stdout="said\n",
-        stderr="", displays=(), exitcode=1, attempt=0, started=1.0, ended=2.0, pid=7,
+        rank=1, local_rank=1, node="n", device="cpu", state=State.FAILED, value=None, failure=cause,
+        stdout="said\n", stderr="", displays=(), exitcode=1, attempt=0, started=1.0, ended=2.0, pid=7,
     )  # fmt: skip
     return RunResult(ranks=RankResults([rank]), world_size=2, failures=(cause,))
 
@@ -112,12 +112,6 @@ def test_the_public_names_are_these():
         "doctor",
         "run",
     ]
-    assert sorted({name for name in vars(nblaunch) if not name.startswith("_")} - set(nblaunch.__all__)) == [
-        "TYPE_CHECKING",
-        "annotations",
-        "importlib",
-        "load_ipython_extension",
-    ] or set(nblaunch.__all__) <= set(dir(nblaunch))
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
@@ -147,7 +141,7 @@ REPORT = HangReport(groups=(), collectives={}, findings=("rank 1 is late",), fin
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_comes_back_from_pickle_with_its_fields(error):
-    back = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error)
     assert back.args == error.args
     assert str(back) == "told"
@@ -165,13 +159,15 @@ def test_an_error_comes_back_from_pickle_with_its_fields(error):
 def test_a_pickled_error_can_be_read_without_torch():
     """As by a tool that collects the errors of many notebooks."""
     data = pickle.dumps(RunFailedError("told", result=result(CAUSE), root_cause=CAUSE))
-    code = f"import pickle, sys; e = pickle.loads({data!r}); print(e, e.root_cause.reason, 'torch' in sys.modules)"
+    code = (
+        f"import pickle, sys; e = pickle.loads({data!r}); print(e, e.root_cause.type, 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[0] == "told ValueError: boom False", done.stderr
+    assert done.stdout.split("\n")[0] == "told builtins.ValueError False", done.stderr
 
 
 def test_a_failed_result_comes_back_from_pickle():
-    back = pickle.loads(pickle.dumps(result(CAUSE)))  # noqa: S301 - our own
+    back = pickle.loads(pickle.dumps(result(CAUSE)))
     assert (back.ok, back.world_size, back.root_cause.message) == (False, 2, "boom")
     with pytest.raises(ValueError, match="boom"):
         _ = back[1]
@@ -200,11 +196,17 @@ def test_a_failed_run_of_a_megabyte_of_text_makes_a_short_message():
 
 @pytest.mark.parametrize(
     "line",
-    [f"--{'x' * MEGABYTE} 3", f"-n {'9' * MEGABYTE}", f"--timeout {'x' * MEGABYTE}", f"--env {'x' * MEGABYTE}",
-     "y" * MEGABYTE, f"--backend {'n' * MEGABYTE}", f"--out {'a ' * MEGABYTE}"],
-    ids=["flag", "number", "seconds", "env", "word", "backend", "many"],
-)  # fmt: skip
-def test_an_option_of_a_megabyte_makes_a_short_message(line):
+    [
+        f"--{LONG} 3",
+        f"-n {'9' * len(LONG)}",
+        f"--timeout {LONG}",
+        f"--env {LONG}",
+        LONG,
+        f"--out {LONG}.{LONG}",
+    ],
+    ids=["flag", "number", "seconds", "env", "word", "name"],
+)
+def test_an_option_that_is_very_long_makes_a_short_message(line):
     with pytest.raises(OptionError) as caught:
         parse_line(line)
     assert len(str(caught.value)) < 10_000
@@ -258,8 +260,3 @@ def test_no_error_of_ours_shows_our_own_frames_in_a_notebook():
         "",
         "RunTimeoutError: told",
     ]
-
-
-def test_the_errors_module_imports_nothing_heavy():
-    """So that anybody can catch our errors without loading what raises them."""
-    assert "import torch" not in Path(_errors.__file__).read_text()

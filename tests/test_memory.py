@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
-import numpy
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -51,7 +52,8 @@ def write_to_own_part(tensor):
 
 
 @pytest.mark.skipif(
-    psutil.virtual_memory().available < 3.5 * GIGABYTE, reason="needs 3.5 GB of free memory: 1 GB here, 1 GB shared"
+    psutil.virtual_memory().available < 3.5 * GIGABYTE,
+    reason="needs 3.5 GB of free memory: 1 GB here, 1 GB shared",
 )
 def test_a_gigabyte_captured_by_four_ranks_exists_once_beyond_the_notebooks_own():
     tensor = torch.full((GIGABYTE // 4,), 0x01010101, dtype=torch.int32)
@@ -74,16 +76,19 @@ def test_a_gigabyte_captured_by_four_ranks_exists_once_beyond_the_notebooks_own(
 
 
 def test_arguments_and_globals_of_a_function_cross_once_too():
-    array = numpy.ones(16_000_000, dtype=numpy.uint8)
+    array = np.ones(16_000_000, dtype=np.uint8)
 
     def maps(first, *, second):
-        same = numpy.shares_memory(first, second) and numpy.shares_memory(first, array)
+        same = np.shares_memory(first, second) and np.shares_memory(first, array)
         return same, MAPS.read_text().count("memfd:nblaunch")
 
-    assert nblaunch.run(maps, args=(array,), kwargs={"second": array}, nproc=2).values == [(True, 1), (True, 1)]
+    assert nblaunch.run(maps, args=(array,), kwargs={"second": array}, nproc=2).values == [
+        (True, 1),
+        (True, 1),
+    ]
 
 
-def test_what_was_sent_and_what_came_back_is_freed_with_the_result(monkeypatch):
+def test_what_was_sent_and_what_came_back_is_freed_with_the_result():
     """At once: the collector may come late, and gigabytes hang on it."""
 
     def echo(tensor):
@@ -104,7 +109,6 @@ def test_what_was_sent_and_what_came_back_is_freed_with_the_result(monkeypatch):
         assert memory_files() == 0
     finally:
         gc.enable()
-    assert monkeypatch is not None
 
 
 def memory_files() -> int:
@@ -124,7 +128,9 @@ SHAPES = {
     "every third": torch.arange(9000.0)[::3],
     "with an offset": torch.arange(9000.0)[5000:],
     "expanded": torch.arange(100.0)[:, None].expand(100, 50),
-    "channels last": torch.arange(2 * 3 * 32 * 32.0).reshape(2, 3, 32, 32).to(memory_format=torch.channels_last),
+    "channels last": torch.arange(2 * 3 * 32 * 32.0)
+    .reshape(2, 3, 32, 32)
+    .to(memory_format=torch.channels_last),
     "empty": torch.empty(0, 5),
     "a scalar": torch.tensor(3.5),
     "large": torch.arange(1_000_000.0),
@@ -144,16 +150,16 @@ def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(tensor):
 
 
 ARRAYS = {
-    "float64": numpy.arange(6000.0).reshape(60, 100),
-    "fortran order": numpy.asfortranarray(numpy.arange(6000.0).reshape(60, 100)),
-    "every third": numpy.arange(9000)[::3],
-    "big endian": numpy.arange(3000, dtype=">i4"),
-    "structured": numpy.zeros(1000, dtype=[("a", "i4"), ("b", "f8", 2)]),
-    "text": numpy.array(["a", "bc"] * 2000),
-    "objects": numpy.array([{"a": 1}, None], dtype=object),
-    "dates": numpy.arange("2024-01-01", "2024-03-01", dtype="datetime64[h]"),
-    "empty": numpy.empty((0, 3)),
-    "large": numpy.arange(1_000_000.0),
+    "float64": np.arange(6000.0).reshape(60, 100),
+    "fortran order": np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
+    "every third": np.arange(9000)[::3],
+    "big endian": np.arange(3000, dtype=">i4"),
+    "structured": np.zeros(1000, dtype=[("a", "i4"), ("b", "f8", 2)]),
+    "text": np.array(["a", "bc"] * 2000),
+    "objects": np.array([{"a": 1}, None], dtype=object),
+    "dates": np.arange("2024-01-01", "2024-03-01", dtype="datetime64[h]"),
+    "empty": np.empty((0, 3)),
+    "large": np.arange(1_000_000.0),
 }
 
 
@@ -161,7 +167,7 @@ ARRAYS = {
 def test_an_array_comes_back_with_dtype_and_order_and_writable(array):
     for back in nblaunch.run(lambda: array, nproc=2):
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
-        assert numpy.array_equal(back, array)
+        assert np.array_equal(back, array)
         assert back.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
         assert back.flags.writeable
         back[...] = back[::-1].copy()
@@ -170,7 +176,7 @@ def test_an_array_comes_back_with_dtype_and_order_and_writable(array):
 @pytest.mark.parametrize("size", [100, 1_000_000], ids=["small", "large"])
 def test_views_of_one_tensor_stay_views_of_one_tensor(size):
     whole = torch.zeros(size)
-    there = {"whole": whole, "part": whole[10:20], "list": [whole]}
+    there: dict[str, Any] = {"whole": whole, "part": whole[10:20], "list": [whole]}
 
     def aliased():
         there["part"].fill_(1)
@@ -221,14 +227,14 @@ def test_large_bytes_cross_both_ways(make):
 
 
 def test_many_small_and_large_parts_keep_their_places():
-    parts = [numpy.full(size, size, dtype=numpy.int32) for size in (1, 1023, 1024, 1025, 5000, 100_000)]
+    parts = [np.full(size, size, dtype=np.int32) for size in (1, 1023, 1024, 1025, 5000, 100_000)]
 
     def doubled():
         return [part * 2 for part in parts]
 
     for back in nblaunch.run(doubled, nproc=2):
         for part, twice in zip(parts, back, strict=True):
-            assert numpy.array_equal(twice, part * 2)
+            assert np.array_equal(twice, part * 2)
 
 
 # --- where memory has no room ----------------------------------------------------------------------
@@ -298,7 +304,8 @@ NO_MEMORY_FILES = """
         return array
 
     def payloads():
-        return [name for _, _, names in os.walk(runtime.root()) for name in names if name.startswith("payload-")]
+        files = [name for _, _, names in os.walk(runtime.root()) for name in names]
+        return [name for name in files if name.startswith("payload-")]
 
     result = nblaunch.run(on_disk, nproc=2)
     sums = [float(back.sum()) for back, _ in result]
@@ -365,7 +372,9 @@ def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp
         assert "set TMPDIR" in text
 
 
-def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_nothing(monkeypatch, tmp_path):
+def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_nothing(
+    monkeypatch, tmp_path
+):
     """The blocks are taken first, so that no reader of the mapping meets a SIGBUS."""
     monkeypatch.setattr(shared, "_free_memory", lambda: 0)
 
@@ -381,7 +390,7 @@ def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_
 
 def test_memory_that_is_short_sends_a_payload_to_the_disk(monkeypatch, tmp_path):
     monkeypatch.setattr(shared, "_free_memory", lambda: 900_000)
-    data = numpy.random.default_rng(0).bytes(1_000_000)
+    data = np.random.default_rng(0).bytes(1_000_000)
     with shared.put(Packed(memoryview(data), (memoryview(b"abc"),)), lambda: tmp_path) as outgoing:
         (path,) = tmp_path.iterdir()
         assert path.stat().st_mode & 0o077 == 0

@@ -396,8 +396,13 @@ def test_a_second_socket_with_a_ranks_name_is_not_heard(group, connect, eventual
 def test_a_defect_in_one_group_does_not_end_the_thread_that_serves_all(
     hub, group, connect, refusals, eventually
 ):
-    broken = Group()
-    broken.group, broken.received = "broken00", None
+    class Broken(Group):
+        group = "broken00"
+
+        def receive(self, message):
+            1 / message.rank
+
+    broken = Broken()
     hub.add(broken)
     bad, good = connect("broken00/1/0"), connect()
     bad.send(encode(hello()))

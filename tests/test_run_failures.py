@@ -103,7 +103,7 @@ def test_the_values_of_the_other_ranks_are_kept():
     assert result.values == ["kept", None]
     assert (result[0], result.ranks[0].state, result.ranks[0].failure) == ("kept", "SUCCEEDED", None)
     assert (result.ranks[1].state, result.ranks[1].exitcode, result.ranks[1].value) == ("FAILED", 1, None)
-    with pytest.raises(ValueError, match="^why$"):
+    with pytest.raises(ValueError, match=r"^why$"):
         result[1]
     assert "failed, root cause: rank 1: ValueError" in repr(result)
 
@@ -131,13 +131,13 @@ def test_notes_attributes_and_causes_of_an_exception_survive():
     def action():
         error = OSError(2, "gone", "/some/file")
         error.add_note("a note for the reader")
-        error.extra = {"more": 1}
+        error.__dict__["extra"] = {"more": 1}
         raise error from ZeroDivisionError("underneath")
 
     error, _, part = failed(action)
     cause = error.__cause__
     assert isinstance(cause, FileNotFoundError)
-    assert (cause.errno, cause.filename, cause.__notes__, cause.extra) == (
+    assert (cause.errno, cause.filename, cause.__notes__, vars(cause)["extra"]) == (
         2,
         "/some/file",
         ["a note for the reader"],
@@ -374,6 +374,7 @@ def test_a_run_that_takes_longer_than_its_timeout_is_ended():
         if os.environ["RANK"] == "0":
             return "in time"
         time.sleep(100)
+        return None
 
     with pytest.raises(nblaunch.RunTimeoutError, match=r"given 0\.5 s and did not end") as caught:
         nblaunch.run(job, nproc=2, timeout=0.5)

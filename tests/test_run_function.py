@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import datetime
+import datetime as dt
 import decimal
 import enum
 import functools
@@ -19,16 +19,17 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
-import numpy
+import numpy as np
 import psutil
 import pytest
 import torch
 
 import nblaunch
-
-BARRIER_SECONDS = 60
+from nblaunch.agent import runtime
 
 
 def rank_of_environment():
@@ -138,7 +139,7 @@ def test_without_a_process_group_the_function_may_make_its_own():
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(nblaunch.OptionError, match="not callable"):
-        nblaunch.run(7, nproc=2)
+        nblaunch.run(cast("Callable[[], None]", 7), nproc=2)
 
 
 def test_a_rank_cannot_start_ranks_of_its_own():
@@ -315,12 +316,18 @@ def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(event
     def job():
         return torch.ones(300_000).sum().item()
 
+    def settled():
+        """Return whether the logs of results that are gone have been removed."""
+        gc.collect()
+        return not list(runtime.root().glob("logs-*"))
+
     for _ in range(2):
         nblaunch.run(job, nproc=2)
+    eventually(settled, "all logs are gone")
     before = footprint()
     for _ in range(30):
         assert nblaunch.run(job, nproc=2).values == [300_000.0, 300_000.0]
-    gc.collect()
+    eventually(settled, "all logs are gone")
     eventually(lambda: footprint() == before, f"30 runs leave the footprint at {before}")
 
 
@@ -345,7 +352,7 @@ def test_arguments_arrive_by_position_and_by_name():
 
 
 def test_ranks_work_on_copies():
-    data = {"list": [1], "array": numpy.zeros(100_000), "tensor": torch.zeros(100_000)}
+    data: dict[str, Any] = {"list": [1], "array": np.zeros(100_000), "tensor": torch.zeros(100_000)}
 
     def change(data):
         data["list"].append(int(os.environ["RANK"]))
@@ -383,13 +390,13 @@ VALUES = {
     "nested containers": {"a": [1, (2, {3}), frozenset({4})], 5: {"b": {}}},
     "an ellipsis": ...,
     "a decimal": decimal.Decimal("1.10"),
-    "a date": datetime.datetime(2024, 2, 29, tzinfo=datetime.UTC),
+    "a date": dt.datetime(2024, 2, 29, tzinfo=dt.UTC),
     "a path": pathlib.PurePosixPath("/a/b"),
     "a dataclass": Point(1, 2),
     "an enum": Colour.RED,
     "a class": Point,
     "a function": rank_of_environment,
-    "a numpy scalar": numpy.float32(1.5),
+    "a numpy scalar": np.float32(1.5),
     "a dtype": torch.bfloat16,
     "a device": torch.device("cpu"),
     "a shape": torch.Size([2, 3]),
@@ -493,7 +500,7 @@ def test_a_result_can_be_pickled():
 
 
 def test_values_outlive_the_result_and_everything_it_keeps():
-    tensor, array = nblaunch.run(lambda: (torch.ones(1_000_000), numpy.ones(1_000_000)), nproc=1)[0]
+    tensor, array = nblaunch.run(lambda: (torch.ones(1_000_000), np.ones(1_000_000)), nproc=1)[0]
     gc.collect()
     tensor.add_(1)
     array += 1
@@ -537,7 +544,7 @@ def test_random_numbers_differ_between_ranks_and_between_runs():
     def draw():
         return (
             random.random(),
-            numpy.random.rand(),  # noqa: NPY002 - the global state is what is tested
+            np.random.rand(),  # noqa: NPY002 - the global state is what is tested
             torch.rand(1, dtype=torch.float64).item(),
             torch.initial_seed(),
         )
@@ -580,7 +587,7 @@ def test_the_environment_directory_and_path_are_those_of_the_call(monkeypatch, t
             os.environ.get("SET_LATE"),
             os.environ.get("UNSET_LATE"),
             os.environ["OPTION"],
-            os.getcwd(),
+            str(pathlib.Path.cwd()),
             only_here.X,
         )
 

@@ -288,7 +288,7 @@ def test_a_run_of_some_ranks_has_those_alone():
     ],
 )
 def test_a_run_is_summed_up_in_one_word(states, summary):
-    reach = {
+    reach: dict[str, list[Message]] = {
         "INIT": [],
         "STARTING": [Hello(rank=0, token="", attempt=0, local_rank=0, world_size=2, node="n", pid=5)],
         "RUNNING": [STARTED],

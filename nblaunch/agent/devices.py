@@ -30,7 +30,10 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     count = torch.cuda.device_count()
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and chosen != os.environ.get("CUDA_VISIBLE_DEVICES"):
-        count = min(count, len([part for part in chosen.split(",") if part.strip() not in ("", "-1")]))
+        # The ranks' own choice; a kernel that was kept off the GPUs sees none of those they may use.
+        named = len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+        installed = torch.cuda._raw_device_count_nvml()  # noqa: SLF001 - no public name counts them all
+        count = min(named, installed if installed > 0 else count)
     return count
 
 

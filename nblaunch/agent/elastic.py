@@ -33,6 +33,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from nblaunch.agent import forkserver
 
+StoppedError = SignalException
+"""What ends an agent that was told to stop: torchelastic ends its ranks on the way out."""
+
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
 _KILL_WAIT_SECONDS = 5.0
@@ -102,7 +105,20 @@ class LoopbackRendezvous(DynamicRendezvousHandler):
         holder = self._state_holder
         if holder.state.round == 0:
             holder.state.round = 1
-        return super().next_rendezvous()
+        info: Any = super().next_rendezvous()
+        if self._shared_tcp_store_server is None:
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. What it
+            # is set for (addresses of a dead attempt) the ranks' own prefixes see to.
+            server = self._create_tcp_store_server(_LOOPBACK, 0)
+            self._shared_tcp_store_server = server
+            where = info.bootstrap_store_info
+            where.master_addr, where.master_port = _LOOPBACK, server.port
+        return info
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Say that the agent hosts the ranks' store: it does, whatever the environment says."""
+        return True
 
     def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
         """Host the ranks' store on a socket bound to the loopback address; torch's listens on `::`."""
@@ -157,7 +173,6 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             logs,
             start_method=forkserver.register(),
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
-            shutdown_timeout=settings.shutdown_timeout,
         )
         self.settings = settings
         self._arguments = arguments
@@ -202,10 +217,11 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         if self._stop.is_set():
             self._interrupted()
         self._attempt += 1
-        self._known_dead, self._stopped, self._others = set(), set(), frozenset()
-        self._succeeded, self._leave_by = False, float("inf")
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
+        # Only now: until the hub has taken note it may still release ranks of the attempt before.
+        self._known_dead, self._stopped, self._others = set(), set(), frozenset()
+        self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)
         # A restart, perhaps because it was killed.
         forkserver.server.ensure_running()
@@ -291,10 +307,17 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._terminate(self._processes())
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, *arguments: Any, **keywords: Any) -> None:
+        # torch 2.8 to 2.13 differ in the arguments; for either there is nobody left to shut down.
         self._terminate(self._processes())
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(*arguments, **keywords)
         forkserver.server.sweep()
+
+    def _setup_local_watchdog(self, envs: Any) -> None:
+        """Start no `FileTimerServer` here: it sends SIGKILL to its own process, which is the notebook."""
+
+    def _setup_healthcheck(self) -> None:
+        """Start no server that listens for health checks: nothing but the ranks' store listens."""
 
     def _interrupted(self) -> NoReturn:
         msg = "the run was stopped"

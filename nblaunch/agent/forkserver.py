@@ -63,7 +63,7 @@ class Server:
         self._address = ""
         self._log = Path()
         self._owner = 0
-        self._omp_num_threads = ""
+        self._count = 0
         self.has_forked = False
 
     def ensure_running(self) -> None:
@@ -94,8 +94,11 @@ class Server:
             return False
         self._control.settimeout(_ANSWER_TIMEOUT)
         try:
-            self._control.sendall(request)
-            return self._control.recv(1) == keeper.DONE
+            self._count = self._count % 255 + 1
+            self._control.sendall(request + bytes([self._count]))
+            while (answer := self._control.recv(1)) and answer[0] != self._count:
+                pass  # to a question whose asker was interrupted
+            return bool(answer)
         except OSError:
             return False
 

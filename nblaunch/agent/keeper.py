@@ -31,7 +31,6 @@ from nblaunch.rank.isolate import become_subreaper, die_with_parent
 SWEEP = b"s"
 PING = b"p"
 END = b"e"
-DONE = b"."
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
 
@@ -76,14 +75,19 @@ def _watch(control: socket.socket, server: int, kernel_pid: int) -> bool:
         ready = {fd for fd, _ in poller.poll()}
         if ready & {kernel_end, server_end}:
             return kernel_end not in ready
-        request = control.recv(1)
+        # One byte says what is asked, the other which question it is: the answer repeats it.
+        request, number = _halves(control.recv(2))
         if request not in (SWEEP, PING):
             # Nothing at all: the kernel has closed the socket, by running another program in its place, say.
             return request == END
         if request == SWEEP:
             _sweep(spare=server)
-        control.sendall(DONE)
+        control.sendall(number)
     return False
+
+
+def _halves(question: bytes) -> tuple[bytes, bytes]:
+    return question[:1], question[1:2]
 
 
 _queues: list[object] = []  # a queue is closed when it is collected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ class _File:
     path: str
     position: int = 0
     seen: int = 0
+    file: io.FileIO | None = None
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -33,16 +35,21 @@ class _File:
         if end <= self.position:
             return
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.position)
-                while self.position < end:
-                    data = file.read(min(_STEP, end - self.position))
-                    if not data:
-                        return
-                    self.position += len(data)
-                    yield self.decoder.decode(data)
+            if self.file is None:
+                self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `LogTail.close`
+            while self.position < end:
+                data = os.pread(self.file.fileno(), min(_STEP, end - self.position), self.position)
+                if not data:
+                    return
+                self.position += len(data)
+                yield self.decoder.decode(data)
         except OSError:
             return
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
 
 class LogTail:
@@ -71,6 +78,11 @@ class LogTail:
         """Yield all there is."""
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
 
     def skip_to(self, offsets: Offsets) -> None:
         """Pass over what is before a moment."""

@@ -9,9 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
-from nblaunch.agent.elastic import AgentEvents, AgentSettings, RankAgent
+from nblaunch.agent.elastic import AgentEvents, AgentSettings, RankAgent, StoppedError
 
 THREAD_PREFIX = "nblaunch-agent"
 
@@ -46,7 +44,7 @@ class AgentThread:
         assert agent is not None  # noqa: S101 - only this thread lets it go
         try:
             agent.run()
-        except SignalException:
+        except StoppedError:
             pass
         except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
             error = caught

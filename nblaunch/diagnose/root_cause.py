@@ -21,6 +21,7 @@ _PEER_GONE = re.compile(
     r"|application timeout caused pair closure",
     re.IGNORECASE,
 )
+_CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
 
 
@@ -59,4 +60,7 @@ def blames_a_peer(failure: FailureRecord) -> bool:
     if signal_name(failure.exitcode) == "SIGTERM":
         return True
     kind = failure.type.rpartition(".")[2]
-    return kind in _COLLECTIVE_ERRORS and _PEER_GONE.search(failure.message) is not None
+    if kind in _COLLECTIVE_ERRORS and _PEER_GONE.search(failure.message) is not None:
+        return True
+    # `raise StepFailed from error`: the traceback says what it was made of.
+    return any(_PEER_GONE.search(found["text"]) for found in _CHAINED.finditer(failure.traceback))

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 _SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
 
-_SEARCHED_BYTES = 64 * 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -116,13 +114,11 @@ def _submodules(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tuple[s
 
 
 def _sources(packed: Packed) -> dict[str, str]:
-    """Return the source of every notebook cell whose file name stands in the pickle's code objects."""
-    if packed.stream.nbytes > _SEARCHED_BYTES:
-        return {}
-    stream = bytes(packed.stream)
+    """Return the source of every notebook cell that the pickle holds code of."""
     found = {}
-    for filename, entry in list(linecache.cache.items()):
+    for filename in packed.filenames:
+        entry = linecache.cache.get(filename)
         # Entries without a modification time are no files: IPython puts cells there.
-        if len(entry) == 4 and entry[1] is None and filename.encode(errors="replace") in stream:  # noqa: PLR2004
+        if entry is not None and len(entry) == 4 and entry[1] is None:  # noqa: PLR2004
             found[filename] = "".join(entry[2])
     return found

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class Packed:
 
     stream: memoryview
     buffers: tuple[memoryview, ...]
+    filenames: frozenset[str] = frozenset()
+    """Where the code that it holds was compiled."""
 
     @property
     def parts(self) -> tuple[memoryview, ...]:
@@ -63,7 +66,13 @@ def main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.filenames: set[str] = set()
+
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            self.filenames.add(obj.co_filename)
         reduced = tensors.reduce(obj)
         if reduced is NotImplemented:
             reduced = idioms.reduce(obj)
@@ -151,8 +160,9 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
         return False
 
     stream = io.BytesIO()
-    make(stream, protocol=5, buffer_callback=keep_inside).dump(value)
-    return Packed(stream.getbuffer(), tuple(buffers))
+    pickler = make(stream, protocol=5, buffer_callback=keep_inside)
+    pickler.dump(value)
+    return Packed(stream.getbuffer(), tuple(buffers), frozenset(pickler.filenames))
 
 
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:

@@ -25,6 +25,9 @@ from nblaunch.job.payload import Packed
 INLINE = 256 * 1024
 """Payloads of at most this many bytes travel inside their message."""
 
+_COPIED = 8 * 1024 * 1024
+"""Payloads of at most this many bytes are copied, not mapped: a mapping holds a descriptor while it lives."""
+
 _ALIGNMENT = 64
 _COPY_STEP = 64 * 1024 * 1024
 _RESERVE = 0.95
@@ -131,11 +134,26 @@ def get(payload: Payload, *, private: bool) -> tuple[memoryview, ...]:
             if os.fstat(fd).st_size < total:
                 msg = f"a payload of {total} bytes was announced, and {path} is shorter"
                 raise OSError(msg)
-            access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-            whole = memoryview(mmap.mmap(fd, total, access=access))
+            if total <= _COPIED:
+                whole = memoryview(_read(fd, total))
+            else:
+                access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+                whole = memoryview(mmap.mmap(fd, total, access=access))
         finally:
             os.close(fd)
     return tuple(whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True))
+
+
+def _read(fd: int, total: int) -> bytearray:
+    data = bytearray(total)
+    view, done = memoryview(data), 0
+    while done < total:
+        count = os.preadv(fd, [view[done:]], done)
+        if count == 0:
+            msg = f"a payload of {total} bytes ended after {done}"
+            raise OSError(msg)
+        done += count
+    return data
 
 
 def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 
 import torch
+import torch.distributed as dist
 
 from nblaunch._protocol import Prepare
 
@@ -29,7 +31,6 @@ AGENT_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_TIMER_FILE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
 
@@ -38,7 +39,7 @@ def apply(prepare: Prepare) -> None:
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in prepare.environ)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
-    wanted = {"OMP_NUM_THREADS": "1", **wanted, **agent}
+    wanted = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **wanted, **agent}
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():
@@ -49,6 +50,17 @@ def apply(prepare: Prepare) -> None:
     sys.path[:] = prepare.path
     sys.argv[:] = prepare.argv
     _set_threads(os.environ["OMP_NUM_THREADS"])
+    _read_again()
+
+
+def _read_again() -> None:
+    """Have torch and the C library follow what they have read already, in the fork server."""
+    time.tzset()
+    if dist.is_available():
+        dist.set_debug_level_from_env()
+    if "TORCH_LOGS" in os.environ:
+        with contextlib.suppress(Exception):  # a private name, for a convenience
+            torch._logging._internal._init_logs()  # noqa: SLF001
 
 
 def _set_threads(value: str) -> None:

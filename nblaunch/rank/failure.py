@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nblaunch._errors import shorten
 from nblaunch._frames import is_ours
@@ -18,7 +19,19 @@ from nblaunch.rank import shell
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
-_short_repr = reprlib.Repr()
+
+
+class _ShortRepr(reprlib.Repr):
+    def repr_Tensor(self, value: Any, level: int) -> str:  # noqa: N802 - reprlib looks for the type's name
+        if value.device.type == "cpu":
+            return self.repr_instance(value, level)
+        # Its numbers may wait for a collective that never ends; the failure must not.
+        return f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={str(value.device)!r})"
+
+    repr_Parameter = repr_Tensor  # noqa: N815 - see above
+
+
+_short_repr = _ShortRepr()
 _short_repr.maxother = _short_repr.maxstring = 200
 
 

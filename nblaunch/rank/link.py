@@ -19,8 +19,10 @@ from nblaunch._protocol import (
     Hello,
     Interrupt,
     Leave,
+    Offsets,
     Prepare,
     ReportWhere,
+    Switched,
     ToRank,
     Where,
     decode_to_rank,
@@ -28,6 +30,8 @@ from nblaunch._protocol import (
 )
 
 _LINGER_MS = 2000
+_BUNCH_MS = 20
+_MOMENTS = 200
 
 
 class Inspector(Protocol):
@@ -54,10 +58,12 @@ class Link:
         self._interrupted = False
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
+        self._switches: list[Offsets] = []
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
         self._closing = False
+        self._rank = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
@@ -71,12 +77,34 @@ class Link:
 
     def start(self, hello: Hello) -> None:
         """Say hello and begin to carry messages."""
+        self._rank = hello.rank
         self._socket.send(encode(hello))
         self._thread.start()
 
     def send(self, message: FromRank) -> None:
         """Send `message` after all that was sent before it; from any thread, never blocks."""
-        self._outbox.append(encode(message))
+        with self._lock:
+            self._collect_switches(message.rank)
+            self._outbox.append(encode(message))
+        self._wake()
+
+    def switched(self, offsets: Offsets) -> None:
+        """Note that the rank has changed between stdout and stderr; told in bunches, in order."""
+        with self._lock:
+            self._switches.append(offsets)
+            first = len(self._switches) == 1
+        if first:
+            self._wake()
+
+    def _collect_switches(self, rank: int) -> None:
+        if self._switches:
+            # Who alternates without a pause gets an order by the bunch: each moment costs the notebook.
+            step = -(-len(self._switches) // _MOMENTS)
+            moments = (*self._switches[:-1:step], self._switches[-1])
+            self._switches = []
+            self._outbox.append(encode(Switched(rank=rank, moments=moments)))
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
@@ -106,7 +134,10 @@ class Link:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(_BUNCH_MS if self._switches else None))
+            if not ready:
+                with self._lock:
+                    self._collect_switches(self._rank)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -122,9 +153,12 @@ class Link:
             case Interrupt():
                 self._interrupt()
             case ReportWhere():
-                self._socket.send(encode(self._inspector.where()))
+                # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
+                with contextlib.suppress(Exception):
+                    self._socket.send(encode(self._inspector.where()))
             case FreeCollective():
-                self._inspector.free(message.fds)
+                with contextlib.suppress(Exception):
+                    self._inspector.free(message.fds)
             case Dispatch():
                 with self._lock:
                     self._interrupted = False

@@ -33,7 +33,6 @@ from nblaunch._protocol import (
     Returned,
     Shown,
     Started,
-    Switched,
 )
 from nblaunch.job import payload, shared
 from nblaunch.rank import environment, failure, inspection, process_group, shell, streams
@@ -72,7 +71,7 @@ class Rank:
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
         streams.capture_descriptors()
-        streams.install(lambda offsets: self.link.send(Switched(rank=self.rank, offsets=offsets)))
+        streams.install(self.link.switched)
         outlet.send, outlet.rank = self.link.send, self.rank
         self.link.start(
             Hello(

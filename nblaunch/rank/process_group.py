@@ -37,7 +37,7 @@ def form(backend: str, device: torch.device) -> None:
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     _original(
         backend=backend,
-        store=_store("default", int(os.environ["TORCHELASTIC_RESTART_COUNT"])),
+        store=_store("default", 0),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         **keywords,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +71,16 @@ class RankShell(InteractiveShell):
     def showsyntaxerror(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
 
+    def run_cell(self, *args: Any, **keywords: Any) -> ExecutionResult:
+        """Run a cell, also within a cell (`%rerun`): IPython would forget the outer one's value."""
+        hook: Any = self.displayhook
+        outer = hook.exec_result
+        try:
+            result: ExecutionResult = super().run_cell(*args, **keywords)
+            return result
+        finally:
+            hook.exec_result = outer
+
     def run(self, job: CellJob) -> ExecutionResult:
         """Run a cell under its name and number in the notebook."""
         compiler = self.compile
@@ -77,8 +88,7 @@ class RankShell(InteractiveShell):
         compiler.filename, compiler.execution_count = job.filename, job.number
         self.running_source, self.lines_above = job.source, job.first_line - 1
         try:
-            result: ExecutionResult = self.run_cell(job.source, store_history=False)
-            return result
+            return self.run_cell(job.source, store_history=False)
         finally:
             compiler.filename, self.lines_above = None, 0
 
@@ -92,6 +102,8 @@ class RankShell(InteractiveShell):
         """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""
         if value is None:
             return "", ""
+        if isinstance(value, str | bytes | bytearray) and len(value) > _VALUE_CHARACTERS:
+            return f"{value[:_VALUE_CHARACTERS]!r}… ({len(value)} in all)", ""
         try:
             formatter: Any = self.display_formatter
             data, _ = formatter.format(value, include={"text/plain", "text/html"})
@@ -121,6 +133,8 @@ def prepare() -> RankShell:
         sys.modules["__main__"] = main
         _prepared = RankShell.instance(config=config, user_module=main)
         _warm_up(_prepared)
+        # IPython's advice to whoever calls sys.exit() is for a prompt.
+        warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared
 
 

@@ -7,6 +7,7 @@ Two files do not say what came first, so a stream announces (`Switched`) when it
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -65,7 +66,12 @@ class RankStream(io.TextIOWrapper):
     def write(self, text: str, /) -> int:
         """Write through to the file."""
         _turn.take(self._stream)
-        return super().write(text)
+        try:
+            return super().write(text)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.strerror = f"{error.strerror}: the disk that takes what ranks print (TMPDIR, --log-dir)"
+            raise
 
 
 def capture_descriptors() -> None:

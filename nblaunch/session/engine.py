@@ -271,7 +271,7 @@ def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> Bas
         return error
     root = result.root_cause
     if root is None:
-        return None
+        return None if result.ok else _unfinished(result)
     if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
         error = LaunchError(
             f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"
@@ -282,6 +282,16 @@ def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> Bas
         error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
     error.__cause__ = root.exception
     return error
+
+
+def _unfinished(result: RunResult) -> RunFailedError:
+    """Say that ranks have no value although none failed: a peer's process ended after its value came."""
+    ranks = [each.rank for each in result.ranks if each.state is not State.SUCCEEDED]
+    warnings = "".join(f"\n{warning}" for warning in result.warnings)
+    msg = (
+        f"{format_ranks(ranks)} of {result.world_size} did not finish: the group ended before that{warnings}"
+    )
+    return RunFailedError(msg, result=result)
 
 
 def _phase_of(error: BaseException, state: RunState) -> str:

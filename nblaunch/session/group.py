@@ -22,6 +22,7 @@ from nblaunch._protocol import (
     Displayed,
     Entered,
     Exited,
+    FailureRecord,
     FromRank,
     Hello,
     Leave,
@@ -56,6 +57,8 @@ SETTLE_SECONDS = 0.1
 # A rank's last words may still lie in the socket when its process is gone.
 _LAST_WORDS_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
+_LAST_DRAIN_SECONDS = 1.0
+_JOIN_SECONDS = 5.0
 _CONNECT_SECONDS = 60.0
 _PROCESS_GROUP_SECONDS = 120.0
 
@@ -87,7 +90,6 @@ class WorkerGroup:
         self._settings = settings
         self._prepare = prepare
         self._dispatch = dispatch
-        self._directory = runtime.make_directory("group-")
         self._tails: dict[int, LogTail] = {}
         self._ready: set[int] = set()
         self._gone: dict[int, tuple[float, Exited]] = {}
@@ -98,6 +100,8 @@ class WorkerGroup:
         self._oom_before = oom_kills()
         self._phase_deadline: tuple[Phase, float] | None = None
         self._agent = AgentThread(settings, self._rank_arguments, self)
+        # Last: an interrupt that comes while this is made must leave nothing behind.
+        self._directory = runtime.make_directory("group-")
 
     # --- for the caller's thread -----------------------------------------------------------------
 
@@ -132,8 +136,10 @@ class WorkerGroup:
         self._agent.stop()
 
     def close(self) -> None:
-        """Wait for the last of the group, which has ended."""
-        self._agent.join()
+        """Wait for the last of the group, which has ended, and let go of its values."""
+        self._agent.join(_JOIN_SECONDS if self.ended.is_set() else 0)
+        # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
+        self.values = {}
 
     # --- from the agent's thread -----------------------------------------------------------------
 
@@ -275,8 +281,17 @@ class WorkerGroup:
         self._note_offsets(message.rank, ended=message.offsets)
         try:
             self.values[message.rank] = shared.get(message.value, private=False)
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return False  # the process is gone; its exit says so
+        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
+            failure = FailureRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=f"the notebook could not take the value over: {error}",
+                time=time.time(),
+                phase=Phase.VALUE,
+            )
+            self.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
+            return False
         return True
 
     def _read_logs(self, message: FromRank) -> None:
@@ -286,7 +301,10 @@ class WorkerGroup:
         match message:
             case Started(offsets=offsets):
                 tail.skip_to(offsets)
-            case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Switched(offsets=offsets):
+            case Switched(moments=moments):
+                for offsets in moments:
+                    self._fold_printed(tail, offsets)
+            case Displayed(offsets=offsets) | Cleared(offsets=offsets):
                 self._fold_printed(tail, offsets)
             case Returned(offsets=offsets) | Raised(offsets=offsets):
                 self._fold_printed(tail, offsets)
@@ -306,8 +324,10 @@ class WorkerGroup:
             logs[rank] = Logs(known.worker, started or known.started, ended or known.ended)
 
     def _on_attempt(self, message: AttemptStarted) -> None:
-        self._hub.drain()
+        self._hub.drain(_LAST_DRAIN_SECONDS)
         self._fold_exits(float("inf"))
+        for tail in self._tails.values():
+            tail.close()
         self.attempt = message.number
         self._tails, self._ready, self._gone = {}, set(), {}
         self._leave_at, self._left, self._dispatched = None, False, False
@@ -377,17 +397,22 @@ class WorkerGroup:
         return bool(rank.node) if phase is Phase.CONNECT else rank.rank in self._ready
 
     def _on_agent_end(self, error: BaseException | None) -> None:
-        self._hub.drain()
-        self._fold_exits(float("inf"))
-        for tail in self._tails.values():
-            for printed in tail.rest():
-                self._fold(printed)
-        self.error = self.error or error
-        self._fold(RunEnded(time=time.time(), stopped=self.error is None))
-        # Here and not in `close`: a caller who is interrupted once more may never come that far.
-        self._hub.remove(self)
-        runtime.remove_tree(self._directory)
-        self.ended.set()
+        try:
+            self._hub.drain(_LAST_DRAIN_SECONDS)
+            self._fold_exits(float("inf"))
+            for tail in self._tails.values():
+                for printed in tail.rest():
+                    self._fold(printed)
+                tail.close()
+        except Exception as broken:  # noqa: BLE001 - whoever waits for the end must see it
+            error = error or broken
+        finally:
+            self.error = self.error or error
+            self._fold(RunEnded(time=time.time(), stopped=self.error is None))
+            # Here and not in `close`: a caller who is interrupted once more may never come that far.
+            self._hub.remove(self)
+            runtime.remove_tree(self._directory)
+            self.ended.set()
 
     def _fold(self, message: Message) -> None:
         self.state = advance(self.state, message)

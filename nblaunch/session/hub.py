@@ -26,6 +26,7 @@ from nblaunch.agent import runtime
 
 _log = logging.getLogger("nblaunch")
 _TICK_SECONDS = 0.05
+_DRAIN_SECONDS = 0.02
 
 
 class Member(Protocol):
@@ -116,10 +117,14 @@ class Hub:
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([identity, encode(message)])
 
-    def drain(self) -> None:
-        """Handle every message that is here already; only on the hub's thread."""
+    def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
+        """Handle the messages that are here already; only on the hub's thread.
+
+        Not for longer than `seconds`: a rank that never pauses must not keep others, or an interrupt, out.
+        """
+        until = time.monotonic() + seconds
         with contextlib.suppress(zmq.ZMQError):
-            while self._socket.poll(0):
+            while self._socket.poll(0) and time.monotonic() < until:
                 self._receive()
 
     def close(self) -> None:
