@@ -54,6 +54,21 @@ def test_two_ranks_are_the_default_without_gpus(kernel):
     assert kernel.value("res.values") == [2, 2]
 
 
+def test_a_result_can_be_used_in_the_next_cell(kernel):
+    kernel.ok("%%distributed -n 2 --out res\nimport torch\ntorch.ones(2) * rank, [rank]")
+    kernel.ok("%%distributed -n 2 --out res2\nres[rank][0].sum().item(), _[1][1], len(res), res.ok")
+    assert kernel.value("res2.values") == [[0.0, [1], 2, True], [2.0, [1], 2, True]]
+    kernel.fails("%%distributed -n 2 --out bad\nif rank: raise ValueError('x')\n7")
+    kernel.ok("%%distributed -n 2 --out res3\nbad[0], bad.ok, repr(bad.failures[0].exception)")
+    assert kernel.value("res3.values") == [[7, False, "ValueError('x')"]] * 2
+
+
+def test_a_cell_that_closes_its_streams_ends_all_the_same(kernel):
+    ran = kernel.ok("%%distributed -n 2 --out res\nimport sys\nsys.stdout.close()\nsys.stderr = None\nrank")
+    assert kernel.value("[res.values, list(res.warnings)]") == [[0, 1], []]
+    assert "warning" not in ran.text
+
+
 def test_the_result_is_the_underscore_as_well(kernel):
     kernel.ok("%%distributed -n 2\nrank * 7")
     assert kernel.value("_.values") == [0, 7]
@@ -94,6 +109,23 @@ def test_display_in_a_rank_is_in_the_result_and_in_the_notebook(kernel):
     assert texts.index("before") < texts.index("a picture") < texts.index("after")
 
 
+@pytest.mark.parametrize("how", ["", "%matplotlib inline"])
+@pytest.mark.parametrize("end", ["", "plt.show()"])
+def test_figures_of_a_rank_are_shown(kernel, how, end):
+    pytest.importorskip("matplotlib")
+    kernel.ok(f"""
+    %%distributed -n 2 --out res
+    {how}
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(1, 1))
+    axes.plot([rank, 1]);
+    {end}
+    """)
+    for rank in range(2):
+        (figure,) = kernel.value(f"[each.data for each in res.ranks[{rank}].displays]")
+        assert figure["image/png"].startswith("iVBORw0KGgo")
+
+
 def test_both_streams_come_back_apart_and_in_order(kernel):
     ran = kernel.ok("""
     %%distributed -n 2 --out res
@@ -127,6 +159,11 @@ def test_both_streams_come_back_apart_and_in_order(kernel):
         ("global total\ntotal = rank\ntotal", [0, 1]),
         ("import inspect\ndef f():\n    return 1\ninspect.getsource(f)", ["def f():\n    return 1\n"] * 2),
         ("x = []\nfor x in [[1]]: x.append(rank)\nx", [[1, 0], [1, 1]]),
+        ("%%time\nx = rank\nx", [0, 1]),
+        ("%%capture out\nprint(rank)", [None, None]),
+        ("from __future__ import annotations\ndef f(x: Nowhere): return 1\nf(2)", [1, 1]),
+        ("x = rank\nexit()\nx = 5", [None, None]),
+        ("quit", [None, None]),
     ],
     ids=[
         "await",
@@ -140,11 +177,22 @@ def test_both_streams_come_back_apart_and_in_order(kernel):
         "global",
         "source",
         "loop",
+        "cell-magic",
+        "capture",
+        "future",
+        "exit",
+        "quit",
     ],
 )
 def test_a_cell_on_a_rank_runs_in_ipython(kernel, body, value):
     kernel.ok(f"%%distributed -n 2 --out res\n{body}")
     assert kernel.value("res.values") == value
+
+
+def test_the_extension_may_be_loaded_again(kernel):
+    kernel.ok("%load_ext nblaunch\n%reload_ext nblaunch")
+    kernel.ok("%%distributed -n 2 --out res\nrank")
+    assert kernel.value("res.values") == [0, 1]
 
 
 def test_time_and_capture_work_above(kernel):
@@ -230,6 +278,8 @@ def test_the_tab_key_in_the_cell_completes_python(kernel):
         ("-n gpu", ["no GPU", "nproc=2"]),
         ("-n", ["-n", "value"]),
         ("train.py", ["train.py"]),
+        ("--log-dir /etc/passwd", ["/etc/passwd", "no directory"]),
+        ("--log-dir /proc/nowhere/logs", ["/proc/nowhere/logs", "Give a directory"]),
     ],
 )
 def test_a_wrong_option_says_what_to_do_before_anything_starts(kernel, tmp_path, line, told):

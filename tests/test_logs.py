@@ -44,6 +44,7 @@ def test_text_keeps_its_order_across_both_streams_whenever_it_is_polled(writes, 
             if poll:
                 seen += tail.poll()
         seen += tail.up_to(_offsets(directory))
+        tail.close()
         assert _merged((each.stream, each.text) for each in seen) == _merged(writes)
 
 
@@ -69,6 +70,7 @@ def test_bytes_that_are_no_text_are_shown_and_lose_nothing_around_them(data, cut
             each.text for cut in sorted(cuts) for each in tail.up_to(Offsets(stdout=min(cut, len(data))))
         )
         text += "".join(each.text for each in tail.rest())
+        tail.close()
         whole = data.decode("utf-8", "replace")
         # An unfinished character at the very end waits for its rest.
         assert whole.startswith(text)
@@ -82,6 +84,7 @@ def test_a_poll_leaves_what_was_written_since_the_poll_before_it(tmp_path):
     _append(tmp_path, Stream.STDOUT, "second\n")
     assert [each.text for each in tail.poll()] == ["first\n"]
     assert [each.text for each in tail.rest()] == ["second\n"]
+    tail.close()
 
 
 def test_a_log_that_is_gone_is_empty_text(tmp_path):

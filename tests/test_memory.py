@@ -98,11 +98,11 @@ def test_what_was_sent_and_what_came_back_is_freed_with_the_result():
     gc.collect()
     gc.disable()
     try:
-        result = nblaunch.run(echo, args=(torch.ones(1_000_000),), nproc=2)
+        result = nblaunch.run(echo, args=(torch.ones(3_000_000),), nproc=2)  # smaller ones are copied
         assert memory_files() == 2
         first, second = result.values
         del result
-        assert (first.sum().item(), second.sum().item()) == (2_000_000, 2_000_000)
+        assert (first.sum().item(), second.sum().item()) == (6_000_000, 6_000_000)
         del first
         assert memory_files() == 1
         del second

@@ -301,7 +301,7 @@ def test_options_written_as_a_line_are_read_back_the_same(values: dict[str, Any]
     options = LaunchOptions(**values)
     line = options.to_line()
     assert parse_line(line).options == options
-    copied = pickle.loads(pickle.dumps(options))  # noqa: S301  our own bytes
+    copied = pickle.loads(pickle.dumps(options))
     assert copied == options
     assert hash(copied) == hash(options)
 

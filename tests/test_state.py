@@ -68,7 +68,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
         transient=st.sampled_from([{}, {"display_id": "a"}, {"display_id": 7}]),
     ),
     Cleared: st.builds(Cleared, rank=RANKS, wait=st.booleans()),
-    Switched: st.builds(Switched, rank=RANKS, offsets=st.just(Offsets())),
+    Switched: st.builds(Switched, rank=RANKS, moments=st.just((Offsets(),))),
     Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
     Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
     Shown: st.builds(Shown, rank=RANKS, text=TEXTS),

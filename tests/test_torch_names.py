@@ -34,6 +34,8 @@ AGENT = (
     "_pcontext",
     "_worker_group",
     "_remaining_restarts",
+    "_setup_local_watchdog",
+    "_setup_healthcheck",
 )
 CONTEXT = ("_pc", "_ret_vals")
 RENDEZVOUS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
     if chosen is not None and chosen != os.environ.get("CUDA_VISIBLE_DEVICES"):
         # The ranks' own choice; a kernel that was kept off the GPUs sees none of those they may use.
         named = len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
-        installed = torch.cuda._raw_device_count_nvml()  # noqa: SLF001 - no public name counts them all
-        count = min(named, installed if installed > 0 else count)
+        installed = count
+        with contextlib.suppress(Exception):  # no NVML
+            # No public name counts them all.
+            installed = max(torch.cuda._raw_device_count_nvml(), count)  # noqa: SLF001
+        count = min(named, installed)
     return count
 
 

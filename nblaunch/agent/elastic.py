@@ -1,7 +1,8 @@
 """torchelastic's own agent, as nblaunch runs it. The one module that touches torch's private names.
 
 Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torch broke them):
-`LocalElasticAgent._start_workers`, `._monitor_workers`, `._remaining_restarts`, `._pcontext`;
+`LocalElasticAgent._start_workers`, `._monitor_workers`, `._shutdown`, `._setup_local_watchdog`,
+`._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`;
 `MultiprocessContext._pc`, `._ret_vals`; `DynamicRendezvousHandler._create_tcp_store_server`,
 `._state_holder`, `._shared_tcp_store_server`, `._bootstrap_store_info`.
 """

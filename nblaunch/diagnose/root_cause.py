@@ -22,6 +22,7 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
+_DEAD = "ProcessExited"
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
 
 
@@ -46,7 +47,9 @@ def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
     in_time = sorted(failures.items(), key=lambda item: (item[1].time, item[0]))
     causes = [(rank, failure) for rank, failure in in_time if not blames_a_peer(failure)]
     if not causes:
-        causes = in_time[:1]
+        # Somebody's SIGTERM takes one rank; its peers then blame it, perhaps before the agent has noticed.
+        dead = [(rank, failure) for rank, failure in in_time if failure.type == _DEAD]
+        causes = (dead or in_time)[:1]
     known = {rank for rank, _ in causes}
     explained = [Explained(rank, failure) for rank, failure in causes]
     for rank, failure in in_time:

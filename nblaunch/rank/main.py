@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import inspect
 import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,8 +214,10 @@ class Rank:
                 # A rank that failed closes its connections by dying: leaving in order could wait for peers.
                 process_group.leave()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                # The job may have closed them, or put anything in their place.
+                with contextlib.suppress(Exception):
+                    stream.flush()
             self.link.close()
             if self.outgoing is not None:
                 self.outgoing.close()
@@ -228,6 +232,11 @@ def run_rank(orders: Orders) -> None:
     isolate()
     keep_sockets_in(orders.spill)
     process_group.remember_agent_address()
-    exitcode = Rank(orders).live()
+    try:
+        exitcode = Rank(orders).live()
+    except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub
+        # torch would write it to a file in the temporary directory, which nobody reads or removes.
+        traceback.print_exc()
+        exitcode = 1
     if exitcode:
         raise SystemExit(exitcode)

@@ -65,6 +65,13 @@ class RankShell(InteractiveShell):
         # Not done by a blank line in the source: IPython strips those, and looks for `%%` in line 1.
         return "\n" * self.lines_above + str(super().transform_cell(raw_cell))
 
+    def enable_gui(self, gui: str | None = None) -> None:
+        """Start no event loop: `%matplotlib inline` asks for none, and a rank has no windows."""
+
+    def ask_exit(self) -> None:
+        """End the job: `exit` and `quit` do here what `sys.exit()` does."""
+        raise SystemExit
+
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
 

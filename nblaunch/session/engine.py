@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunTimeoutError
+from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError, RunTimeoutError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare
 from nblaunch._results import RankFailure, RunResult, format_ranks
@@ -208,7 +208,14 @@ def _where(state: RunState) -> str:
 def _settings(launch: Launch) -> AgentSettings:
     options = launch.options
     directory = Path(options.log_dir).absolute() if options.log_dir else runtime.make_directory("logs-")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = (
+            f"log_dir={str(directory)!r} was asked for, but it cannot be made: {error.strerror}. "
+            "Give a directory that you can write to."
+        )
+        raise OptionError(msg) from error
     return AgentSettings(
         nproc=launch.placement.nproc,
         role=options.role,
@@ -249,7 +256,7 @@ def _dispatch(launch: Launch, payload: object) -> Dispatch:
 
 def _own_directory(group: WorkerGroup) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    for ranks in group.logs.values():
+    for ranks in group.logs.attempts.values():
         for logs in ranks.values():
             return Path(logs.worker.stdout).parents[2]
     return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -17,9 +16,7 @@ from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
     AttemptStarted,
     CellJob,
-    Cleared,
     Dispatch,
-    Displayed,
     Entered,
     Exited,
     FailureRecord,
@@ -28,21 +25,18 @@ from nblaunch._protocol import (
     Leave,
     Message,
     Noticed,
-    Offsets,
     Phase,
     Prepare,
     Raised,
     Returned,
     RunEnded,
-    Started,
-    Switched,
     Where,
 )
 from nblaunch._results import HangReport, format_ranks
 from nblaunch._state import RankState, RunState, State, advance
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, Worker
-from nblaunch.agent.logs import LogTail, read_text
+from nblaunch.agent.logs import read_text
 from nblaunch.agent.thread import AgentThread
 from nblaunch.diagnose.exits import explain_exit, oom_kills
 from nblaunch.job import shared
@@ -51,6 +45,7 @@ from nblaunch.rank.main import Orders
 from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.interruption import Interruption
+from nblaunch.session.rank_logs import RankLogs
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
@@ -63,15 +58,6 @@ _CONNECT_SECONDS = 60.0
 _PROCESS_GROUP_SECONDS = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Logs:
-    """Where one rank of one attempt wrote, and from where to where its job did."""
-
-    worker: Worker
-    started: Offsets = field(default_factory=Offsets)
-    ended: Offsets | None = None
-
-
 class WorkerGroup:
     """N ranks under one agent, for one job."""
 
@@ -82,7 +68,7 @@ class WorkerGroup:
         self.attempt = 0
         self.state = RunState.fresh(settings.nproc, time=time.time())
         self.values: dict[int, tuple[memoryview, ...]] = {}
-        self.logs: dict[int, dict[int, Logs]] = {}
+        self.logs = RankLogs()
         self.error: BaseException | None = None
         self.launch_failure: tuple[str, str] | None = None
         self.ended = threading.Event()
@@ -90,7 +76,6 @@ class WorkerGroup:
         self._settings = settings
         self._prepare = prepare
         self._dispatch = dispatch
-        self._tails: dict[int, LogTail] = {}
         self._ready: set[int] = set()
         self._gone: dict[int, tuple[float, Exited]] = {}
         self._leave_at: float | None = None
@@ -180,19 +165,16 @@ class WorkerGroup:
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
-        self._read_logs(message)
+        for printed in self.logs.before(message):
+            self._fold(printed)
         match message:
             case Hello():
                 self._hub.send(self, message.rank, self._prepare)
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
-            case Started():
-                self._note_offsets(message.rank, started=message.offsets)
             case Returned():
                 if not self._take_value(message):
                     return
-            case Raised():
-                self._note_offsets(message.rank, ended=message.offsets)
             case Where():
                 self._interruption.answered(message, self.state)
                 return
@@ -204,11 +186,8 @@ class WorkerGroup:
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""
-        for rank, tail in self._tails.items():
-            # What a rank prints before its job (gloo's greeting) is not the job's output.
-            if self.state.ranks[rank].started is not None:
-                for printed in tail.poll():
-                    self._fold(printed)
+        for printed in self.logs.news(self.state.ranks):
+            self._fold(printed)
         self._fold_exits(now)
         if self._leave_at is not None and now >= self._leave_at:
             self._let_go()
@@ -242,7 +221,7 @@ class WorkerGroup:
 
     def _dispatch_when_ready(self) -> None:
         """Dispatch once every rank has its process group, and its log files are known."""
-        if len(self._ready) == self.state.world_size and self._tails and not self._left:
+        if len(self._ready) == self.state.world_size and self.logs.known and not self._left:
             if self._interruption.begun:
                 return
             self._phase_deadline, self._dispatched = None, True
@@ -278,7 +257,6 @@ class WorkerGroup:
 
     def _take_value(self, message: Returned) -> bool:
         """Map a value while its rank still holds it; return False if that came too late."""
-        self._note_offsets(message.rank, ended=message.offsets)
         try:
             self.values[message.rank] = shared.get(message.value, private=False)
         except (FileNotFoundError, ProcessLookupError):
@@ -294,50 +272,19 @@ class WorkerGroup:
             return False
         return True
 
-    def _read_logs(self, message: FromRank) -> None:
-        tail = self._tails.get(message.rank)
-        if tail is None:
-            return
-        match message:
-            case Started(offsets=offsets):
-                tail.skip_to(offsets)
-            case Switched(moments=moments):
-                for offsets in moments:
-                    self._fold_printed(tail, offsets)
-            case Displayed(offsets=offsets) | Cleared(offsets=offsets):
-                self._fold_printed(tail, offsets)
-            case Returned(offsets=offsets) | Raised(offsets=offsets):
-                self._fold_printed(tail, offsets)
-            case _:
-                pass
-
-    def _fold_printed(self, tail: LogTail, offsets: Offsets) -> None:
-        for printed in tail.up_to(offsets):
-            self._fold(printed)
-
-    def _note_offsets(
-        self, rank: int, *, started: Offsets | None = None, ended: Offsets | None = None
-    ) -> None:
-        logs = self.logs.get(self.attempt, {})
-        known = logs.get(rank)
-        if known is not None:
-            logs[rank] = Logs(known.worker, started or known.started, ended or known.ended)
-
     def _on_attempt(self, message: AttemptStarted) -> None:
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self._fold_exits(float("inf"))
-        for tail in self._tails.values():
-            tail.close()
+        self.logs.close()
         self.attempt = message.number
-        self._tails, self._ready, self._gone = {}, set(), {}
+        self._ready, self._gone = set(), {}
         self._leave_at, self._left, self._dispatched = None, False, False
         self.values = {}
         self._fold(message)
         self._phase_deadline = None
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        self.logs[number] = {worker.rank: Logs(worker) for worker in workers}
-        self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
+        self.logs.begin(number, workers)
         pids = {worker.rank: worker.pid for worker in workers}
         self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
         if self._phase_deadline is None:
@@ -357,9 +304,8 @@ class WorkerGroup:
             if known is not None and not known.state.final and now < due:
                 continue
             del self._gone[rank]
-            tail = self._tails.get(rank)
-            if tail is not None and (known is None or not known.state.final):
-                for printed in tail.rest():
+            if known is None or not known.state.final:
+                for printed in self.logs.rest(rank):
                     self._fold(printed)
                 self._fold(self._explained(exited))
             else:
@@ -400,10 +346,8 @@ class WorkerGroup:
         try:
             self._hub.drain(_LAST_DRAIN_SECONDS)
             self._fold_exits(float("inf"))
-            for tail in self._tails.values():
-                for printed in tail.rest():
-                    self._fold(printed)
-                tail.close()
+            for printed in self.logs.rest_of_all():
+                self._fold(printed)
         except Exception as broken:  # noqa: BLE001 - whoever waits for the end must see it
             error = error or broken
         finally:
@@ -411,6 +355,7 @@ class WorkerGroup:
             self._fold(RunEnded(time=time.time(), stopped=self.error is None))
             # Here and not in `close`: a caller who is interrupted once more may never come that far.
             self._hub.remove(self)
+            self.logs.close()
             runtime.remove_tree(self._directory)
             self.ended.set()
 

@@ -18,7 +18,8 @@ from nblaunch.agent.logs import read_text
 from nblaunch.diagnose.root_cause import Explained, explain
 from nblaunch.job import payload
 from nblaunch.session import hub
-from nblaunch.session.group import Logs, WorkerGroup
+from nblaunch.session.group import WorkerGroup
+from nblaunch.session.rank_logs import Logs
 
 _LAST_OUTPUT_LINES = 10
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
@@ -48,7 +49,7 @@ def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | Non
     attempts = tuple(_attempt(each) for each in state.attempts)
     failures = attempts[-1].failures
     by_rank = {failure.rank: failure for failure in failures}
-    logs = group.logs.get(state.attempt.number, {})
+    logs = group.logs.attempts.get(state.attempt.number, {})
     ranks = RankResults(
         _rank_result(rank, state, by_rank.get(rank.rank), values.get(rank.rank), logs.get(rank.rank))
         for rank in state.ranks.values()

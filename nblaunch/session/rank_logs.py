@@ -1,0 +1,95 @@
+"""The log files of a group's ranks, attempt by attempt: what is new in them, and which part is the job's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from nblaunch._protocol import (
+    Cleared,
+    Displayed,
+    FromRank,
+    Offsets,
+    Printed,
+    Raised,
+    Returned,
+    Started,
+    Switched,
+)
+from nblaunch._state import RankState
+from nblaunch.agent.elastic import Worker
+from nblaunch.agent.logs import LogTail
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Where one rank of one attempt wrote, and from where to where its job did."""
+
+    worker: Worker
+    started: Offsets = field(default_factory=Offsets)
+    ended: Offsets | None = None
+
+
+class RankLogs:
+    """Used on the hub's thread only."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.attempts: dict[int, dict[int, Logs]] = {}
+        self._present: dict[int, Logs] = {}
+        self._tails: dict[int, LogTail] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether the files of the present attempt are known."""
+        return bool(self._tails)
+
+    def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
+        """Take note of an attempt's processes and their files."""
+        self.close()
+        self._present = self.attempts[attempt] = {worker.rank: Logs(worker) for worker in workers}
+        self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
+
+    def close(self) -> None:
+        """Close the files of the present attempt."""
+        for tail in self._tails.values():
+            tail.close()
+        self._tails, self._present = {}, {}
+
+    def before(self, message: FromRank) -> Iterator[Printed]:
+        """Yield what the rank had printed when it sent `message`; note where its job begins and ends."""
+        tail, known = self._tails.get(message.rank), self._present.get(message.rank)
+        if tail is None or known is None:
+            return
+        match message:
+            case Started(offsets=offsets):
+                # What a rank prints before its job (gloo's greeting) is not the job's output.
+                tail.skip_to(offsets)
+                self._present[message.rank] = Logs(known.worker, offsets, known.ended)
+            case Switched(moments=moments):
+                for offsets in moments:
+                    yield from tail.up_to(offsets)
+            case Displayed(offsets=offsets) | Cleared(offsets=offsets):
+                yield from tail.up_to(offsets)
+            case Returned(offsets=offsets) | Raised(offsets=offsets):
+                self._present[message.rank] = Logs(known.worker, known.started, offsets)
+                yield from tail.up_to(offsets)
+            case _:
+                pass
+
+    def news(self, ranks: Mapping[int, RankState]) -> Iterator[Printed]:
+        """Yield what ranks whose job has begun have printed since."""
+        for rank, tail in self._tails.items():
+            if ranks[rank].started is not None:
+                yield from tail.poll()
+
+    def rest(self, rank: int) -> Iterator[Printed]:
+        """Yield all that a rank that is gone has printed."""
+        tail = self._tails.get(rank)
+        if tail is not None:
+            yield from tail.rest()
+
+    def rest_of_all(self) -> Iterator[Printed]:
+        """Yield all that has been printed."""
+        for rank in self._tails:
+            yield from self.rest(rank)
