@@ -345,6 +345,14 @@ def test_rank_local_rank_world_size_and_device_are_the_ranks_own(kernel):
     assert kernel.value(f"[{names}]") == ["mine", "my", "own", "names"]
 
 
+def test_the_notebooks_names_for_what_is_the_ranks_own_are_not_sent(kernel):
+    kernel.ok("import threading\nrank = world_size = device = threading.Lock()")
+    kernel.ok(
+        "%%distributed -n 2 --out res\nwith open('/dev/null') as f: pass\nget_ipython\nrank, world_size"
+    )
+    assert kernel.value("res.values") == [[0, 2], [1, 2]]
+
+
 def test_a_class_that_is_defined_anew_is_the_new_one_on_ranks(kernel):
     kernel.ok("class A:\n    def f(self): return 'old'\na = A()")
     kernel.ok("%%distributed -n 2 --out res\nA(), A().f()")

@@ -639,6 +639,22 @@ nblaunch.run(job, nproc=2, check=False)
     world.must_be_clean()
 
 
+def test_a_notebooks_kernel_and_its_ranks_listen_on_loopback_only(start_kernel, world, tmp_path):
+    kernel = start_kernel(**world.environment)
+    kernel.ok(f"import os; os.chdir({str(tmp_path)!r})")
+    kernel.submit(STUCK)
+    wait_until(lambda: stuck(tmp_path), "both ranks run their job")
+    pids = set(world.processes())
+    assert len(pids) == 5
+    addresses = {ip for _, ip in listening(pids)}
+    assert addresses
+    assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
+    (private,) = world.temporary.iterdir()
+    assert set(unix_sockets(pids)) == {f"{private}/hub", f"{private}/fork"}
+    kernel.kill()
+    world.must_be_clean()
+
+
 # --- odd places ------------------------------------------------------------------------------------
 
 
@@ -658,6 +674,18 @@ def test_a_temporary_directory_too_long_for_a_socket_is_replaced_by_another_priv
     long.rmdir()
     runtime.rmdir()
     world.must_be_clean()
+
+
+def test_names_with_spaces_and_letters_of_any_language_are_fine(world, tmp_path):
+    directory = tmp_path / "ein Ördner"
+    directory.mkdir()
+    temporary = world.temporary / "für jetzt"
+    temporary.mkdir()
+    started = Program(
+        world, directory, f"{JOB}\nprint(nblaunch.run(job, nproc=2).values)", TMPDIR=str(temporary)
+    )
+    assert started.finish() == (0, "[0, 1]\n", "")
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_directory_that_is_removed_between_runs_is_made_again(finished, world):

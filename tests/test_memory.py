@@ -22,6 +22,9 @@ from nblaunch.job import shared
 from nblaunch.job.payload import Packed
 
 GIGABYTE = 1 << 30
+LARGE = 4_000_000
+"""So many floats are mapped; fewer are copied."""
+
 MAPS = pathlib.Path("/proc/self/maps")
 
 
@@ -98,11 +101,11 @@ def test_what_was_sent_and_what_came_back_is_freed_with_the_result():
     gc.collect()
     gc.disable()
     try:
-        result = nblaunch.run(echo, args=(torch.ones(3_000_000),), nproc=2)  # smaller ones are copied
+        result = nblaunch.run(echo, args=(torch.ones(LARGE),), nproc=2)
         assert memory_files() == 2
         first, second = result.values
         del result
-        assert (first.sum().item(), second.sum().item()) == (6_000_000, 6_000_000)
+        assert (first.sum().item(), second.sum().item()) == (2 * LARGE, 2 * LARGE)
         del first
         assert memory_files() == 1
         del second
@@ -133,7 +136,7 @@ SHAPES = {
     .to(memory_format=torch.channels_last),
     "empty": torch.empty(0, 5),
     "a scalar": torch.tensor(3.5),
-    "large": torch.arange(1_000_000.0),
+    "large": torch.arange(float(LARGE)),
 }
 
 
@@ -159,7 +162,7 @@ ARRAYS = {
     "objects": np.array([{"a": 1}, None], dtype=object),
     "dates": np.arange("2024-01-01", "2024-03-01", dtype="datetime64[h]"),
     "empty": np.empty((0, 3)),
-    "large": np.arange(1_000_000.0),
+    "large": np.arange(float(LARGE)),
 }
 
 
@@ -173,7 +176,7 @@ def test_an_array_comes_back_with_dtype_and_order_and_writable(array):
         back[...] = back[::-1].copy()
 
 
-@pytest.mark.parametrize("size", [100, 1_000_000], ids=["small", "large"])
+@pytest.mark.parametrize("size", [100, 100_000, LARGE], ids=["inline", "copied", "mapped"])
 def test_views_of_one_tensor_stay_views_of_one_tensor(size):
     whole = torch.zeros(size)
     there: dict[str, Any] = {"whole": whole, "part": whole[10:20], "list": [whole]}
@@ -191,7 +194,7 @@ def test_views_of_one_tensor_stay_views_of_one_tensor(size):
 
 
 def test_ranks_values_share_no_memory_with_each_other():
-    first, second = nblaunch.run(lambda: torch.zeros(1_000_000), nproc=2)
+    first, second = nblaunch.run(lambda: torch.zeros(LARGE), nproc=2)
     first.fill_(1)
     assert not second.any()
 
@@ -227,7 +230,7 @@ def test_large_bytes_cross_both_ways(make):
 
 
 def test_many_small_and_large_parts_keep_their_places():
-    parts = [np.full(size, size, dtype=np.int32) for size in (1, 1023, 1024, 1025, 5000, 100_000)]
+    parts = [np.full(size, size, dtype=np.int32) for size in (1, 1023, 1024, 1025, 5000, LARGE)]
 
     def doubled():
         return [part * 2 for part in parts]
@@ -353,14 +356,9 @@ NO_ROOM = """
 
 
 def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
     path = tmp_path / "no_room.py"
     path.write_text(textwrap.dedent(NO_ROOM))
-    temporary = pathlib.Path("/mnt")
-    if not temporary.is_dir():
-        pytest.skip("there is no /mnt to mount a small disk on")
-    done = in_a_namespace("mount -t tmpfs -o size=16m tmpfs /mnt", path, TMPDIR=str(temporary))
+    done = in_a_namespace("mount -t tmpfs -o size=16m tmpfs /mnt", path, TMPDIR="/mnt")
     assert (done.returncode, done.stderr) == (0, "")
     (kind, refused), values, message, phase = json.loads(done.stdout)
     assert kind == "NoRoomError"
@@ -370,6 +368,37 @@ def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp
         assert "80 MB are to be sent" in text
         assert "the disk under /mnt/nblaunch-" in text
         assert "set TMPDIR" in text
+
+
+FULL_DISK = """
+    import json, os
+    import nblaunch
+
+    def prints():
+        if os.environ["RANK"] == "1":
+            for _ in range(50_000):
+                print("x" * 1000)
+        return "kept"
+
+    def small():
+        return 1
+
+    result = nblaunch.run(prints, nproc=2, check=False)
+    first = [result.values, result.ranks[1].failure.reason]
+    del result
+    print(json.dumps([*first, nblaunch.run(small, nproc=2).values]))
+"""
+
+
+def test_a_disk_that_ranks_have_printed_full_is_the_failure_of_those_ranks(tmp_path):
+    path = tmp_path / "full.py"
+    path.write_text(textwrap.dedent(FULL_DISK))
+    done = in_a_namespace("mount -t tmpfs -o size=16m tmpfs /mnt", path, TMPDIR="/mnt")
+    assert (done.returncode, done.stderr) == (0, "")
+    values, reason, again = json.loads(done.stdout)
+    assert values == ["kept", None]
+    assert "No space left on device" in reason
+    assert again == [1, 1]
 
 
 def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_nothing(

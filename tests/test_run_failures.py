@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import nblaunch
+from nblaunch.session.hub import Hub
 
 
 class TwoArgumentsError(Exception):
@@ -539,6 +540,13 @@ def test_what_cannot_be_sent_is_named_with_its_path_and_size(refused):
         assert path in message
         assert f"{size} bytes" in message
         assert "_thread.lock" in message
+
+
+def test_a_rank_that_cannot_connect_says_why(monkeypatch):
+    monkeypatch.setattr(Hub, "address", property(lambda _: "nowhere://at.all"))
+    with pytest.raises(nblaunch.LaunchError, match="could not be started") as caught:
+        nblaunch.run(lambda: 1, nproc=2)
+    assert "zmq.error.ZMQError: Protocol not supported" in str(caught.value)
 
 
 def test_errors_can_be_pickled_with_all_that_they_know():

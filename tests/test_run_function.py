@@ -102,6 +102,16 @@ def test_a_coroutine_function_is_awaited():
     assert nblaunch.run(functools.partial(later, 6), nproc=2).values == [6, 7]
 
 
+@pytest.mark.parametrize("nproc", [1, 2, 4, 8])
+def test_every_rank_is_a_process_of_its_own(nproc):
+    def who():
+        return os.environ["RANK"], os.environ["WORLD_SIZE"], os.getpid()
+
+    values = nblaunch.run(who, nproc=nproc).values
+    assert [value[:2] for value in values] == [(str(rank), str(nproc)) for rank in range(nproc)]
+    assert len({pid for _, _, pid in values} | {os.getpid()}) == nproc + 1
+
+
 def test_the_ranks_have_a_process_group_and_torchruns_environment():
     def reduced():
         from torch import distributed
@@ -386,7 +396,7 @@ VALUES = {
     "text": "naïve \N{SNOWMAN} \N{ROCKET} \0 \r\n",
     "a lone surrogate": "\ud800",
     "bytes": bytes(range(256)),
-    "two megabytes": bytes(2_000_000),
+    "twenty megabytes": bytes(20_000_000),
     "nested containers": {"a": [1, (2, {3}), frozenset({4})], 5: {"b": {}}},
     "an ellipsis": ...,
     "a decimal": decimal.Decimal("1.10"),

@@ -43,7 +43,7 @@ WORLD = 3
 
 # --- any messages at all ---------------------------------------------------------------------------
 
-RANKS = st.integers(-1, WORLD + 2)
+RANKS = st.sampled_from([0, 0, 0, 0, 1, 1, 2, -1, WORLD + 1])
 TIMES = st.floats(0, 100)
 TEXTS = st.text(max_size=8)
 EXITCODES = st.integers(-70, 300)
@@ -85,7 +85,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
 }  # fmt: skip
 MESSAGES = st.one_of(list(STRATEGIES.values()))
-HISTORIES = st.lists(MESSAGES, max_size=30)
+HISTORIES = st.lists(MESSAGES, max_size=40)
 
 
 def folded(messages, state=None):
@@ -110,10 +110,13 @@ def test_any_messages_in_any_order_fold_without_an_exception(messages):
         look_at(state)
 
 
-@given(HISTORIES)
+ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Shown]
+
+
+@given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
 @settings(max_examples=200, deadline=None)
-def test_a_final_state_is_final_until_the_next_attempt(messages):
-    for before, after in itertools.pairwise(folded(messages)):
+def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
+    for before, after in itertools.pairwise(folded([*endings, *messages])):
         if after.attempt.number != before.attempt.number:
             assert after.attempt.number > before.attempt.number
             continue

@@ -180,6 +180,7 @@ def a_typed_storage():
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
+        (torch.cuda, "_raw_device_count_nvml"),
         (torch.storage, "_new_dtypes"),
         (torch.UntypedStorage, "data_ptr"),
         (a_typed_storage(), "_untyped_storage"),
