@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.oldest
+
 README_CELL = """
 %%distributed -n 2 --out res
 import torch.distributed as dist

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.oldest
+
 
 def on_ranks(kernel, setup, body, ranks=2):
     """Run `setup` in the notebook and `body` on ranks; return the values."""

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.oldest
+
 FAILS_ON_RANK_1 = """
 %%distributed -n 2 --out res
 import torch, torch.distributed as dist

@@ -294,6 +294,13 @@ if __name__ == "__main__":
 
 # --- while a run is up -----------------------------------------------------------------------------
 
+# Whoever starts the tests under nohup, or in the background, has children ignore these two.
+HEARS = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
+
 STUCK = """
 import os, pathlib, secrets
 os.umask(0)
@@ -534,7 +541,7 @@ def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
 def test_a_signal_that_ends_a_script_during_a_run_leaves_nothing(number, program, world, tmp_path):
-    started = program(STUCK)
+    started = program(HEARS + STUCK)
     wait_until(lambda: stuck(tmp_path), "both ranks run their job")
     started.kill(number)
     assert started.process.returncode == -number

@@ -19,6 +19,7 @@ from nblaunch.rank import shell
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
+_FRAMES = 100
 
 
 class _ShortRepr(reprlib.Repr):
@@ -42,6 +43,8 @@ def record(
 
     `titles` maps the file names of notebook cells to what the reader calls them: `Cell In[3]`.
     """
+    # First: who failed first is told by the clock, and to pickle and print a large exception takes time.
+    now = time.time()
     return FailureRecord(
         type=_qualified_name(type(error)),
         message=encodable(shorten(_text(error))),
@@ -49,7 +52,7 @@ def record(
         frames=tuple(_frames(error, titles)),
         exception=_pickled(error),
         exitcode=exitcode,
-        time=time.time(),
+        time=now,
         phase=phase,
     )
 
@@ -134,10 +137,16 @@ def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRe
             source=encodable((error.text or "").strip()),
         )
         return
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    stack = [
+        (frame, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not is_ours(frame.f_code.co_filename)
+    ]
+    if len(stack) > _FRAMES:
+        # A recursion without an end: how it began, and where it was at last.
+        stack = [*stack[: _FRAMES // 5], *stack[-(_FRAMES - _FRAMES // 5) :]]
+    for frame, line in stack:
         filename = frame.f_code.co_filename
-        if is_ours(filename):
-            continue
         summary = traceback.FrameSummary(filename, line, frame.f_code.co_name)
         yield FrameRecord(
             filename=titles.get(filename, filename),

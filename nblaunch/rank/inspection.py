@@ -21,12 +21,13 @@ from torch.distributed import distributed_c10d
 
 from nblaunch._frames import is_ours
 from nblaunch._protocol import Collective, Connection, FrameRecord, Where
-from nblaunch.rank import failure
+from nblaunch.rank import failure, process_group
 
 RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _RECORDER_ENTRIES = "256"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
+_FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
 
@@ -61,11 +62,21 @@ class RankInspector:
 
         NCCL's own abort may wait for the device, so it runs beside this thread.
         """
-        for fd in fds:
+        for fd in (*fds, *self._waiting_for_store()):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
         if _uses_nccl():
             threading.Thread(target=_abort, name="nblaunch-abort", daemon=True).start()
+
+    def _waiting_for_store(self) -> Iterator[int]:
+        """Yield the connection to the agent's store, if a group is being formed whose members do not come."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        stack = traceback.walk_stack(frame) if frame is not None else ()
+        if any(each.f_code.co_name in _FORMING for each, _ in stack):
+            process_group.forget_store()
+            # By its port alone: the address may be written as IPv6 has it.
+            port = process_group.agent_address()[1]
+            yield from (each.fd for each in _connections() if each.remote[1] == port)
 
     def _frames(self) -> Iterator[FrameRecord]:
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks

@@ -201,8 +201,8 @@ class Rank:
         self._failed(error, (error.code & 0xFF or 1) if isinstance(error.code, int) else 1)
 
     def _failed(self, error: BaseException, exitcode: int) -> None:
-        failure.write_error_file(error)
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
+        failure.write_error_file(error)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
 

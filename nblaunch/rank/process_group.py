@@ -119,6 +119,17 @@ def _store(where: str, number: int) -> dist.Store:
 _agent_address: tuple[str, int] = ("127.0.0.1", 0)
 
 
+def agent_address() -> tuple[str, int]:
+    """Return where the agent's store is."""
+    return _agent_address
+
+
+def forget_store() -> None:
+    """Connect anew when a group is formed next: the connection is about to be cut."""
+    global _agent_store
+    _agent_store = None
+
+
 def remember_agent_address() -> None:
     """Note where the agent's store is."""
     global _agent_address
