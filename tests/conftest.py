@@ -37,6 +37,11 @@ from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import run_sync
 
+# Ignored under nohup, or in the background of a shell: but tests send them, and libraries restore them.
+for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
+
 ROOT = Path(__file__).parents[1]
 MARK = "NBLAUNCH_TESTS"
 KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
@@ -358,6 +363,10 @@ class Ran:
         return f"stdout: {self.stdout}\nstderr: {self.stderr}\ndisplays: {self.text}\nerror: {error}"
 
 
+# What is sent right after a failed cell must not be thrown away with what a notebook had queued behind it.
+_ALONE = {"allow_stdin": False, "stop_on_error": False}
+
+
 class Pending:
     """A cell that the kernel runs at this moment."""
 
@@ -435,7 +444,7 @@ class Kernel:
 
     def submit(self, code: str) -> Pending:
         """Begin to run a cell."""
-        return Pending(self, self.client.execute(tidy(code), allow_stdin=False))
+        return Pending(self, self.client.execute(tidy(code), **_ALONE))
 
     def run(self, code: str, timeout: float = 60) -> Ran:
         """Run a cell to its end, whatever that is."""
@@ -459,7 +468,7 @@ class Kernel:
         """Return the value of an expression in the kernel, carried as JSON (a tuple becomes a list)."""
         dumped = f"__import__('json').dumps({expression}, default=repr)"
         self.drain()
-        message = self.client.execute("", silent=True, user_expressions={"it": dumped}, allow_stdin=False)
+        message = self.client.execute("", silent=True, user_expressions={"it": dumped}, **_ALONE)
         deadline = time.monotonic() + 60
         while True:
             reply = self.client.get_shell_msg(timeout=deadline - time.monotonic())

@@ -145,7 +145,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
 
 def _connections() -> Iterator[Connection]:
     with contextlib.suppress(psutil.Error, OSError):
-        for known in psutil.Process().net_connections("tcp"):
+        process = psutil.Process()
+        # psutil 6 renamed it.
+        list_connections = getattr(process, "net_connections", None) or process.connections
+        for known in list_connections("tcp"):
             if known.status == psutil.CONN_ESTABLISHED and known.raddr and known.fd >= 0:
                 yield Connection(local=tuple(known.laddr), remote=tuple(known.raddr), fd=known.fd)
 

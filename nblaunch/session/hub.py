@@ -163,6 +163,9 @@ class Hub:
         next_tick = 0.0
         while not self._closing:
             wait = max(0, int((next_tick - time.monotonic()) * 1000)) if self._members else None
+            if self._socket.closed:
+                # A poller would take it for descriptor 0.
+                raise zmq.ZMQError(zmq.ENOTSOCK)
             ready = dict(poller.poll(wait))
             if self._socket in ready:
                 self.drain()
