@@ -120,6 +120,16 @@ def processes(mark: str = MARK, value: str | None = None) -> dict[int, psutil.Pr
     return found
 
 
+def all_gone(what: str, mark: str = MARK, value: str | None = None) -> None:
+    """Wait until no process carries `mark`; fail with those that do."""
+    deadline = time.monotonic() + PATIENCE
+    while found := processes(mark, value):
+        if time.monotonic() > deadline:
+            lines = "\n  ".join(describe(each) for each in found.values())
+            pytest.fail(f"{what}, and yet these processes are alive:\n  {lines}", pytrace=False)
+        time.sleep(0.01)
+
+
 def command(process: psutil.Process) -> str:
     """Return a process's command line, empty if it is gone."""
     with contextlib.suppress(psutil.Error):
@@ -319,7 +329,7 @@ def ends_with_the_session():
     engine = sys.modules.get("nblaunch.session.engine")
     if engine is not None:
         engine.close()
-    eventually(lambda: not processes(), "no process of the tests is alive at their end", 5)
+    all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []
 
@@ -515,10 +525,7 @@ class Kernel:
         self.manager.shutdown_kernel()
         self.manager.cleanup_resources()
         self.manager.context.destroy(linger=0)
-        eventually(
-            lambda: not processes(KERNEL_MARK, self.mark),
-            "no process of a kernel that was shut down is alive",
-        )
+        all_gone("a kernel was shut down", KERNEL_MARK, self.mark)
 
     def kill(self) -> None:
         """Kill the kernel, and nothing else, with SIGKILL."""

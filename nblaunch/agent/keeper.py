@@ -39,11 +39,12 @@ def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
     """Start the fork server and keep watch; returns never."""
     become_subreaper()
     alive_read, alive_write = os.pipe()
+    me = os.getpid()
     server = os.fork()
     if server == 0:
         os.close(alive_write)
         os.close(control_fd)
-        die_with_parent()
+        die_with_parent(me)
         from nblaunch.agent.preload import serve
 
         serve(listener_fd, alive_read)

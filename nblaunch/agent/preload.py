@@ -16,8 +16,9 @@ def serve(listener_fd: int, alive_fd: int) -> NoReturn:
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import nblaunch.rank.main  # noqa: F401
-    from nblaunch.rank import shell
+    from nblaunch.rank import isolate, shell
 
+    isolate.server_pid = os.getpid()
     shell.prepare()
     # Frozen objects are never visited by a rank's collector, so their pages stay shared.
     gc.collect()

@@ -23,9 +23,15 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends (Linux)."""
+server_pid = 0
+"""The fork server's process id, which it sets before it forks."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process when its parent ends (Linux); end now if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def become_subreaper() -> None:
@@ -36,7 +42,7 @@ def become_subreaper() -> None:
 def isolate() -> None:
     """Make this fork of the server a process of its own."""
     # SIGKILL in place of the SIGINT that torch.multiprocessing asks for: SIGINT is no guarantee.
-    die_with_parent()
+    die_with_parent(server_pid)
     become_subreaper()
     # A session of its own: the stop button's SIGINT reaches this rank only through us.
     with contextlib.suppress(PermissionError):
