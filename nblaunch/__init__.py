@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         RunTimeoutError,
     )
     from nblaunch._options import LaunchOptions
-    from nblaunch._results import HangReport, RankFailure, RankResult, RunResult
+    from nblaunch._reports import HangReport
+    from nblaunch._results import RankFailure, RankResult, RunResult
     from nblaunch._transcript import Display
     from nblaunch.diagnose.doctor import doctor
     from nblaunch.diagnose.report import DoctorReport
@@ -37,7 +38,7 @@ _HOMES = {
     "CaptureError": "_errors",
     "Display": "_transcript",
     "DoctorReport": "diagnose.report",
-    "HangReport": "_results",
+    "HangReport": "_reports",
     "LaunchError": "_errors",
     "LaunchOptions": "_options",
     "NblaunchError": "_errors",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import RunFailedError
-from nblaunch._protocol import Collective, FrameRecord, Phase
+from nblaunch._protocol import FrameRecord, Phase
+from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State
 from nblaunch._transcript import Display
 
@@ -112,18 +113,6 @@ class RankResult:
     pid: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt of the worker group; `reason` is started, failure or membership."""
-
-    number: int
-    world_size: int
-    reason: str
-    failures: tuple[RankFailure, ...]
-    started: float
-    ended: float | None
-
-
 class RankResults:
     """The ranks that took part, by their own numbers; iterates over `RankResult` in rank order."""
 
@@ -170,6 +159,22 @@ class RankResults:
         return f"RankResults({', '.join(f'{each.rank}: {each.state}' for each in self)})"
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of the worker group; `reason` is started, failure or membership.
+
+    `ranks` are the ranks as this attempt left them, each with its output and its times.
+    """
+
+    number: int
+    world_size: int
+    reason: str
+    failures: tuple[RankFailure, ...]
+    started: float
+    ended: float | None
+    ranks: RankResults = field(default_factory=lambda: RankResults(()), repr=False)
+
+
 @dataclass(frozen=True, eq=False)
 class RunResult:
     """What came back from a run: one value per rank, or failures.
@@ -189,6 +194,8 @@ class RunResult:
     attempts: tuple[Attempt, ...] = ()
     warnings: tuple[str, ...] = ()
     title: str = ""
+    hang_report: HangReport | None = None
+    """Where the ranks were when the run was last looked at: at its timeout, its interrupt, its silence."""
     _log_dir: Path | None = None
     _state: RunState | None = field(default=None, repr=False)
     _keep: object = field(default=None, repr=False)
@@ -259,73 +266,3 @@ class RunResult:
         root = self.root_cause
         why = f", root cause: rank {root.rank}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
-
-
-@dataclass(frozen=True, slots=True)
-class StackGroup:
-    """Ranks whose main threads have one and the same Python stack, innermost frame last."""
-
-    ranks: tuple[int, ...]
-    headline: str
-    frames: tuple[FrameRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HangReport:
-    """Where the ranks were.
-
-    `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
-    group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
-    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
-    that faulthandler wrote; `finished` are ranks that had returned already.
-    """
-
-    groups: tuple[StackGroup, ...]
-    collectives: Mapping[int, tuple[Collective, ...]]
-    findings: tuple[str, ...] = ()
-    silent: Mapping[int, str] = field(default_factory=dict)
-    finished: tuple[int, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        """The report in one line."""
-        parts = [f"[{format_ranks(group.ranks)}] {group.headline}" for group in self.groups]
-        if self.silent:
-            parts.append(f"[{format_ranks(self.silent)}] gave no answer")
-        if self.finished:
-            parts.append(f"[{format_ranks(self.finished)}] had finished")
-        return "; ".join(parts)
-
-    def __str__(self) -> str:
-        """Return the whole report as text."""
-        lines = list(self.findings)
-        for group in self.groups:
-            lines.append(f"[{format_ranks(group.ranks)}] {group.headline}")
-            for frame in group.frames:
-                lines.append(f"    {frame.filename}, line {frame.line}, in {frame.function}")
-                if frame.source:
-                    lines.append(f"        {frame.source}")
-        for rank, stacks in self.silent.items():
-            lines.append(f"[rank {rank}] gave no answer (C code holds its interpreter, or it is stopped)")
-            lines.extend(f"    {line}" for line in stacks.splitlines())
-        if self.finished:
-            lines.append(f"[{format_ranks(self.finished)}] had finished")
-        return "\n".join(lines)
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks the way the panel and the errors do.
-
-    >>> format_ranks([0, 2, 3, 4])
-    'ranks 0,2-4'
-    """
-    numbers = sorted(set(ranks))
-    parts: list[str] = []
-    start = 0
-    for index, number in enumerate(numbers):
-        if index + 1 < len(numbers) and numbers[index + 1] == number + 1:
-            continue
-        first = numbers[start]
-        parts.append(str(first) if first == number else f"{first}-{number}")
-        start = index + 1
-    return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"

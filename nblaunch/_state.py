@@ -36,6 +36,7 @@ from nblaunch._protocol import (
     Switched,
     Where,
 )
+from nblaunch._reports import HangReport
 from nblaunch._transcript import Transcript
 
 
@@ -105,6 +106,8 @@ class RunState:
     attempt: AttemptState
     earlier: tuple[AttemptState, ...] = ()
     notices: tuple[str, ...] = ()
+    hang: HangReport | None = None
+    """Where the ranks were when they were last asked."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
@@ -199,6 +202,11 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         earlier=(*state.earlier, ended),
         notices=state.notices,
     )
+
+
+def looked_at(state: RunState, report: HangReport) -> RunState:
+    """Return the state with a report of where its ranks are."""
+    return replace(state, hang=report)
 
 
 def _at_least_starting(state: State) -> State:

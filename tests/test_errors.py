@@ -24,7 +24,8 @@ from nblaunch._errors import (
 )
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._protocol import Phase
-from nblaunch._results import HangReport, RankFailure, RankResult, RankResults, RunResult
+from nblaunch._reports import HangReport
+from nblaunch._results import RankFailure, RankResult, RankResults, RunResult
 from nblaunch._state import State
 
 MEGABYTE = 1_000_000

@@ -40,6 +40,7 @@ def hanging(job, nproc, **options):
     # The ranks are asked for a second at most, and gone a second after they have been told to end.
     assert failed.seconds < seconds + 1.0 + 1.0 + 2 + 3 * usual(nproc)
     assert failed.result.root_cause is None
+    assert failed.result.hang_report is report
     return report, str(failed.error)
 
 
@@ -52,7 +53,7 @@ def others(nproc, *but):
 
 
 def said(ranks):
-    return nblaunch._results.format_ranks(ranks)
+    return nblaunch._reports.format_ranks(ranks)
 
 
 # --- who is where ----------------------------------------------------------------------------------
@@ -303,6 +304,7 @@ def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path):
     assert warning.startswith("nothing heard for 0.5 s\n")
     assert "in all_reduce #2, which rank 1 has not started" in warning
     assert "until it has been reported" in warning
+    assert "until it has been reported" in str(result.hang_report)
 
 
 def compute_for_long():

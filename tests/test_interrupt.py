@@ -307,6 +307,8 @@ def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
     assert kernel.value("res.ranks[1].stdout") == "printed before the interrupt\n"
     assert "[rank 1] at cell line 6: time.sleep(1000)" in ran.error.evalue
     assert "[rank 0] had finished" in ran.error.evalue
+    assert kernel.value("[group.ranks for group in res.hang_report.groups]") == [(1,)]
+    assert kernel.value("res.hang_report.finished") == (0,)
 
 
 def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure_of_its_rank(kernel):

@@ -152,6 +152,12 @@ def test_a_training_that_loses_ranks_ends_with_the_parameters_of_one_that_does_n
     assert fine == bumpy.failures == ()
     assert bumpy.root_cause is None
 
+    for number, epochs in ((0, "012"), (1, "234"), (2, "45")):
+        printed = "".join(f"attempt {number} epoch {epoch}\n" for epoch in epochs)
+        ranks = bumpy.attempts[number].ranks
+        assert [(each.attempt, each.stdout) for each in ranks] == [(number, printed)] * nproc
+        assert all((each.started or 0.0) < (each.ended or 0.0) for each in ranks)
+
     # In order of time.
     times = [time for each in bumpy.attempts for time in (each.started, each.ended) if time is not None]
     assert len(times) == 6

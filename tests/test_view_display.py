@@ -20,6 +20,7 @@ from nblaunch._protocol import (
     AttemptStarted,
     Displayed,
     FailureRecord,
+    FrameRecord,
     Message,
     Payload,
     Printed,
@@ -27,8 +28,10 @@ from nblaunch._protocol import (
     Returned,
     Started,
     Stream,
+    Where,
 )
-from nblaunch._state import RunState, advance
+from nblaunch._state import RunState, advance, looked_at
+from nblaunch.diagnose.hang import report
 from nblaunch.session import notebook
 from nblaunch.view import display
 from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, WidgetView, choose_view
@@ -462,6 +465,32 @@ def test_a_restart_with_fewer_ranks_removes_rows():
     assert delta is not None
     assert delta["removed"] == ["2"]
     assert delta["header"]["restarts"] == "1 restart"
+
+
+def test_the_panel_is_told_of_attempts_and_of_where_the_ranks_hang():
+    rows = Rows(HEADER)
+    boom = FailureRecord(type="ValueError", message="boom", time=5.0)
+    state = run_of(2, out(0, "first\nlast\n"), Raised(rank=1, failure=boom))
+    before = rows.changes(state)
+    assert before is not None
+    assert before["notes"] is None
+    state = advance(state, AttemptStarted(number=1, world_size=2, time=9.0))
+    restarted = rows.changes(state)
+    assert restarted is not None
+    assert restarted["notes"] is not None
+    (note,) = restarted["notes"]
+    assert note["title"].startswith("attempt 0: restarted: rank 1: ValueError: boom after ")
+    assert note["text"] == "rank 1: ValueError: boom\nrank 0, last output: last"
+    assert rows.changes(state) is None
+    frame = FrameRecord("Cell In[3]", 9, "<module>", "wait()")
+    state = looked_at(state, report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)}))
+    hanging = rows.changes(state)
+    assert hanging is not None
+    assert hanging["notes"] is not None
+    assert hanging["notes"][0] == note
+    assert hanging["notes"][1]["title"] == "Where the ranks are"
+    assert hanging["notes"][1]["text"].startswith("[ranks 0-1] at cell line 9: wait()\n    Cell, line 9")
+    assert rows.changes(state) is None
 
 
 def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():

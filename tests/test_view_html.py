@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nblaunch._protocol import (
     AttemptStarted,
+    Collective,
     Displayed,
     Entered,
     Exited,
@@ -29,8 +30,10 @@ from nblaunch._protocol import (
     RunEnded,
     Started,
     Stream,
+    Where,
 )
-from nblaunch._state import RunState, State, advance
+from nblaunch._state import RunState, State, advance, looked_at
+from nblaunch.diagnose.hang import report
 from nblaunch.view.header import Header
 from nblaunch.view.html import render_html
 from nblaunch.view.markup import ICONS, STATE_COLORS
@@ -236,6 +239,86 @@ def test_a_root_cause_comes_first_with_its_traceback_and_consequences_are_folded
     ]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
+
+
+def test_each_consequence_opens_to_its_traceback_and_equal_ones_are_one():
+    closed = FailureRecord(
+        type="RuntimeError",
+        message="Connection closed by peer [127.0.0.1]:40287",
+        traceback="Traceback:\n  peer [127.0.0.1]:40287 went away",
+        time=4.0,
+    )
+    boom = FailureRecord(type="ValueError", message="boom", time=5.0)
+    others = [Raised(rank=rank, failure=closed) for rank in (0, 2, 3)]
+    markup = html_of(4, *others, Raised(rank=1, failure=boom))
+    text = words(page_of(4, *others, Raised(rank=1, failure=boom)))
+    said = "ranks 0,2-3: consequence of rank 1: RuntimeError: Connection closed by peer [127.0.0.1]"
+    assert f"3 consequences of it {said} Traceback: peer [127.0.0.1] went away" in text
+    assert markup.count("went away") == 1
+    # Ports differ from run to run, and are no part of what is saved.
+    assert "40287" not in markup
+
+
+def test_an_earlier_attempt_has_its_own_failure_and_output():
+    boom = FailureRecord(type="ValueError", message="boom", traceback="Traceback:\n  line 4", time=5.0)
+    page = page_of(
+        2,
+        out(0, "from the first attempt\n"),
+        Raised(rank=1, failure=boom),
+        Exited(rank=0, exitcode=-15, time=6.0, expected=True),
+        AttemptStarted(number=1, world_size=2, time=7.0, reason="failure"),
+        out(0, "from the second\n"),
+        returned(0, "7"),
+        returned(1, "7"),
+    )
+    text = words(page)
+    order = [
+        "✓ SUCCEEDED · cell · 2 ranks · gloo",
+        "attempt 0: restarted: rank 1: ValueError: boom",
+        "Root cause: rank 1: ValueError: boom Traceback Traceback: line 4",
+        "rank 0: ended because of that",
+        "Output of rank 0 (1 line) from the first attempt",
+        "from the second",
+    ]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def hanging():
+    frames = (
+        FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),
+        FrameRecord("/opt/lib/python3.11/site-packages/torch/c10d.py", 7, "all_reduce", "work.wait()"),
+    )
+    collective = Collective(group="default_pg", sequence=2, operation="all_reduce")
+    answers = {rank: Where(rank=rank, frames=frames, collectives=(collective,)) for rank in range(3)}
+    return report(answers, silent={3: "<script>alert(1)</script>"}, finished=[4])
+
+
+def test_where_the_ranks_were_is_a_line_for_each_stack_that_opens_to_it():
+    state = looked_at(run_of(5), hanging())
+    text = words(Page(render_html(state, HEADER)))
+    assert (
+        "Where the ranks were [ranks 0-2] in all_reduce, cell line 9: dist.all_reduce(t) "
+        "Cell, line 9, in <module> dist.all_reduce(t) "
+        "site-packages/torch/c10d.py, line 7, in all_reduce work.wait() "
+        "[rank 3] gave no answer <script>alert(1)</script> [rank 4] had finished"
+    ) in text
+    assert render_text(state, HEADER).splitlines()[-3:] == [
+        "[ranks 0-2] in all_reduce, cell line 9: dist.all_reduce(t)",
+        "[rank 3] gave no answer",
+        "[rank 4] had finished",
+    ]
+
+
+def test_a_report_of_many_different_stacks_stays_small():
+    frames = [
+        tuple(FrameRecord(f"/file{rank}.py", line, "x" * 500, "y" * 500) for line in range(50))
+        for rank in range(256)
+    ]
+    answers = {rank: Where(rank=rank, frames=frames[rank]) for rank in range(256)}
+    state = looked_at(run_of(256), report(answers))
+    assert len(render_html(state, HEADER)) < 200_000
+    assert "240 more in result.hang_report" in render_html(state, HEADER)
 
 
 def test_an_image_is_embedded_and_named_by_its_text():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch._protocol import Collective, FrameRecord, Where
-from nblaunch._results import HangReport, StackGroup, format_ranks, in_notebook, not_installed, place
+from nblaunch._reports import HangReport, StackGroup, format_ranks
+from nblaunch._results import in_notebook, not_installed, place
 
 _DEFAULT_GROUP = "default_pg"
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})

@@ -14,7 +14,8 @@ from typing import Protocol
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError, RunTimeoutError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare
-from nblaunch._results import RankFailure, RunResult, format_ranks
+from nblaunch._reports import format_ranks
+from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
 from nblaunch.agent import devices, forkserver, runtime
 from nblaunch.agent.devices import Placement
@@ -144,7 +145,8 @@ class _Ending:
                 self._watcher.draw(self._group.state)
                 hanging = self._hang_watch.look(self._group.state)
                 if hanging is not None:
-                    self._group.notice(hanging)
+                    self._group.looked_at(hanging)
+                    self._group.notice(f"nothing heard for {self._options.hang_after:g} s\n{hanging}")
                 if deadline is not None and time.monotonic() > deadline:
                     return self._timed_out()
         except KeyboardInterrupt as interrupt:
@@ -153,6 +155,7 @@ class _Ending:
 
     def _timed_out(self) -> BaseException:
         report = self._group.where()
+        self._group.looked_at(report)
         where = report.summary or _where(self._group.state)
         self._group.stop()
         self.ensure()
@@ -166,7 +169,9 @@ class _Ending:
         """Give the ranks the grace period to end by themselves; a second interrupt skips it."""
         where = _where(self._group.state)
         try:
-            where = self._group.where(_ASK_SECONDS).summary or where
+            report = self._group.where(_ASK_SECONDS)
+            self._group.looked_at(report)
+            where = report.summary or where
             self._group.interrupt()
             if not self._drawing(self._options.grace):
                 self._group.hurry()

@@ -32,8 +32,8 @@ from nblaunch._protocol import (
     RunEnded,
     Where,
 )
-from nblaunch._results import HangReport, format_ranks
-from nblaunch._state import RankState, RunState, State, advance
+from nblaunch._reports import HangReport, format_ranks
+from nblaunch._state import RankState, RunState, State, advance, looked_at
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, Worker
 from nblaunch.agent.logs import read_text
@@ -102,6 +102,10 @@ class WorkerGroup:
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
         return inquiry.report(self.state, str(self._directory), self._titles())
+
+    def looked_at(self, report: HangReport) -> None:
+        """Keep a report of where the ranks are with what is known of the run."""
+        self._hub.call(lambda: self._keep(report))
 
     def notice(self, text: str) -> None:
         """Say something about the run that does not end it."""
@@ -358,6 +362,9 @@ class WorkerGroup:
             self.logs.close()
             runtime.remove_tree(self._directory)
             self.ended.set()
+
+    def _keep(self, report: HangReport) -> None:
+        self.state = looked_at(self.state, report)
 
     def _fold(self, message: Message) -> None:
         self.state = advance(self.state, message)

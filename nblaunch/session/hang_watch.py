@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from nblaunch._protocol import Collective
-from nblaunch._results import HangReport
+from nblaunch._reports import HangReport
 from nblaunch._state import RunState
 
 _Begun = tuple[tuple[str, int], ...]
@@ -28,8 +28,8 @@ class HangWatch:
         self._before: Mapping[int, _Begun] = {}
         self._told: set[_Begun] = set()
 
-    def look(self, state: RunState) -> str | None:
-        """Return what there is to say about a run in this state, if anything is new."""
+    def look(self, state: RunState) -> HangReport | None:
+        """Return a report of a run in this state, if there is anything new to say about it."""
         if self._seconds is None:
             return None
         now = time.monotonic()
@@ -50,7 +50,7 @@ class HangWatch:
         if not stuck or key in self._told:
             return None
         self._told.add(key)
-        return f"nothing heard for {self._seconds:g} s\n{report}"
+        return report
 
 
 def _begun(collectives: tuple[Collective, ...]) -> _Begun:

@@ -12,7 +12,7 @@ import psutil
 
 from nblaunch._frames import readable_main_stack
 from nblaunch._protocol import Where
-from nblaunch._results import HangReport
+from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State
 from nblaunch.diagnose import hang
 from nblaunch.rank.inspection import DUMP_SIGNAL, dump_path

@@ -46,22 +46,19 @@ def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | Non
     """Return the result of a group that has ended."""
     values, broken = _unpickled(group)
     state = _with_failures(group.state, broken)
-    attempts = tuple(_attempt(each) for each in state.attempts)
-    failures = attempts[-1].failures
-    by_rank = {failure.rank: failure for failure in failures}
-    logs = group.logs.attempts.get(state.attempt.number, {})
-    ranks = RankResults(
-        _rank_result(rank, state, by_rank.get(rank.rank), values.get(rank.rank), logs.get(rank.rank))
-        for rank in state.ranks.values()
-    )
+    logs = group.logs.attempts
+    *earlier, last = state.attempts
+    attempts = [_attempt(each, {}, logs.get(each.number, {})) for each in earlier]
+    attempts.append(_attempt(last, values, logs.get(last.number, {})))
     return RunResult(
-        ranks=ranks,
+        ranks=attempts[-1].ranks,
         world_size=state.world_size,
         backend=backend,
-        failures=failures,
-        attempts=attempts,
+        failures=attempts[-1].failures,
+        attempts=tuple(attempts),
         warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
         title=title,
+        hang_report=state.hang,
         _log_dir=log_dir,
         _state=state,
         _keep=keep,
@@ -100,15 +97,21 @@ def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunS
     return replace(state, ranks=ranks)
 
 
-def _attempt(attempt: AttemptState) -> Attempt:
-    failures = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
+def _attempt(attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs]) -> Attempt:
+    found = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
+    failures = tuple(_failure(each, attempt.ranks[each.rank]) for each in explain(found))
+    by_rank = {failure.rank: failure for failure in failures}
     return Attempt(
         number=attempt.number,
         world_size=attempt.world_size,
         reason=attempt.reason,
-        failures=tuple(_failure(each, attempt.ranks[each.rank]) for each in explain(failures)),
+        failures=failures,
         started=attempt.started,
         ended=attempt.ended,
+        ranks=RankResults(
+            _rank_result(rank, attempt.number, by_rank.get(number), values.get(number), logs.get(number))
+            for number, rank in attempt.ranks.items()
+        ),
     )
 
 
@@ -146,7 +149,7 @@ def _last_output(rank: RankState) -> str:
 
 
 def _rank_result(
-    rank: RankState, state: RunState, failure: RankFailure | None, value: object, logs: Logs | None
+    rank: RankState, attempt: int, failure: RankFailure | None, value: object, logs: Logs | None
 ) -> RankResult:
     stdout = stderr = ""
     if logs is not None:
@@ -165,7 +168,7 @@ def _rank_result(
         stderr=stderr,
         displays=rank.transcript.displays,
         exitcode=rank.exitcode,
-        attempt=state.attempt.number,
+        attempt=attempt,
         started=rank.started,
         ended=rank.ended,
         pid=rank.pid,

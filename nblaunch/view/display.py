@@ -163,8 +163,8 @@ class WidgetView:
         from nblaunch.view.widget import Panel
 
         delta = self._rows.changes(state)
-        header, rows = (dict(delta["header"]), dict(delta["rows"])) if delta is not None else ({}, {})
-        self._panel = Panel(header=header, rows=rows)
+        known = dict(delta) if delta is not None else {}
+        self._panel = Panel(**{name: known[name] for name in ("header", "notes", "rows") if known.get(name)})
         # What stands beside the panel is for front ends without widgets; the output follows at the end.
         placeholder: Bundle = {
             _WIDGET_TYPE: {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id},

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nblaunch._protocol import FailureRecord
-from nblaunch._results import format_ranks
+from nblaunch._reports import format_ranks
 from nblaunch._state import RankState, RunState, State
 from nblaunch._transcript import Display
 from nblaunch.view import markup
@@ -18,14 +18,17 @@ from nblaunch.view.cost import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.fit import cost_of_line, fit
 from nblaunch.view.header import Header
 from nblaunch.view.outcome import (
+    REASON_COST,
     Cause,
-    attempt_lines,
+    attempt_line,
     causes,
-    consequence_lines,
+    consequences,
+    earlier_attempts,
     failure_of_each,
     failures,
     headline,
     others_lines,
+    places,
     reason_limit,
     traceback_text,
     warning_lines,
@@ -43,6 +46,10 @@ _NOTES_BUDGET = 60_000
 VALUES_BUDGET = 60_000
 _TRACEBACK_COST = 20_000
 _TRACEBACKS = 4
+_CONSEQUENCES = 8
+_ATTEMPTS_BUDGET = 60_000
+_PLACES = 16
+_STACK_COST = 4_000
 _CELLS_COST = 40_000
 _CELL_COST = 300
 _ELEMENT_COST = 300
@@ -73,7 +80,15 @@ def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
     is `folded(state)` where the caller has it already.
     """
-    parts = (_headline(state, header), *_failures(state), _table(state), *_values(state))
+    parts = (
+        _headline(state, header),
+        *_failures(state, _TRACEBACK_COST),
+        *_attempts(state),
+        *_lines((*others_lines(state), *warning_lines(state))),
+        *_hang(state),
+        _table(state),
+        *_values(state),
+    )
     above = "".join(parts)
     shown = folded(state) if outputs is None else outputs
     budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(shown), OUTPUT_BUDGET)
@@ -85,36 +100,87 @@ def _headline(state: RunState, header: Header) -> str:
     return f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>"
 
 
-def _failures(state: RunState) -> Iterator[str]:
+def _failures(state: RunState, traceback_cost: int) -> Iterator[str]:
     explained = failures(state.ranks.values())
     limit = reason_limit(explained)
-    consequences = consequence_lines(explained, limit)
-    parts = [_cause(each, limit, number) for number, each in enumerate(causes(explained))]
-    if consequences:
-        count = sum(each.consequence_of is not None for each in explained)
+    found = causes(explained)
+    parts = [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found)]
+    followed = consequences(explained, limit)
+    # What one of several equal ones says goes for all: each has its ranks, and its traceback below.
+    lines = [
+        _expandable(f"{format_ranks(each.ranks)}: {each.why}", _traceback(each.failure, traceback_cost // 4))
+        if number < _CONSEQUENCES
+        else f"<div>{markup.code(f'{format_ranks(each.ranks)}: {each.why}')}</div>"
+        for number, each in enumerate(followed)
+    ]
+    if lines:
+        count = sum(len(each.ranks) for each in followed)
         summary = f"{count} consequence{'' if count == 1 else 's'} of it"
-        content = markup.pre(markup.escaped("\n".join(consequences)))
-        parts.append(markup.details(summary, content, opened=False))
+        parts.append(markup.details(summary, "".join(lines), opened=False))
     if parts:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
-    for line in (*attempt_lines(state), *others_lines(state), *warning_lines(state)):
-        yield f"<div>{markup.code(line)}</div>"
 
 
-def _cause(cause: Cause, limit: int, number: int) -> str:
+def _cause(cause: Cause, number: int, limit: int, traceback_cost: int) -> str:
     label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
     line = f"<div><strong>{label}</strong> {markup.code(shortened(cause.why, limit))}</div>"
-    traceback = _traceback(cause.failure) if number < _TRACEBACKS else ""
-    return line + (markup.details("Traceback", traceback, opened=not number) if traceback else "")
+    traceback = _traceback(cause.failure, traceback_cost) if number < _TRACEBACKS else ""
+    name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
+    return line + (markup.details(name, traceback, opened=not number) if traceback else "")
 
 
-def _traceback(failure: FailureRecord) -> str:
-    text = shortened(traceback_text(failure), _TRACEBACK_COST)
+def _traceback(failure: FailureRecord, limit: int) -> str:
+    text = shortened(traceback_text(failure), limit)
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
-    content = markup.lines(shown) if cost <= 2 * _TRACEBACK_COST else markup.escaped(plain(text))
+    content = markup.lines(shown) if cost <= 2 * limit else markup.escaped(plain(text))
     return markup.pre(content) if text.strip() else ""
+
+
+def _expandable(line: str, content: str) -> str:
+    said = markup.code(line)
+    return markup.details(said, content, opened=False) if content else f"<div>{said}</div>"
+
+
+def _lines(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        yield f"<div>{markup.code(line)}</div>"
+
+
+def _attempts(state: RunState) -> Iterator[str]:
+    """Yield a part for each attempt before this one, with its own failures and output."""
+    shown, left_out = earlier_attempts(state)
+    yield from _lines([left_out] if left_out else ())
+    for attempt in shown:
+        before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
+        explained = failures(before.ranks.values())
+        found = causes(explained)
+        cost = _TRACEBACK_COST // max(4, len(shown))
+        content = "".join(
+            _cause(each, number, reason_limit(explained), cost) for number, each in enumerate(found)
+        )
+        # Which of the others failed too, and which were stopped before they did, differs from run to run.
+        others = set(before.ranks) - {rank for each in found for rank in each.ranks}
+        content += "".join(_lines([f"{format_ranks(others)}: ended because of that"] if others else ()))
+        content += _outputs(folded(before), _ATTEMPTS_BUDGET // len(shown))
+        yield _expandable(attempt_line(attempt), content)
+
+
+def _hang(state: RunState) -> Iterator[str]:
+    """Yield where the ranks were, if they were asked: a line for all with the same stack, and that stack."""
+    if state.hang is None:
+        return
+    findings = "".join(_lines(shortened(plain(each), REASON_COST) for each in state.hang.findings[:_PLACES]))
+    found = places(state.hang)
+    content = "".join(
+        _expandable(shortened(each.line, REASON_COST), markup.pre(markup.escaped(stack)) if stack else "")
+        for each in found[:_PLACES]
+        for stack in (shortened(each.stack, _STACK_COST),)
+    )
+    if len(found) > _PLACES:
+        content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
+    yield markup.details("Where the ranks were", findings + content, opened=True)
 
 
 def _table(state: RunState) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nblaunch._protocol import Stream
+from nblaunch._reports import HangReport
 from nblaunch._state import RunState
 from nblaunch._transcript import Display, Text, Transcript
-from nblaunch.view.outcome import attempt_lines
+from nblaunch.view.outcome import attempt_lines, hang_lines
 from nblaunch.view.output import display_text
 from nblaunch.view.terminal import plain
 from nblaunch.view.text import prefixed
@@ -22,6 +23,7 @@ class LiveLines:
         """Begin at the beginning."""
         self._attempt = 0
         self._attempts_told = 0
+        self._hang: HangReport | None = None
         self._read: dict[int, int] = {}
         self._pending: dict[tuple[int, Stream], str] = {}
 
@@ -34,6 +36,9 @@ class LiveLines:
             self._attempts_told = len(attempt_lines(state))
         for rank, known in sorted(state.ranks.items()):
             yield from self._take_rank(rank, known.transcript)
+        if state.hang is not self._hang:
+            self._hang = state.hang
+            yield from hang_lines(state)
 
     def rest(self) -> Iterator[str]:
         """Yield the lines that have not ended yet."""

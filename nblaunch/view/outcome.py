@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nblaunch._protocol import FailureRecord
-from nblaunch._results import RankFailure, format_ranks
-from nblaunch._state import RankState, RunState, State, signal_name
+from nblaunch._protocol import FailureRecord, FrameRecord
+from nblaunch._reports import HangReport, format_ranks
+from nblaunch._results import RankFailure
+from nblaunch._state import AttemptState, RankState, RunState, State, signal_name
 from nblaunch.diagnose.root_cause import Explained, explain
 from nblaunch.view.cost import shortened
 from nblaunch.view.output import by_rank
@@ -17,6 +18,7 @@ from nblaunch.view.terminal import plain
 REASON_COST = 1_500
 _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
+_HANG_LINES = 40
 # Where a peer's socket was differs in every run, and says nothing to the reader.
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
@@ -73,8 +75,8 @@ def short_path(path: str) -> str:
 
 
 def traceback_text(failure: FailureRecord) -> str:
-    """Return a traceback without what differs from machine to machine: where Python is installed."""
-    text = _PLACES.sub("…/", failure.traceback.rstrip("\n"))
+    """Return a traceback without what differs by machine or run: where Python is installed, ports."""
+    text = _PORT.sub(r"\1", _PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
 
@@ -109,17 +111,27 @@ def failure_of_each(explained: Sequence[Explained]) -> dict[int, str]:
     }
 
 
-def consequence_lines(explained: Sequence[Explained], limit: int = REASON_COST) -> list[str]:
-    """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
-    lines: dict[str, list[int]] = {}
+def consequences(explained: Sequence[Explained], limit: int = REASON_COST) -> list[Cause]:
+    """Return what became of other ranks because of the root cause, in the order of ranks, equal ones once."""
+    groups: dict[str, list[Explained]] = {}
     for each in explained:
         if each.consequence_of is not None:
-            lines.setdefault(reason(each, limit), []).append(each.rank)
-    cause = blame(explained) if lines else ""
-    return [
-        f"{format_ranks(ranks)}: consequence of {cause}: {why}"
-        for why, ranks in sorted(lines.items(), key=lambda item: min(item[1]))
+            groups.setdefault(reason(each, limit), []).append(each)
+    cause = blame(explained) if groups else ""
+    found = [
+        Cause(
+            tuple(sorted(each.rank for each in group)),
+            f"consequence of {cause}: {why}",
+            min(group, key=lambda each: each.rank).failure,
+        )
+        for why, group in groups.items()
     ]
+    return sorted(found, key=lambda each: each.ranks)
+
+
+def consequence_lines(explained: Sequence[Explained], limit: int = REASON_COST) -> list[str]:
+    """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
+    return [f"{format_ranks(each.ranks)}: {each.why}" for each in consequences(explained, limit)]
 
 
 def others_lines(state: RunState) -> list[str]:
@@ -141,15 +153,75 @@ def others_lines(state: RunState) -> list[str]:
     return [f"{format_ranks(ranks)}: {what}" for ranks, what in by_rank(state, describe)]
 
 
+def attempt_line(attempt: AttemptState) -> str:
+    """Return why an attempt was followed by another: `attempt 0: restarted: rank 1: ...`."""
+    found = causes(failures(attempt.ranks.values()))
+    why = f"{format_ranks(found[0].ranks)}: {found[0].why}" if found else "the worker group changed"
+    return f"attempt {attempt.number}: restarted: {why}"
+
+
+def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
+    """Return the latest attempts before this one, and a line about those that are left out."""
+    shown = list(state.earlier[-_ATTEMPTS_SHOWN:])
+    left_out = len(state.earlier) - len(shown)
+    return shown, f"… {left_out} attempts left out …" if left_out else ""
+
+
 def attempt_lines(state: RunState) -> list[str]:
     """Return a line for each attempt before this one, the latest ten of them."""
+    shown, left_out = earlier_attempts(state)
+    lines = [attempt_line(attempt) for attempt in shown]
+    return [left_out, *lines] if left_out else lines
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where these ranks were; `stack` is text, empty where it is not known."""
+
+    ranks: tuple[int, ...]
+    line: str
+    stack: str = ""
+
+
+def places(report: HangReport) -> list[Place]:
+    """Return where the ranks were, ranks with one and the same stack together."""
+    found = [
+        Place(
+            group.ranks, f"[{format_ranks(group.ranks)}] {_own_words(group.headline)}", _stack(group.frames)
+        )
+        for group in report.groups
+    ]
+    found += [
+        Place((rank,), f"[rank {rank}] gave no answer", _own_words(plain(stack)))
+        for rank, stack in report.silent.items()
+    ]
+    if report.finished:
+        found.append(Place(report.finished, f"[{format_ranks(report.finished)}] had finished"))
+    return sorted(found, key=lambda each: each.ranks)
+
+
+def hang_lines(state: RunState) -> list[str]:
+    """Return where the ranks were, if they were asked, in a few lines: the stacks are in the report."""
+    if state.hang is None:
+        return []
+    found = [*state.hang.findings, *(place.line for place in places(state.hang))]
+    shown = [shortened(plain(line), REASON_COST) for line in found[:_HANG_LINES]]
+    if len(found) > len(shown):
+        shown.append(f"… {len(found) - len(shown)} more in result.hang_report …")
+    return shown
+
+
+def _stack(frames: Iterable[FrameRecord]) -> str:
     lines = []
-    for attempt in state.earlier[-_ATTEMPTS_SHOWN:]:
-        found = causes(failures(attempt.ranks.values()))
-        why = f"{format_ranks(found[0].ranks)}: {found[0].why}" if found else "the worker group changed"
-        lines.append(f"attempt {attempt.number}: restarted: {why}")
-    left_out = len(state.earlier) - len(lines)
-    return [f"… {left_out} attempts left out …", *lines] if left_out else lines
+    for frame in frames:
+        lines.append(f"{frame.filename}, line {frame.line}, in {frame.function}")
+        lines += [f"    {frame.source}"] if frame.source else []
+    return _own_words(plain("\n".join(lines)))
+
+
+def _own_words(text: str) -> str:
+    """Leave out what differs from one machine to the next, and from run to run."""
+    return _CELL_NUMBER.sub("Cell", _PLACES.sub("", plain(text)))
 
 
 def warning_lines(state: RunState) -> list[str]:

@@ -18,11 +18,12 @@ function element(tag, className, text) {
 // A second view of the panel, opened later, starts from the model: so the model is what takes the deltas.
 function initialize({ model }) {
   const merge = () => {
-    const { header, rows, removed } = model.get("delta");
+    const { header, notes, rows, removed } = model.get("delta");
     if (!rows) return;
     const merged = { ...model.get("rows"), ...rows };
     for (const rank of removed) delete merged[rank];
     model.set("header", header);
+    if (notes) model.set("notes", notes);
     model.set("rows", merged);
   };
   model.on("change:delta", merge);
@@ -43,6 +44,21 @@ function drawHead(head, header) {
   const said = [header.what, header.node, header.restarts, header.logs].filter(Boolean);
   head.title = header.magic ?? "";
   head.replaceChildren(word, ...said.map((text) => element("span", "", text)));
+}
+
+function drawNotes(region, notes) {
+  // What a reader has folded stays folded, as long as it is the same note.
+  const folded = new Map([...region.children].map((each) => [each.dataset.title, each.open]));
+  region.replaceChildren(
+    ...notes.map(({ title, text, open }) => {
+      if (!text) return element("div", "", title);
+      const note = element("details");
+      note.dataset.title = title;
+      note.open = folded.get(title) ?? open;
+      note.append(element("summary", "", title), element("pre", "nblaunch-note", text));
+      return note;
+    }),
+  );
 }
 
 function makeRow() {
@@ -93,25 +109,28 @@ function render({ model, el }) {
   const body = table.createTBody();
   table.createTHead().append(names);
   region.append(table);
-  panel.append(head, region);
+  const aside = element("div", "nblaunch-notes");
+  panel.append(head, aside, region);
   el.append(panel);
 
   const drawn = new Map();
+  const known = {};
   const draw = () => {
     const rows = model.get("rows");
-    for (const [rank, known] of drawn) {
+    for (const [rank, { line }] of drawn) {
       if (rank in rows) continue;
-      known.line.remove();
+      line.remove();
       drawn.delete(rank);
     }
     for (const rank of Object.keys(rows).sort((one, other) => one - other)) {
-      const known = drawn.get(rank) ?? { line: body.appendChild(makeRow()) };
+      const row = drawn.get(rank) ?? { line: body.appendChild(makeRow()) };
       // Only what a delta brought is a new object.
-      if (known.row !== rows[rank]) drawRow(known.line, rows[rank]);
-      known.row = rows[rank];
-      drawn.set(rank, known);
+      if (row.row !== rows[rank]) drawRow(row.line, rows[rank]);
+      row.row = rows[rank];
+      drawn.set(rank, row);
     }
     drawHead(head, model.get("header"));
+    if (known.notes !== model.get("notes")) drawNotes(aside, (known.notes = model.get("notes")));
   };
   body.addEventListener("click", (event) => {
     const line = event.target.closest("tr");

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
-from nblaunch._state import RankState, RunState
+from nblaunch._reports import HangReport
+from nblaunch._state import AttemptState, RankState, RunState
 from nblaunch.view.cost import clipped
 from nblaunch.view.header import Header
 from nblaunch.view.markup import ICONS
-from nblaunch.view.outcome import failure_of_each, failures, headline
+from nblaunch.view.outcome import (
+    attempt_line,
+    earlier_attempts,
+    failure_of_each,
+    failures,
+    headline,
+    places,
+)
 from nblaunch.view.output import last_line
 from nblaunch.view.terminal import plain
 
 _RESULT_COST = 600
 _LAST_LINE_COST = 400
 _READ_CHARACTERS = 2_000
+_NOTE_LINES = 200
 
 
 class Row(TypedDict):
@@ -30,10 +39,22 @@ class Row(TypedDict):
     result: str
 
 
+class Note(TypedDict):
+    """What is to be read beside the rows: an attempt that failed, where the ranks hang."""
+
+    title: str
+    text: str
+    open: bool
+
+
 class Delta(TypedDict):
-    """One tick: the new header, the rows that changed and the ranks that are no more."""
+    """One tick: the new header, the rows that changed and the ranks that are no more.
+
+    `notes` is None where they are what they were.
+    """
 
     header: dict[str, str]
+    notes: list[Note] | None
     rows: dict[str, Row]
     removed: list[str]
 
@@ -47,6 +68,7 @@ class Rows:
         self._states: Mapping[int, RankState] = {}
         self._why: dict[int, str] = {}
         self._shown_header: dict[str, str] = {}
+        self._looked: tuple[tuple[AttemptState, ...], HangReport | None] = ((), None)
 
     def changes(self, state: RunState) -> Delta | None:
         """Return what differs from the state seen last, or None."""
@@ -58,10 +80,12 @@ class Rows:
                 rows[str(rank)] = _row(known, why.get(rank, ""))
         removed = [str(rank) for rank in self._states if rank not in state.ranks]
         header = describe(state, self._header)
-        if not rows and not removed and header == self._shown_header:
+        looked = (state.earlier, state.hang)
+        new = notes(state) if looked != self._looked else None
+        if not rows and not removed and header == self._shown_header and new is None:
             return None
-        self._states, self._why, self._shown_header = state.ranks, why, header
-        return Delta(header=header, rows=rows, removed=removed)
+        self._states, self._why, self._shown_header, self._looked = state.ranks, why, header, looked
+        return Delta(header=header, notes=new, rows=rows, removed=removed)
 
 
 def _row(known: RankState, why: str) -> Row:
@@ -75,6 +99,35 @@ def _row(known: RankState, why: str) -> Row:
         last=clipped(last_line(known.transcript), _LAST_LINE_COST),
         result=clipped(result, _RESULT_COST),
     )
+
+
+def notes(state: RunState) -> list[Note]:
+    """Return the attempts before this one, and where the ranks are if they were asked."""
+    shown, left_out = earlier_attempts(state)
+    found = [Note(title=left_out, text="", open=False)] if left_out else []
+    for attempt in shown:
+        lines = [f"{rank}: {why}" for rank, why in _failures_of(attempt)]
+        lines += [
+            f"rank {known.rank}, last output: {clipped(last_line(known.transcript), _LAST_LINE_COST)}"
+            for _, known in sorted(attempt.ranks.items())
+            if last_line(known.transcript)
+        ]
+        seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
+        found.append(
+            Note(title=f"{attempt_line(attempt)}{seconds}", text="\n".join(lines[:_NOTE_LINES]), open=False)
+        )
+    if state.hang is not None:
+        lines = [*state.hang.findings]
+        for place in places(state.hang):
+            lines += [place.line, *(f"    {line}" for line in place.stack.split("\n") if line)]
+        text = plain("\n".join(lines[:_NOTE_LINES]))
+        found.append(Note(title="Where the ranks are", text=text, open=True))
+    return found
+
+
+def _failures_of(attempt: AttemptState) -> list[tuple[str, str]]:
+    why = failure_of_each(failures(attempt.ranks.values()))
+    return [(f"rank {rank}", clipped(text, _RESULT_COST)) for rank, text in sorted(why.items())]
 
 
 def describe(state: RunState, header: Header) -> dict[str, str]:

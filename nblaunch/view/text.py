@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from nblaunch._results import format_ranks
+from nblaunch._reports import format_ranks
 from nblaunch._state import RunState
 from nblaunch._transcript import Display
 from nblaunch.view.cost import cost_of_text, fair_limit, shortened
@@ -16,6 +16,7 @@ from nblaunch.view.outcome import (
     causes,
     consequence_lines,
     failures,
+    hang_lines,
     headline,
     others_lines,
     reason_limit,
@@ -37,7 +38,7 @@ def render_text(state: RunState, header: Header, *, outputs: Sequence[Output] | 
     is `folded(state)` where the caller has it already.
     """
     shown = folded(state) if outputs is None else outputs
-    lines = [*attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
+    lines = [*attempt_lines(state), *_output_lines(shown), *_ending_lines(state), *hang_lines(state)]
     return "\n".join(lines or [_nothing_said(state, header)])
 
 

@@ -28,6 +28,7 @@ class Panel(anywidget.AnyWidget):
     _css = (_HERE / "panel.css").read_text(encoding="utf-8")
 
     header: traitlets.Dict[str, str] = traitlets.Dict().tag(sync=True)
+    notes: traitlets.List[Any] = traitlets.List().tag(sync=True)
     rows: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     delta: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
 
@@ -37,6 +38,8 @@ class Panel(anywidget.AnyWidget):
             self.rows.pop(rank, None)
         self.rows.update(delta["rows"])
         self.header.update(delta["header"])
+        if delta["notes"] is not None:
+            self.notes[:] = delta["notes"]
         self.delta = dict(delta)
 
     def close(self) -> None:
