@@ -228,6 +228,27 @@ class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     pids: dict[int, int] = {}
 
 
+class Usage(msgspec.Struct, frozen=True):
+    """What a rank uses at some moment, as the machine it runs on measures it.
+
+    `cpu_percent` is of one core: 200 for two busy threads. `memory` are the bytes that belong to the
+    rank's process alone, not those it shares with other ranks. The GPU's are None where there is none, or
+    none that can be asked; `gpu_percent` is that of the whole device, and so is `gpu_memory` where the
+    driver does not tell processes apart (in containers).
+    """
+
+    cpu_percent: float
+    memory: int
+    gpu_memory: int | None = None
+    gpu_percent: int | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What ranks use at this moment, by rank; says nothing of those that were not looked at."""
+
+    usages: dict[int, Usage]
+
+
 class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Something worth saying that does not end the run: ranks that hang."""
 
@@ -242,7 +263,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Shown | Where
-AboutRank = Printed | Exited | AttemptStarted | Noticed | RunEnded
+AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | RunEnded
 Message = FromRank | AboutRank
 
 

@@ -23,6 +23,7 @@ from nblaunch._protocol import (
     Exited,
     FailureRecord,
     Hello,
+    Measured,
     Message,
     Noticed,
     Payload,
@@ -34,6 +35,7 @@ from nblaunch._protocol import (
     Shown,
     Started,
     Switched,
+    Usage,
     Where,
 )
 from nblaunch._reports import HangReport
@@ -83,6 +85,8 @@ class RankState:
     started: float | None = None
     ended: float | None = None
     warning: str = ""
+    usage: Usage | None = None
+    """What it used when it was last measured; only while somebody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,8 @@ def advance(state: RunState, message: Message) -> RunState:
         case Noticed():
             notices = (*state.notices, message.text)[-_NOTICES:]
             return replace(state, notices=notices)
+        case Measured():
+            return _measured(state, message)
         case RunEnded():
             ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
@@ -202,6 +208,15 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         earlier=(*state.earlier, ended),
         notices=state.notices,
     )
+
+
+def _measured(state: RunState, message: Measured) -> RunState:
+    news = {
+        rank: replace(known, usage=message.usages[rank])
+        for rank, known in state.ranks.items()
+        if rank in message.usages and not known.state.final and known.usage != message.usages[rank]
+    }
+    return replace(state, ranks={**state.ranks, **news}) if news else state
 
 
 def looked_at(state: RunState, report: HangReport) -> RunState:

@@ -54,6 +54,9 @@ class Transcript:
     clear_pending: bool = False
     written: int = 0
     """Characters and displays that were ever put in, cleared ones too: a reader's place in the stream."""
+    lines: int = 0
+    """Line ends that were ever put in, cleared ones too."""
+    clears: int = 0
     head_cost: int = 0
     tail_cost: int = 0
 
@@ -116,7 +119,9 @@ def displayed(transcript: Transcript, message: Displayed) -> Transcript:
 
 def cleared(transcript: Transcript, *, wait: bool) -> Transcript:
     """Return the transcript after `clear_output(wait)`."""
-    return replace(transcript, clear_pending=True) if wait else Transcript(written=transcript.written)
+    if wait:
+        return replace(transcript, clear_pending=True)
+    return Transcript(written=transcript.written, lines=transcript.lines, clears=transcript.clears + 1)
 
 
 def _apply_pending_clear(transcript: Transcript) -> Transcript:
@@ -141,14 +146,17 @@ def _append_text(transcript: Transcript, stream: Stream, text: str) -> tuple[Tra
         room = HEAD_CHARACTERS - transcript.head_cost
         head, cost, rest = _filled(transcript.head, stream, text, room)
         if cost:
-            written = transcript.written + len(text) - len(rest)
-            return replace(
-                transcript, head=head, head_cost=transcript.head_cost + cost, written=written
-            ), rest
+            grown = _counted(transcript, text[: len(text) - len(rest)])
+            return replace(grown, head=head, head_cost=transcript.head_cost + cost), rest
     tail, cost, rest = _filled(transcript.tail, stream, text, CHUNK_CHARACTERS + _ENTRY_COST)
-    written = transcript.written + len(text) - len(rest)
-    grown = replace(transcript, tail=tail, tail_cost=transcript.tail_cost + cost, written=written)
-    return _bounded(grown), rest
+    grown = _counted(transcript, text[: len(text) - len(rest)])
+    return _bounded(replace(grown, tail=tail, tail_cost=transcript.tail_cost + cost)), rest
+
+
+def _counted(transcript: Transcript, text: str) -> Transcript:
+    return replace(
+        transcript, written=transcript.written + len(text), lines=transcript.lines + text.count("\n")
+    )
 
 
 def _append_display(transcript: Transcript, display: Display) -> Transcript:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,11 @@ KERNEL_ENVIRONMENT = {
     "NBLAUNCH_DISPLAY": "html",  # one display per run, the one that a saved notebook holds
     "CUDA_VISIBLE_DEVICES": "",  # `device` is printed: the same everywhere
 }
+
+
+def pytest_collect_file(parent: pytest.Collector) -> None:
+    """Have nbval compare pictures by their place alone, from whatever directory pytest is started."""
+    parent.config.option.nbval_sanitize_with = str(Path(__file__).with_name("nbval.cfg"))
 
 
 @pytest.hookimpl(wrapper=True)

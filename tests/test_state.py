@@ -20,6 +20,7 @@ from nblaunch._protocol import (
     Exited,
     FailureRecord,
     Hello,
+    Measured,
     Message,
     Noticed,
     Offsets,
@@ -33,11 +34,13 @@ from nblaunch._protocol import (
     Started,
     Stream,
     Switched,
+    Usage,
     Where,
 )
 from nblaunch._state import RunState, State, advance
 from nblaunch._transcript import Display, Text, Transcript
 from nblaunch.diagnose.root_cause import blames_a_peer, explain
+from nblaunch.session.hang_watch import silent_between
 
 WORLD = 3
 
@@ -56,6 +59,7 @@ FAILURES = st.builds(
     phase=st.sampled_from(Phase),
 )
 PAYLOADS = st.builds(Payload, sizes=st.just((1,)), inline=st.binary(max_size=2))
+USAGES = st.builds(Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
 STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Hello: st.builds(
         Hello, rank=RANKS, token=TEXTS, attempt=st.integers(-1, 3), local_rank=RANKS, world_size=RANKS,
@@ -81,6 +85,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
         AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES, reason=TEXTS,
         pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
     ),
+    Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
     RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
 }  # fmt: skip
@@ -518,3 +523,42 @@ def test_a_rank_that_the_agent_stopped_is_a_consequence():
 
 def test_no_failures_need_no_explanation():
     assert explain({}) == ()
+
+
+# --- what ranks use --------------------------------------------------------------------------------
+
+
+LITTLE = Usage(cpu_percent=3.0, memory=1 << 20)
+MUCH = Usage(cpu_percent=100.0, memory=1 << 30, gpu_memory=1 << 33, gpu_percent=80)
+
+
+def test_what_a_rank_uses_is_what_was_measured_last():
+    states = folded([STARTED, Measured(usages={0: LITTLE, 1: MUCH}), Measured(usages={0: MUCH})])
+    assert [[rank.usage for rank in state.ranks.values()] for state in states[2:]] == [
+        [LITTLE, MUCH, None],
+        [MUCH, MUCH, None],
+    ]
+
+
+def test_a_measurement_that_says_nothing_new_leaves_the_state_as_it_is():
+    """A view draws, and a hang is noticed, by which states differ."""
+    before, after = folded([Measured(usages={0: LITTLE}), Measured(usages={0: LITTLE, WORLD + 1: MUCH})])[1:]
+    assert after is before
+
+
+def test_a_rank_that_has_ended_is_not_measured_any_more_and_a_restarted_one_anew():
+    ended = folded([Measured(usages={0: LITTLE}), RETURNED, Measured(usages={0: MUCH})])[-1]
+    assert ended.ranks[0].usage == LITTLE
+    again = advance(ended, AttemptStarted(number=1, world_size=WORLD, time=3.0))
+    assert again.ranks[0].usage is None
+
+
+@given(HISTORIES, MESSAGES)
+@settings(max_examples=200, deadline=None)
+def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
+    before = folded(messages)[-1]
+    after = advance(before, message)
+    if isinstance(message, Measured):
+        assert silent_between(before, after)
+    elif after != before:
+        assert not silent_between(before, after)

@@ -19,24 +19,18 @@ from nblaunch._errors import OptionError
 from nblaunch._protocol import (
     AttemptStarted,
     Displayed,
-    FailureRecord,
-    FrameRecord,
     Message,
     Payload,
     Printed,
-    Raised,
     Returned,
     Started,
     Stream,
-    Where,
 )
-from nblaunch._state import RunState, advance, looked_at
-from nblaunch.diagnose.hang import report
+from nblaunch._state import RunState, advance
 from nblaunch.session import notebook
 from nblaunch.view import display
 from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, WidgetView, choose_view
 from nblaunch.view.header import Header
-from nblaunch.view.rows import Rows
 from nblaunch.view.text import render_text
 from nblaunch.view.watch import watcher
 
@@ -189,24 +183,28 @@ def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
     deltas = [content["data"] for kind, content in messages if kind == "comm_msg"]
     assert 3 <= len(deltas) <= 9
     assert all(set(delta["state"]) == {"delta"} for delta in deltas)
-    assert all(len(delta["state"]["delta"]["rows"]) == 64 for delta in deltas)
+    assert all(len(delta["state"]["delta"]["output"]["tails"]) == 64 for delta in deltas)
+    assert all(delta["state"]["delta"]["ranks"] is None for delta in deltas), "more output is no other state"
 
 
 @pytest.mark.oldest
 def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
     code = """
-from nblaunch.view.rows import Rows
+from nblaunch.view.drawing import Drawing
 from nblaunch.view.widget import Panel
-rows, state, panel = Rows(Header("cell", "gloo")), RunState.fresh(2), Panel()
-panel.show(rows.changes(state))
-state = advance(state, Started(rank=1, time=0.0))
-panel.show(rows.changes(state))
-kept = panel.get_state()
-print(sorted(kept["rows"]), kept["rows"]["1"]["state"], kept["header"]["state"], list(kept["delta"]["rows"]))
+drawing, state = Drawing(Header("cell", "gloo"), 0.0), RunState.fresh(2)
+panel = Panel(drawing, lambda: 7.0)
+panel.show(drawing.changes(state, 1.0))
+for message in (Started(rank=1, time=0.0), Printed(rank=1, stream=Stream.STDOUT, text="hello")):
+    state = advance(state, message)
+panel.show(drawing.changes(state, 2.0))
+whole, delta = panel.get_state()["whole"], panel.get_state()["delta"]
+print(sorted(whole["rows"]), whole["rows"]["1"]["state"], whole["header"]["state"], whole["age"])
+print(list(delta["ranks"]["rows"]), whole["sequence"] == delta["sequence"], whole["output"]["pieces"])
 panel.close()
 """
     said = [content["text"] for kind, content in kernel.execute(code) if kind == "stream"]
-    assert said == ["['0', '1'] RUNNING RUNNING ['1']\n"]
+    assert "".join(said) == "['0', '1'] RUNNING RUNNING 7.0\n['1'] True ['hello']\n"
 
 
 @pytest.mark.oldest
@@ -383,13 +381,16 @@ def test_a_closed_standard_output_does_not_fail_the_run(monkeypatch):
 
 def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monkeypatch):
     class Panel:
-        model_id = "1"
+        model_id, heard = "1", False
 
-        def __init__(self, **_):
+        def __init__(self, *_):
             self.shown, self.closed = [], 0
 
         def show(self, delta):
             self.shown.append(delta)
+
+        def stop_wanted(self):
+            return False
 
         def close(self):
             self.closed += 1
@@ -421,7 +422,7 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
         state = advance(state, out(0, f"{now[0]}\n"))
         view.draw(state)
     assert 9 <= len(panel.shown) <= 10
-    assert all(list(delta["rows"]) == ["0"] for delta in panel.shown)
+    assert all(list(delta["output"]["tails"]) == ["0"] for delta in panel.shown)
     now[0] += 1
     view.draw(state)
     drawn = len(panel.shown)
@@ -431,66 +432,6 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
     view.close(state)
     assert shown == [shown[0], shown[0]]
     assert panel.closed == 1
-
-
-def test_rows_tell_what_changed_and_nothing_else():
-    rows = Rows(HEADER)
-    state = run_of(3, out(1, "\x1b[31mlast\x1b[0m line\n"))
-    first = rows.changes(state)
-    assert first is not None
-    assert list(first["rows"]) == ["0", "1", "2"]
-    assert first["rows"]["1"]["last"] == "last line"
-    assert rows.changes(state) is None
-    state = advance(state, returned(2, "3.0"))
-    second = rows.changes(state)
-    assert second is not None
-    assert {rank: row["result"] for rank, row in second["rows"].items()} == {"2": "3.0"}
-    boom = FailureRecord(type="E", message="boom", time=5.0)
-    closed = FailureRecord(type="RuntimeError", message="Connection closed by peer", time=4.0)
-    state = advance(state, Raised(rank=0, failure=closed))
-    third = rows.changes(state)
-    assert third is not None
-    assert third["rows"]["0"]["result"] == "RuntimeError: Connection closed by peer"
-    state = advance(state, Raised(rank=1, failure=boom))
-    fourth = rows.changes(state)
-    assert fourth is not None
-    assert fourth["rows"]["0"]["result"].startswith("consequence of rank 1: RuntimeError")
-
-
-def test_a_restart_with_fewer_ranks_removes_rows():
-    rows = Rows(HEADER)
-    state = run_of(3)
-    rows.changes(state)
-    delta = rows.changes(advance(state, AttemptStarted(number=1, world_size=2, time=9.0)))
-    assert delta is not None
-    assert delta["removed"] == ["2"]
-    assert delta["header"]["restarts"] == "1 restart"
-
-
-def test_the_panel_is_told_of_attempts_and_of_where_the_ranks_hang():
-    rows = Rows(HEADER)
-    boom = FailureRecord(type="ValueError", message="boom", time=5.0)
-    state = run_of(2, out(0, "first\nlast\n"), Raised(rank=1, failure=boom))
-    before = rows.changes(state)
-    assert before is not None
-    assert before["notes"] is None
-    state = advance(state, AttemptStarted(number=1, world_size=2, time=9.0))
-    restarted = rows.changes(state)
-    assert restarted is not None
-    assert restarted["notes"] is not None
-    (note,) = restarted["notes"]
-    assert note["title"].startswith("attempt 0: restarted: rank 1: ValueError: boom after ")
-    assert note["text"] == "rank 1: ValueError: boom\nrank 0, last output: last"
-    assert rows.changes(state) is None
-    frame = FrameRecord("Cell In[3]", 9, "<module>", "wait()")
-    state = looked_at(state, report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)}))
-    hanging = rows.changes(state)
-    assert hanging is not None
-    assert hanging["notes"] is not None
-    assert hanging["notes"][0] == note
-    assert hanging["notes"][1]["title"] == "Where the ranks are"
-    assert hanging["notes"][1]["text"].startswith("[ranks 0-1] at cell line 9: wait()\n    Cell, line 9")
-    assert rows.changes(state) is None
 
 
 def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
@@ -504,7 +445,9 @@ def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
     assert done.stdout == "[]\n"
 
 
-def test_the_panel_never_makes_markup_of_what_a_rank_said():
+def test_the_panel_never_makes_markup_of_what_a_rank_said_but_in_a_frame_that_runs_no_script():
     script = (Path(display.__file__).parent / "panel.js").read_text(encoding="utf-8")
+    assert script.count("srcdoc") == 1
+    assert 'setAttribute("sandbox", "allow-same-origin")' in script
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "://"):
         assert way not in script

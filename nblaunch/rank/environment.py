@@ -33,13 +33,22 @@ AGENT_VARIABLES = (
     "TORCHELASTIC_TIMER_FILE",
 )
 
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    # So that rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
+    "TTY_COMPATIBLE": "1",
+    "TTY_INTERACTIVE": "1",
+}
+"""What a rank has where the notebook has not decided."""
+
 
 def apply(prepare: Prepare) -> None:
     """Take over the notebook's environment, directory, path and arguments."""
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in prepare.environ)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
-    wanted = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **wanted, **agent}
+    wanted = {**_DEFAULTS, **wanted, **agent}
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():

@@ -15,6 +15,7 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
 from nblaunch._protocol import CellJob
+from nblaunch.rank import progress, values
 from nblaunch.rank.display import RankDisplayPublisher
 
 _VALUE_CHARACTERS = 20_000
@@ -113,7 +114,8 @@ class RankShell(InteractiveShell):
             return f"{value[:_VALUE_CHARACTERS]!r}… ({len(value)} in all)", ""
         try:
             formatter: Any = self.display_formatter
-            data, _ = formatter.format(value, include={"text/plain", "text/html"})
+            with values.summarised(formatter.formatters["text/plain"].type_printers):
+                data, _ = formatter.format(value, include={"text/plain", "text/html"})
         except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
             return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
         text, html = data.get("text/plain"), data.get("text/html", "")
@@ -140,6 +142,7 @@ def prepare() -> RankShell:
         sys.modules["__main__"] = main
         _prepared = RankShell.instance(config=config, user_module=main)
         _warm_up(_prepared)
+        progress.install()
         # IPython's advice to whoever calls sys.exit() is for a prompt.
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared

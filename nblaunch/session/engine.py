@@ -25,6 +25,7 @@ from nblaunch.job.capture import Captured
 from nblaunch.session import hub, notebook, outcome
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.hang_watch import HangWatch
+from nblaunch.session.usage import measuring
 
 _DRAW_SECONDS = 0.1
 # An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
@@ -35,6 +36,10 @@ _ASK_SECONDS = 0.3
 
 class Watcher(Protocol):
     """Whoever shows the run; called on the caller's thread only."""
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether the ranks are to be measured meanwhile."""
 
     def open(self, state: RunState) -> None:
         """Begin."""
@@ -97,7 +102,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         ending = _Ending(group, launch.options, watcher)
         state = group.state
         try:
-            error = ending.wait()
+            with measuring(lambda: group.state, group.measured, wanted=watcher.shows_usage):
+                error = ending.wait()
             try:
                 result = _collect(group, launch, private)
             except KeyboardInterrupt as interrupt:

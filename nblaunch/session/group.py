@@ -23,6 +23,7 @@ from nblaunch._protocol import (
     FromRank,
     Hello,
     Leave,
+    Measured,
     Message,
     Noticed,
     Phase,
@@ -106,6 +107,10 @@ class WorkerGroup:
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with what is known of the run."""
         self._hub.call(lambda: self._keep(report))
+
+    def measured(self, measured: Measured) -> None:
+        """Keep what the ranks use with what is known of the run."""
+        self._hub.call(lambda: self._fold(measured))
 
     def notice(self, text: str) -> None:
         """Say something about the run that does not end it."""

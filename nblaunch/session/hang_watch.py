@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 
 from nblaunch._protocol import Collective
 from nblaunch._reports import HangReport
-from nblaunch._state import RunState
+from nblaunch._state import RankState, RunState
 
 _Begun = tuple[tuple[str, int], ...]
 
@@ -33,7 +34,7 @@ class HangWatch:
         if self._seconds is None:
             return None
         now = time.monotonic()
-        if state is not self._state:
+        if self._state is None or not silent_between(self._state, state):
             self._state, self._heard, self._before = state, now, {}
             return None
         if now - self._heard < (self._seconds if self._before else self._seconds / 2):
@@ -56,3 +57,18 @@ class HangWatch:
 def _begun(collectives: tuple[Collective, ...]) -> _Begun:
     """Return the collectives that a rank has begun and not ended."""
     return tuple((known.group, known.sequence) for known in collectives if not known.completed)
+
+
+def silent_between(before: RunState, after: RunState) -> bool:
+    """Return whether nothing was heard between two states of a run; that ranks were measured says nothing."""
+    return before is after or (
+        before.ranks.keys() == after.ranks.keys()
+        and _same(before, after, but="ranks")
+        and all(_same(before.ranks[rank], known, but="usage") for rank, known in after.ranks.items())
+    )
+
+
+def _same(before: RunState | RankState, after: RunState | RankState, but: str) -> bool:
+    # By identity: a fold keeps what a message has not changed, and comparing output would take long.
+    names = (each.name for each in fields(before) if each.name != but)
+    return before is after or all(getattr(before, name) is getattr(after, name) for name in names)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from nblaunch._errors import OptionError
 from nblaunch._state import RunState
 from nblaunch.session import notebook
+from nblaunch.view.drawing import Drawing
 from nblaunch.view.header import Header
 from nblaunch.view.html import render_html
-from nblaunch.view.live import LiveLines
+from nblaunch.view.live import Terminal
 from nblaunch.view.output import folded
-from nblaunch.view.rows import Rows
 from nblaunch.view.text import render_ending, render_text
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ MODES = ("auto", "widget", "html", "text")
 PANEL_AFTER_SECONDS = 0.15
 """A run shorter than this needs no panel, and a panel would cost it half as much again."""
 SECONDS_BETWEEN_DRAWS = 0.1
+# Once to interrupt, once more to hurry.
+_STOPS = 2
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
 _log = logging.getLogger("nblaunch.view")
@@ -41,6 +43,10 @@ Bundle = dict[str, object]
 
 class View(Protocol):
     """Shows a run. `draw` is called often, also when nothing has changed; `close` exactly once."""
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether it shows what the ranks use: only then are they measured."""
 
     def open(self, state: RunState) -> None:
         """Begin; nothing has run yet."""
@@ -55,6 +61,8 @@ class View(Protocol):
 class SilentView:
     """Shows nothing: the result has it all."""
 
+    shows_usage = False
+
     def open(self, state: RunState) -> None:
         """Show nothing."""
 
@@ -68,33 +76,33 @@ class SilentView:
 class TextView:
     """Prints: in a terminal lines as they come and then the ending, elsewhere all of it at the end."""
 
+    shows_usage = False
+
     def __init__(self, header: Header) -> None:
         """Show a run under this header."""
         self._header = header
-        self._live = LiveLines() if sys.stdout.isatty() else None
+        self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
 
     def open(self, state: RunState) -> None:
         """Print nothing yet."""
 
     def draw(self, state: RunState) -> None:
         """Print the lines that are new, if somebody is watching."""
-        if self._live is not None:
-            for line in self._live.take(state):
-                print(line, flush=True)  # noqa: T201 - a terminal is where this belongs
+        if self._terminal is not None:
+            self._terminal.draw(state)
 
     def close(self, state: RunState) -> None:
         """Print what has not been printed."""
-        self.draw(state)
-        if self._live is None:
-            print(render_text(state, self._header), flush=True)  # noqa: T201 - see above
-            return
-        for line in self._live.rest():
-            print(line)  # noqa: T201 - see above
-        print(render_ending(state, self._header), flush=True)  # noqa: T201 - see above
+        if self._terminal is None:
+            print(render_text(state, self._header), flush=True)  # noqa: T201 - there is nothing else to show it
+        else:
+            self._terminal.close(state, render_ending(state, self._header))
 
 
 class OnceView:
     """Makes one display in the notebook, at the end; `render` says of which MIME types."""
+
+    shows_usage = False
 
     def __init__(self, header: Header, render: Callable[[RunState, Header], Bundle]) -> None:
         """Show a run under this header."""
@@ -118,32 +126,44 @@ class WidgetView:
     A short run makes one display, like `OnceView`. What is saved holds no widget.
     """
 
+    shows_usage = True
+
     def __init__(self, header: Header, clock: Callable[[], float] = time.monotonic) -> None:
         """Show a run under this header; `clock` gives seconds."""
         self._header = header
         self._clock = clock
-        self._rows = Rows(header)
         self._opened = clock()
         self._drawn = self._opened
+        self._drawing = Drawing(header, self._opened)
         self._panel: Panel | None = None
         self._display_id: str | None = None
+        self._stops = 0
 
     def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
         """Begin to count the time."""
         self._opened = self._drawn = self._clock()
+        self._drawing = Drawing(self._header, self._opened)
 
     def draw(self, state: RunState) -> None:
-        """Show what has changed, at most ten times a second."""
+        """Show what has changed, at most ten times a second.
+
+        Raises `KeyboardInterrupt` if the panel's Stop button was pressed: it does what an interrupt does,
+        and pressed once more what a second interrupt does. After the run nobody asks.
+        """
         now = self._clock()
         if self._panel is None:
             if now - self._opened >= PANEL_AFTER_SECONDS:
                 self._drawn = now
-                self._open_panel(state)
-        elif now - self._drawn >= SECONDS_BETWEEN_DRAWS:
+                self._open_panel(state, now)
+            return
+        if now - self._drawn >= SECONDS_BETWEEN_DRAWS:
             self._drawn = now
-            delta = self._rows.changes(state)
+            delta = self._drawing.changes(state, now, stop=self._panel.heard)
             if delta is not None:
                 self._panel.show(delta)
+        if self._panel.stop_wanted() and self._stops < _STOPS:
+            self._stops += 1
+            raise KeyboardInterrupt
 
     def close(self, state: RunState) -> None:
         """Put static HTML in the panel's place, and close the panel."""
@@ -159,12 +179,11 @@ class WidgetView:
             if self._panel is not None:
                 self._panel.close()
 
-    def _open_panel(self, state: RunState) -> None:
+    def _open_panel(self, state: RunState, now: float) -> None:
         from nblaunch.view.widget import Panel
 
-        delta = self._rows.changes(state)
-        known = dict(delta) if delta is not None else {}
-        self._panel = Panel(**{name: known[name] for name in ("header", "notes", "rows") if known.get(name)})
+        self._drawing.changes(state, now)
+        self._panel = Panel(self._drawing, self._clock)
         # What stands beside the panel is for front ends without widgets; the output follows at the end.
         placeholder: Bundle = {
             _WIDGET_TYPE: {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id},
@@ -186,6 +205,11 @@ class GuardedView:
         """Guard this view."""
         self.view = view
         self._broken = False
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether what is guarded shows what the ranks use."""
+        return self.view.shows_usage
 
     def open(self, state: RunState) -> None:
         """Begin."""

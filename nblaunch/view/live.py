@@ -1,19 +1,107 @@
-"""New lines as they come, for a terminal: each with its rank, each once."""
+"""A run in a terminal: new lines as they come, each with its rank, each once, above a status line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from nblaunch._protocol import Stream
 from nblaunch._reports import HangReport
-from nblaunch._state import RunState
+from nblaunch._state import RunState, State
 from nblaunch._transcript import Display, Text, Transcript
+from nblaunch.view.held import Held
 from nblaunch.view.outcome import attempt_lines, hang_lines
 from nblaunch.view.output import display_text
-from nblaunch.view.terminal import plain
 from nblaunch.view.text import prefixed
 
-_PENDING_CHARACTERS = 16 * 1024
+# Down one row, scrolling where it is the last, and there, without wrapping, the status; then back to where
+# the cursor was. So a line that the user's program has begun, or prints meanwhile, keeps its place.
+_BELOW, _BACK = "\x1bD\x1b7\r\x1b[?7l", "\x1b[?7h\x1b[K\x1b8\x1b[A"
+_ERASE = "\x1b[J"
+
+
+class Terminal:
+    """Prints a run's lines, and keeps the status line below them while the run lasts.
+
+    The status line is erased before anything is printed, and gone in the end. Where there are no cursor
+    movements (a file, `TERM=dumb`), there is none.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show a run on `stream`; `clock` gives seconds."""
+        self._stream = stream
+        self._clock = clock
+        self._began = clock()
+        self._lines = LiveLines()
+        self._status = ""
+        self._drawn = False
+
+    def draw(self, state: RunState) -> None:
+        """Print the lines that are new; say how the run is doing."""
+        lines = list(self._lines.take(state))
+        width = _width(self._stream)
+        status = _clipped(self._say(state), width - 1)
+        if lines or status != self._status:
+            self._print(lines, f"{_BELOW}{status}{_BACK}" if status else "")
+            self._status = status
+
+    def close(self, state: RunState, ending: str) -> None:
+        """Print what has not been printed, and the ending."""
+        self._print([*self._lines.take(state), *self._lines.rest(), ending], "")
+
+    def _print(self, lines: list[str], status: str) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        # An interrupt may come between the two: what is noted is that there may be something to erase.
+        erase, self._drawn = _ERASE if self._drawn else "", self._drawn or bool(status)
+        encoding = self._stream.encoding or "utf-8"
+        # In one piece: nothing flickers. And what the terminal has no characters for must not end the view.
+        self._stream.write((erase + text + status).encode(encoding, "replace").decode(encoding))
+        self._stream.flush()
+
+    def _say(self, state: RunState) -> str:
+        counts = Counter(rank.state for rank in state.ranks.values())
+        parts = [f"{counts[each]} {each.lower()}" for each in State if counts[each]]
+        if state.earlier:
+            parts.append(f"attempt {state.attempt.number}")
+        said = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
+        bar = self._lines.unfinished
+        return f"{said} | {bar}" if bar else said
+
+
+def elapsed(seconds: float) -> str:
+    """Return a time in words: `3 s`, `2 min 05 s`, `1 h 02 min`.
+
+    >>> elapsed(125.4)
+    '2 min 05 s'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    if not minutes:
+        return f"{rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _width(stream: TextIO) -> int:
+    """Return how many columns there are to draw a status line in, 0 where none can be drawn."""
+    if os.environ.get("TERM") in (None, "", "dumb"):
+        return 0
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
+
+
+def _clipped(text: str, width: int) -> str:
+    """Return as much of `text` as has room in `width` columns."""
+    for index, character in enumerate(text):
+        width -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if width < 0:
+            return text[:index]
+    return text
 
 
 class LiveLines:
@@ -25,7 +113,7 @@ class LiveLines:
         self._attempts_told = 0
         self._hang: HangReport | None = None
         self._read: dict[int, int] = {}
-        self._pending: dict[tuple[int, Stream], str] = {}
+        self._held: dict[tuple[int, Stream], Held] = {}
 
     def take(self, state: RunState) -> Iterator[str]:
         """Yield the whole lines that are new, in rank order."""
@@ -40,12 +128,21 @@ class LiveLines:
             self._hang = state.hang
             yield from hang_lines(state)
 
+    @property
+    def unfinished(self) -> str:
+        """Return what the lowest rank is writing on, such as a progress bar; empty if none is."""
+        for (rank, _), held in sorted(self._held.items()):
+            lines = [line.strip() for line in held.text.split("\n")]
+            if any(lines):
+                return f"rank {rank}: {next(filter(None, reversed(lines)))}"
+        return ""
+
     def rest(self) -> Iterator[str]:
         """Yield the lines that have not ended yet."""
-        for (rank, _), text in sorted(self._pending.items()):
-            if text.strip():
-                yield prefixed((rank,), plain(text))
-        self._pending = {}
+        for (rank, _), held in sorted(self._held.items()):
+            if held.text.strip():
+                yield prefixed((rank,), held.text)
+        self._held = {}
 
     def _take_rank(self, rank: int, transcript: Transcript) -> Iterator[str]:
         new = transcript.written - self._read.get(rank, 0)
@@ -69,11 +166,6 @@ class LiveLines:
                 yield from self._whole_lines(rank, entry)
 
     def _whole_lines(self, rank: int, entry: Text) -> Iterator[str]:
-        key = (rank, entry.stream)
-        whole, newline, rest = (self._pending.get(key, "") + entry.text).rpartition("\n")
-        if len(rest) > _PENDING_CHARACTERS:
-            # A progress bar that has drawn itself often: what it has drawn over is not needed.
-            rest = rest[max(rest.rfind("\r", 0, len(rest) - 1), 0) :]
-        self._pending[key] = rest
-        if newline:
-            yield prefixed((rank,), plain(whole))
+        finished = self._held.setdefault((rank, entry.stream), Held()).take(entry.text)
+        if finished is not None:
+            yield prefixed((rank,), finished)

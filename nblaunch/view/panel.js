@@ -1,12 +1,15 @@
-// The live panel. Whatever a rank is the author of is set as textContent: it cannot become markup.
+// The live panel. Whatever a rank is the author of is set as textContent: it cannot become markup. The one
+// exception is HTML that a rank displays: that goes into a frame in which no script runs.
 
-const COLUMNS = [
-  ["rank", "rank", "4em"],
-  ["device", "device", "6em"],
-  ["state", "state", "11em"],
-  ["last", "last output", "auto"],
-  ["result", "value or failure", "30%"],
-];
+const MOST_CARDS = 8;
+const KEPT_PIECES = 500;
+const FOLDED_ROWS = 1000;
+const LONGEST_PREFIX = 40;
+const NEAR_ROWS = 60;
+const NEXT_PIECES = 8;
+const HELLO_AFTER = [200, 600, 1500, 4000];
+const STATES = ["FAILED", "LOST", "STOPPED", "RUNNING", "STARTING", "INIT", "SUCCEEDED"];
+const STRAGGLER = "⚠";
 
 function element(tag, className, text) {
   const made = document.createElement(tag);
@@ -15,131 +18,1094 @@ function element(tag, className, text) {
   return made;
 }
 
-// A second view of the panel, opened later, starts from the model: so the model is what takes the deltas.
-function initialize({ model }) {
-  const merge = () => {
-    const { header, notes, rows, removed } = model.get("delta");
-    if (!rows) return;
-    const merged = { ...model.get("rows"), ...rows };
-    for (const rank of removed) delete merged[rank];
-    model.set("header", header);
-    if (notes) model.set("notes", notes);
-    model.set("rows", merged);
-  };
-  model.on("change:delta", merge);
-  merge();
-  return () => model.off("change:delta", merge);
+function labelled(tag, className, label, role) {
+  const made = element(tag, className);
+  made.setAttribute("aria-label", label);
+  if (role) made.setAttribute("role", role);
+  return made;
 }
 
-function stateCell(cell, state, icon, phase) {
-  const sign = element("span", `nblaunch-icon nblaunch-${state}`, icon);
-  sign.setAttribute("aria-hidden", "true");
-  const word = state === "STARTING" && phase ? `${state} (${phase})` : state;
-  cell.replaceChildren(sign, document.createTextNode(word));
+// Setting what is there already would lose the reader's selection.
+function setText(target, text) {
+  if (target.textContent !== text) target.textContent = text;
 }
 
-function drawHead(head, header) {
-  const word = element("strong");
-  stateCell(word, header.state ?? "", header.icon ?? "", "");
-  const said = [header.what, header.node, header.restarts, header.logs].filter(Boolean);
-  head.title = header.magic ?? "";
-  head.replaceChildren(word, ...said.map((text) => element("span", "", text)));
+function setAttribute(target, name, value) {
+  if (target.getAttribute(name) !== value) target.setAttribute(name, value);
 }
 
-function drawNotes(region, notes) {
-  // What a reader has folded stays folded, as long as it is the same note.
-  const folded = new Map([...region.children].map((each) => [each.dataset.title, each.open]));
-  region.replaceChildren(
-    ...notes.map(({ title, text, open }) => {
-      if (!text) return element("div", "", title);
-      const note = element("details");
-      note.dataset.title = title;
-      note.open = folded.get(title) ?? open;
-      note.append(element("summary", "", title), element("pre", "nblaunch-note", text));
-      return note;
-    }),
-  );
-}
-
-function makeRow() {
-  const line = element("tr");
-  line.tabIndex = 0;
-  line.setAttribute("aria-expanded", "false");
-  for (const [name] of COLUMNS) {
-    line.append(element("td", name === "last" || name === "result" ? "nblaunch-text" : ""));
+function formatRanks(ranks) {
+  const numbers = [...ranks].sort((one, other) => one - other);
+  const parts = [];
+  for (let index = 0; index < numbers.length; ) {
+    let end = index;
+    while (numbers[end + 1] === numbers[end] + 1) end += 1;
+    parts.push(end === index ? `${numbers[index]}` : `${numbers[index]}-${numbers[end]}`);
+    index = end + 1;
   }
-  return line;
+  return `rank${numbers.length === 1 ? "" : "s"} ${parts.join(",")}`;
 }
 
-function drawRow(line, row) {
-  COLUMNS.forEach(([name], index) => {
-    const cell = line.cells[index];
-    if (name === "state") stateCell(cell, row.state, row.icon, row.phase);
-    else if (cell.textContent !== String(row[name])) cell.textContent = row[name];
+// What stands before a line of several ranks.
+function prefixOf(ranks) {
+  const said = formatRanks(ranks);
+  return `[${said.length > LONGEST_PREFIX ? plural(ranks.size, "rank") : said}]`;
+}
+
+function formatBytes(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), units.length - 1);
+  const value = bytes / 1024 ** power;
+  return `${value.toFixed(value < 10 && power > 2 ? 1 : 0)} ${units[power]}`;
+}
+
+function formatSeconds(seconds) {
+  const whole = Math.max(Math.floor(seconds), 0);
+  const two = (value) => String(value).padStart(2, "0");
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
+function plural(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
+}
+
+// --- pieces: a line or a display, as Python's `Piece` describes them --------------------------------------
+
+function isDisplay(piece) {
+  return Array.isArray(piece) && typeof piece[0] === "string";
+}
+
+function textOf(piece) {
+  if (typeof piece === "string") return piece;
+  if (isDisplay(piece)) return piece[0] === "image" ? piece[3] : piece[piece.length - 1];
+  return typeof piece[1] === "string" ? piece[1] : piece[1].map(([, text]) => text).join("");
+}
+
+function styledRuns(runs) {
+  return runs.map(([code, text]) => {
+    const names = [];
+    if (code & 7) names.push(`nblaunch-c${code & 7}`);
+    if (code & 8) names.push("nblaunch-bold");
+    if (code & 16) names.push("nblaunch-italic");
+    if (code & 32) names.push("nblaunch-underline");
+    return element("span", names.join(" "), text);
   });
 }
 
-function toggle(line) {
-  line.setAttribute("aria-expanded", String(line.getAttribute("aria-expanded") !== "true"));
+function fillLine(target, piece) {
+  target.classList.toggle("nblaunch-stderr", Array.isArray(piece) && piece[0] === 1);
+  if (typeof piece === "string") target.textContent = piece || " ";
+  else if (isDisplay(piece)) target.replaceChildren(drawDisplay(piece));
+  else if (typeof piece[1] === "string") target.textContent = piece[1] || " ";
+  else target.replaceChildren(...styledRuns(piece[1]));
 }
 
-function onKey(event) {
-  const line = event.target.closest("tbody tr");
-  if (!line) return;
-  const next = { ArrowDown: line.nextElementSibling, ArrowUp: line.previousElementSibling }[event.key];
-  if (next) next.focus();
-  else if (event.key === "Enter" || event.key === " ") toggle(line);
-  else return;
-  event.preventDefault();
-  event.stopPropagation();
+function drawDisplay(piece) {
+  if (piece[0] === "image") {
+    const [, type, data, text, width, height] = piece;
+    const image = element("img", "nblaunch-image");
+    image.src = `data:${type};base64,${data}`;
+    image.alt = text;
+    if (width) image.width = Number(width);
+    if (height) image.height = Number(height);
+    return image;
+  }
+  if (piece[0] === "html") return sandboxed(piece[1]);
+  if (piece[0] === "waiting") return element("em", "", "… a display that is on its way …");
+  return element("span", "", piece[1]);
+}
+
+const FRAME_STYLE = `
+  body { margin: 0; background: transparent; }
+  table { border-collapse: collapse; border: none; font-size: inherit; }
+  td, th { text-align: right; padding: 2px 8px; border: none; max-width: 30em; }
+  thead { border-bottom: 1px solid currentcolor; }
+  tbody tr:nth-child(odd) { background: rgba(127, 127, 127, 0.12); }
+  img { max-width: 100%; }
+`;
+
+// HTML of a rank, as it would look in the notebook, where it can run no script and open no page.
+function sandboxed(markup) {
+  const frame = element("iframe", "nblaunch-frame");
+  frame.setAttribute("sandbox", "allow-same-origin");
+  frame.title = "HTML that a rank displayed";
+  const fit = () => {
+    const page = frame.contentDocument;
+    if (!page?.body) return;
+    const { color, colorScheme, fontFamily, fontSize } = getComputedStyle(frame.parentElement ?? frame);
+    Object.assign(page.documentElement.style, { color, colorScheme, fontFamily, fontSize });
+    frame.style.height = `${Math.min(page.documentElement.scrollHeight + 2, 480)}px`;
+  };
+  frame.addEventListener("load", fit);
+  frame.srcdoc =
+    "<!doctype html><meta http-equiv='Content-Security-Policy' " +
+    "content=\"default-src 'none'; img-src data: blob: http: https:; style-src 'unsafe-inline'\">" +
+    `<style>${FRAME_STYLE}</style><body>${markup}`;
+  return frame;
+}
+
+// --- what is known: everything the kernel has said, in plain data ------------------------------------------
+
+// The end of one rank's output: pieces in the order of their numbers. A gap in the numbers is what was left out.
+class Tail {
+  constructor(base) {
+    this.base = base;
+    this.next = base;
+    this.items = new Map();
+    this.order = [];
+    this.last = "";
+    this.bar = "";
+  }
+
+  // Takes a piece: a new one, or another state of one that is known.
+  tell(number, piece) {
+    const known = this.items.get(number);
+    if (known) {
+      known.piece = piece;
+      known.version += 1;
+      const isLast = number === this.order[this.order.length - 1];
+      if (!isLast && !isDisplay(piece)) this.bar = textOf(piece).trim();
+    } else {
+      this.items.set(number, { number, piece, version: 0 });
+      let place = this.order.length;
+      while (place && this.order[place - 1] > number) place -= 1;
+      this.order.splice(place, 0, number);
+    }
+    if (number >= this.next - 1) {
+      this.next = Math.max(this.next, number + 1);
+      if (!isDisplay(piece)) this.last = textOf(piece).trim() || this.last;
+    }
+  }
+
+  trim() {
+    for (const number of this.order.splice(0, Math.max(this.order.length - KEPT_PIECES, 0))) {
+      this.items.delete(number);
+    }
+  }
+
+  // What a pane shows: the pieces, and between them how many lines were left out.
+  entries() {
+    const entries = [];
+    let expected = this.base;
+    for (const number of this.order) {
+      const item = this.items.get(number);
+      const missing = number - expected;
+      if (missing > 0) entries.push((item.gap = updated(item.gap, { missing, prefix: "", piece: gapText(missing) })));
+      item.prefix = "";
+      entries.push(item);
+      expected = number + 1;
+    }
+    return entries;
+  }
+}
+
+function gapText(missing, ranks) {
+  return `… ${plural(missing, "line")}${ranks ? ` of ${formatRanks(ranks)}` : ""} left out …`;
+}
+
+function updated(known, { missing, prefix, piece }) {
+  if (known?.missing === missing) return known;
+  return { missing, prefix, piece, isGap: true, version: (known?.version ?? 0) + 1 };
+}
+
+// The output of all ranks as one list in which each rank's lines keep their order; what several ranks wrote
+// is there once, as long as no rank's order is broken by it.
+class Fold {
+  constructor() {
+    this.rows = [];
+    this.byKey = new Map();
+    this.placed = new Map();
+    this.reached = new Map();
+    this.made = 0;
+  }
+
+  static key(piece) {
+    return typeof piece === "string" ? piece : JSON.stringify(piece);
+  }
+
+  // `coming` are the pieces that the same rank has told after this one.
+  tell(rank, tail, number, piece, coming) {
+    const place = `${rank}:${number}`;
+    const before = this.placed.get(place);
+    const key = Fold.key(piece);
+    if (before?.key === key) return;
+    const [lower, upper] = this.bounds(rank, tail, number);
+    const row = this.find(key, rank, lower, upper);
+    if (before && !row && before.members.size === 1) {
+      this.forget(before);
+      Object.assign(before, { key, piece, version: before.version + 1 });
+      this.remember(before);
+      return;
+    }
+    if (before) this.leave(before, rank);
+    const joined = row ?? this.insert(key, piece, before, before ? upper : this.ahead(rank, lower, upper, coming));
+    this.join(joined, rank);
+    this.placed.set(place, joined);
+    if (upper === Infinity) this.reached.set(rank, joined.order);
+  }
+
+  find(key, rank, lower, upper) {
+    const rows = this.byKey.get(key) ?? [];
+    return rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
+  }
+
+  // A line that only this rank has goes before the next one that it shares with others, or that one could
+  // not be shared any more; only close to the end, where the reader looks.
+  ahead(rank, lower, upper, coming) {
+    const near = this.rows[this.rows.length - NEAR_ROWS]?.order ?? -Infinity;
+    for (const piece of coming) {
+      const row = textOf(piece).trim() && this.find(Fold.key(piece), rank, Math.max(lower, near), upper);
+      if (row) return row.order;
+    }
+    return upper;
+  }
+
+  // One note for all that was left out in a tick.
+  leaveOut(gaps) {
+    if (!gaps.size) return;
+    let row = this.rows[this.rows.length - 1];
+    if (!row?.isGap) {
+      row = { key: "", piece: "", members: new Set(), prefix: "", isGap: true, missing: 0, version: 0 };
+      row.order = this.made += 1;
+      this.rows.push(row);
+    }
+    for (const [rank, missing] of gaps) {
+      row.members.add(rank);
+      row.missing += missing;
+      this.reached.set(rank, row.order);
+    }
+    row.piece = gapText(row.missing, row.members);
+    row.version += 1;
+  }
+
+  clear(rank) {
+    for (const row of [...this.rows]) {
+      if (row.members.has(rank) && !row.isGap) this.leave(row, rank);
+    }
+    for (const place of [...this.placed.keys()]) {
+      if (place.startsWith(`${rank}:`)) this.placed.delete(place);
+    }
+  }
+
+  trim() {
+    if (this.rows.length <= FOLDED_ROWS * 1.2) return;
+    const gone = new Set(this.rows.splice(0, this.rows.length - FOLDED_ROWS));
+    for (const row of gone) this.forget(row);
+    for (const [place, row] of this.placed) if (gone.has(row)) this.placed.delete(place);
+  }
+
+  // Between which rows a rank's piece belongs: after its previous piece, before its next one.
+  bounds(rank, tail, number) {
+    const index = tail.order.lastIndexOf(number);
+    const order = (neighbour) => this.placed.get(`${rank}:${neighbour}`)?.order;
+    const isLast = index === tail.order.length - 1;
+    const lower = index > 0 ? order(tail.order[index - 1]) : undefined;
+    const upper = isLast ? Infinity : order(tail.order[index + 1]);
+    return [lower ?? (isLast ? this.reached.get(rank) : undefined) ?? -Infinity, upper ?? Infinity];
+  }
+
+  insert(key, piece, after, upper) {
+    const row = { key, piece, members: new Set(), prefix: "", version: 0 };
+    let place = this.rows.length;
+    if (after && this.rows.includes(after)) place = this.rows.indexOf(after) + 1;
+    else if (upper !== Infinity) place = this.rows.findIndex((each) => each.order >= upper);
+    if (place === this.rows.length || place < 0) {
+      row.order = this.made += 1;
+      this.rows.push(row);
+    } else {
+      row.order = ((this.rows[place - 1]?.order ?? this.rows[place].order - 1) + this.rows[place].order) / 2;
+      this.rows.splice(place, 0, row);
+    }
+    this.remember(row);
+    return row;
+  }
+
+  join(row, rank) {
+    row.members.add(rank);
+    row.prefix = prefixOf(row.members);
+    row.version += 1;
+  }
+
+  leave(row, rank) {
+    row.members.delete(rank);
+    if (row.members.size) {
+      row.prefix = prefixOf(row.members);
+      row.version += 1;
+    } else {
+      this.forget(row);
+      this.rows.splice(this.rows.indexOf(row), 1);
+    }
+  }
+
+  remember(row) {
+    if (!this.byKey.has(row.key)) this.byKey.set(row.key, []);
+    this.byKey.get(row.key).push(row);
+  }
+
+  forget(row) {
+    const others = (this.byKey.get(row.key) ?? []).filter((each) => each !== row);
+    if (others.length) this.byKey.set(row.key, others);
+    else this.byKey.delete(row.key);
+  }
+}
+
+class Store {
+  constructor(whole) {
+    this.listeners = new Set();
+    this.header = {};
+    this.rows = new Map();
+    this.values = {};
+    this.report = null;
+    this.tails = new Map();
+    this.fold = new Fold();
+    this.attempt = 0;
+    this.sequence = -1;
+    this.stop = false;
+    this.began = performance.now() - (whole?.age ?? 0) * 1000;
+    this.drawn = performance.now();
+    if (!whole || whole.sequence === undefined) return;
+    this.sequence = whole.sequence;
+    this.stop = whole.stop;
+    this.takeRanks({ header: whole.header, rows: whole.rows, removed: [], values: whole.values });
+    this.report = whole.report;
+    this.takeOutput(whole.output, false);
+  }
+
+  take(delta) {
+    if (delta?.sequence === undefined || delta.sequence <= this.sequence) return;
+    this.sequence = delta.sequence;
+    this.stop = delta.stop;
+    if (delta.ranks) this.takeRanks(delta.ranks);
+    if (delta.report) this.report = delta.report;
+    if (delta.output) this.takeOutput(delta.output, true);
+    for (const listener of this.listeners) listener();
+  }
+
+  takeRanks({ header, rows, removed, values }) {
+    this.header = header;
+    Object.assign(this.values, values);
+    for (const rank of removed) this.rows.delete(Number(rank));
+    let isNew = false;
+    for (const row of Object.values(rows)) {
+      isNew ||= !this.rows.has(row.rank);
+      this.rows.set(row.rank, row);
+    }
+    if (isNew) this.rows = new Map([...this.rows].sort(([one], [other]) => one - other));
+  }
+
+  takeOutput({ attempt, pieces, tails }, gapsAreNew) {
+    if (attempt !== this.attempt) {
+      this.attempt = attempt;
+      this.tails = new Map();
+      this.fold = new Fold();
+    }
+    const news = Object.entries(tails).map(([rank, lines]) => [Number(rank), lines]);
+    const gaps = new Map();
+    for (const [rank, { clear, told }] of news) {
+      if (clear !== undefined || !this.tails.has(rank)) {
+        if (this.tails.has(rank)) this.fold.clear(rank);
+        this.tails.set(rank, new Tail(clear ?? 0));
+      }
+      const { next } = this.tails.get(rank);
+      const first = told.filter((_, index) => index % 2 === 0).find((number) => number >= next);
+      if (first > next) gaps.set(rank, first - next);
+    }
+    if (gapsAreNew) this.fold.leaveOut(gaps);
+    for (const [rank, { told }] of news) {
+      const tail = this.tails.get(rank);
+      for (let index = 0; index < told.length; index += 2) {
+        const coming = told.slice(index + 2, index + 2 + 2 * NEXT_PIECES).filter((_, place) => place % 2);
+        tail.tell(told[index], pieces[told[index + 1]]);
+        this.fold.tell(rank, tail, told[index], pieces[told[index + 1]], coming.map((place) => pieces[place]));
+      }
+      tail.trim();
+    }
+    this.fold.trim();
+  }
+
+  entries(shown) {
+    if (shown === "all") return this.fold.rows;
+    return this.tails.get(shown)?.entries() ?? [];
+  }
+
+  get seconds() {
+    return (performance.now() - this.began) / 1000;
+  }
+}
+
+// --- the parts of the panel: each makes its element once, and draws what has changed into it ---------------
+
+function stateWord(state, icon, phase) {
+  const word = element("span", `nblaunch-state nblaunch-${state}`);
+  const sign = element("span", "nblaunch-icon", icon);
+  sign.setAttribute("aria-hidden", "true");
+  word.append(sign, element("span", "", state === "STARTING" && phase ? `${state} (${phase})` : state));
+  return word;
+}
+
+class Head {
+  constructor(store, stop) {
+    this.store = store;
+    this.element = element("div", "nblaunch-head");
+    this.word = element("strong");
+    this.what = element("span");
+    this.elapsed = element("span", "nblaunch-elapsed");
+    this.elapsed.title = "time since the run began";
+    this.bar = labelled("div", "nblaunch-bar", "", "img");
+    this.counts = element("span", "nblaunch-counts");
+    this.hint = element("span", "nblaunch-hint", "interrupt the kernel to stop");
+    this.button = element("button", "nblaunch-button nblaunch-stop", "■ Stop");
+    this.button.type = "button";
+    this.button.setAttribute("aria-label", "Stop");
+    this.stopped = element("span", "nblaunch-hint");
+    this.stopped.setAttribute("role", "status");
+    this.button.addEventListener("click", () => {
+      stop();
+      setText(this.stopped, "stopping … press again to end the ranks at once");
+    });
+    const line = element("div", "nblaunch-line");
+    line.append(this.word, this.what, this.elapsed, this.stopped, this.hint, this.button);
+    const ranks = element("div", "nblaunch-line");
+    ranks.append(this.bar, this.counts);
+    this.element.append(line, ranks);
+  }
+
+  draw() {
+    const { header } = this.store;
+    if (this.drawn !== header) {
+      this.drawn = header;
+      this.word.replaceChildren(stateWord(header.state ?? "", header.icon ?? ""));
+      setText(this.what, [header.what, header.node, header.restarts, header.logs].filter(Boolean).join(" · "));
+      this.what.title = header.magic ?? "";
+    }
+    this.drawCounts();
+    this.tick();
+  }
+
+  drawCounts() {
+    const rows = [...this.store.rows.values()];
+    const counts = STATES.map((state) => [state, rows.filter((row) => row.state === state)]);
+    const present = counts.filter(([, some]) => some.length);
+    const said = present.map(([state, some]) => `${some.length} ${state}`).join(", ");
+    if (this.said === said) return;
+    this.said = said;
+    this.bar.setAttribute("aria-label", `Ranks by state: ${said}`);
+    this.bar.replaceChildren(
+      ...present.map(([state, some]) => {
+        const part = element("span", `nblaunch-part nblaunch-${state}`);
+        part.style.flexGrow = some.length;
+        return part;
+      }),
+    );
+    this.counts.replaceChildren(
+      ...present.map(([state, some]) => {
+        const part = element("span", "nblaunch-count");
+        part.append(`${some.length} `, stateWord(state, some[0].icon));
+        return part;
+      }),
+    );
+  }
+
+  // What changes with time alone.
+  tick() {
+    setText(this.elapsed, formatSeconds(this.store.seconds));
+    this.button.hidden = !this.store.stop;
+    this.hint.hidden = this.store.stop || performance.now() - this.store.drawn < 1500;
+  }
+}
+
+function failurePart(cause, index) {
+  const part = element("div");
+  const line = element("div");
+  line.append(
+    element("strong", "", `${index ? "Also failed" : "Root cause"}: ${cause.ranks}: `),
+    element("code", "", cause.why),
+  );
+  part.append(line);
+  if (cause.traceback.length) {
+    const text = element("pre", "nblaunch-pre");
+    for (const piece of cause.traceback) {
+      const shown = element("div");
+      fillLine(shown, piece);
+      text.append(shown);
+    }
+    part.append(folding("Traceback", text, index === 0));
+  }
+  return part;
+}
+
+function folding(title, content, open) {
+  const part = element("details");
+  part.open = open;
+  part.append(element("summary", "", title), content);
+  return part;
+}
+
+class Failure {
+  constructor(store) {
+    this.store = store;
+    this.element = labelled("div", "nblaunch-failure", "Failure", "group");
+    this.element.hidden = true;
+  }
+
+  draw() {
+    const { report } = this.store;
+    if (this.drawn === report) return;
+    this.drawn = report;
+    const parts = (report?.causes ?? []).map(failurePart);
+    if (report?.consequences.length) {
+      const lines = report.consequences.map((text) => element("div", "nblaunch-code", text));
+      const list = element("div", "nblaunch-indent");
+      list.append(...lines);
+      const title = plural(report.consequence_count, "consequence");
+      parts.push(folding(`${title} of it`, list, false));
+    }
+    parts.push(...(report?.warnings ?? []).map((text) => element("div", "nblaunch-code", text)));
+    this.element.hidden = !parts.length;
+    this.element.replaceChildren(...parts);
+  }
+}
+
+class Hang {
+  constructor(store) {
+    this.store = store;
+    this.element = element("div", "nblaunch-hang");
+  }
+
+  draw() {
+    const text = this.store.report?.hang ?? "";
+    if (this.drawn === text) return;
+    this.drawn = text;
+    const note = element("pre", "nblaunch-pre", text);
+    this.element.replaceChildren(...(text ? [folding("Where the ranks are", note, true)] : []));
+  }
+}
+
+// One tab for each attempt, the present one last; without a restart there are none.
+class Attempts {
+  constructor(store, present) {
+    this.store = store;
+    this.present = present;
+    this.element = element("div");
+    this.tabs = labelled("div", "nblaunch-tabs", "Attempts", "tablist");
+    this.past = element("div", "nblaunch-past");
+    this.past.tabIndex = 0;
+    this.element.append(this.tabs, this.past, present);
+    this.chosen = null;
+    this.names = `nblaunch-${Math.random().toString(36).slice(2)}`;
+    this.past.id = `${this.names}-past`;
+    present.id = `${this.names}-now`;
+    this.tabs.addEventListener("keydown", (event) => this.move(event));
+    this.tabs.dataset.lmSuppressShortcuts = "true";
+  }
+
+  draw() {
+    const attempts = this.store.report?.attempts ?? [];
+    if (this.drawn === this.store.report) return;
+    this.drawn = this.store.report;
+    this.tabs.hidden = !attempts.length;
+    const tabs = attempts.map((attempt) => this.tab(`attempt ${attempt.number}`, attempt));
+    tabs.push(this.tab(`attempt ${(attempts.at(-1)?.number ?? -1) + 1}, now`, null));
+    const left = this.store.report?.attempts_left_out;
+    this.tabs.replaceChildren(...(left ? [element("span", "nblaunch-hint", left)] : []), ...tabs);
+    this.choose(attempts.find((each) => each.number === this.chosen?.number) ?? null);
+    if (attempts.length) this.present.setAttribute("role", "tabpanel");
+  }
+
+  tab(name, attempt) {
+    const tab = element("button", "nblaunch-tab", name);
+    tab.type = "button";
+    tab.attempt = attempt;
+    tab.setAttribute("role", "tab");
+    tab.setAttribute("aria-controls", attempt ? this.past.id : this.present.id);
+    tab.addEventListener("click", () => this.choose(attempt));
+    return tab;
+  }
+
+  choose(attempt) {
+    this.chosen = attempt;
+    for (const tab of this.tabs.querySelectorAll("[role=tab]")) {
+      const isChosen = tab.attempt === attempt;
+      tab.setAttribute("aria-selected", String(isChosen));
+      tab.tabIndex = isChosen ? 0 : -1;
+      const [panel, used] = [attempt ? this.past : this.present, this.store.report?.attempts?.length];
+      if (isChosen && used) panel.setAttribute("aria-label", tab.textContent);
+    }
+    this.past.hidden = !attempt;
+    this.present.hidden = Boolean(attempt);
+    if (!attempt) return;
+    this.past.setAttribute("role", "tabpanel");
+    this.past.replaceChildren(
+      element("div", "nblaunch-code", attempt.title),
+      element("pre", "nblaunch-pre", attempt.lines.join("\n")),
+    );
+  }
+
+  move(event) {
+    const tabs = [...this.tabs.querySelectorAll("[role=tab]")];
+    const next = nextIndex(event.key, tabs.indexOf(event.target), tabs.length, 1);
+    if (next === null) return;
+    event.preventDefault();
+    tabs[next].focus();
+    tabs[next].click();
+  }
+}
+
+// Where an arrow key leads from `index`; null for other keys.
+function nextIndex(key, index, length, columns) {
+  const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns };
+  if (key === "Home") return 0;
+  if (key === "End") return length - 1;
+  if (!(key in steps)) return null;
+  const next = index + steps[key];
+  return next >= 0 && next < length ? next : index;
+}
+
+class Card {
+  constructor(rank, choose) {
+    this.element = labelled("article", "nblaunch-card", `Rank ${rank}`);
+    this.title = element("button", "nblaunch-title", `Rank ${rank}`);
+    this.title.type = "button";
+    this.title.title = "Show only the output of this rank; once more, of all";
+    this.title.addEventListener("click", () => choose(rank));
+    this.state = element("span");
+    this.where = element("div", "nblaunch-where");
+    this.usage = element("div", "nblaunch-usage");
+    this.mark = element("div", "nblaunch-mark");
+    this.bar = element("div", "nblaunch-last");
+    this.last = element("div", "nblaunch-last");
+    this.result = element("div", "nblaunch-result");
+    const top = element("div", "nblaunch-top");
+    top.append(this.title, this.state);
+    this.element.append(top, this.where, this.usage, this.mark, this.bar, this.last, this.result);
+  }
+
+  draw(row, tail, store) {
+    if (this.row !== row) {
+      this.row = row;
+      this.state.replaceChildren(stateWord(row.state, row.icon, row.phase));
+      setText(this.where, [row.device, row.pid && `pid ${row.pid}`].filter(Boolean).join(" · ") || "\u00a0");
+      setText(this.mark, row.mark ? `${STRAGGLER} ${row.mark}` : "");
+      const value = store.values[row.value];
+      const result = row.failure ?? (value ? inOneLine(value) : "");
+      setText(this.result, result);
+      this.result.classList.toggle("nblaunch-wrong", Boolean(row.failure));
+      this.result.title = row.failure ?? value?.text ?? "";
+      // A line's height is kept for it, so that cards do not grow and shrink.
+      setText(this.usage, usageOf(row) || (result ? "" : "\u00a0"));
+    }
+    const last = tail?.last ?? "";
+    setText(this.last, last || "\u00a0");
+    setText(this.bar, tail && tail.bar !== last ? tail.bar : "");
+    this.last.title = last;
+  }
+
+  press(isShown) {
+    setAttribute(this.title, "aria-pressed", String(isShown));
+    this.element.classList.toggle("nblaunch-shown", isShown);
+  }
+}
+
+function inOneLine(value) {
+  const [first, ...more] = value.text.trim().split("\n");
+  return value.html ? "→ a value, see below" : `→ ${first}${more.length ? " …" : ""}`;
+}
+
+function usageOf(row) {
+  const parts = [];
+  if (row.cpu !== undefined) parts.push(`CPU ${row.cpu} %`);
+  if (row.memory !== undefined) parts.push(formatBytes(row.memory));
+  if (row.gpu !== undefined || row.gpu_memory !== undefined) {
+    const gpu = [row.gpu === undefined ? "" : `${row.gpu} %`];
+    gpu.push(row.gpu_memory === undefined ? "" : formatBytes(row.gpu_memory));
+    parts.push(`GPU ${gpu.filter(Boolean).join(", ")}`);
+  }
+  return parts.join(" · ");
+}
+
+// Up to eight ranks: a card each. More: a tile each, and the card of one of them.
+class Ranks {
+  constructor(store, choice) {
+    this.store = store;
+    this.choice = choice;
+    this.element = labelled("div", "nblaunch-ranks", "Ranks", "group");
+    this.grid = labelled("div", "nblaunch-grid", "Choose a rank", "group");
+    this.grid.dataset.lmSuppressShortcuts = "true";
+    this.aside = element("div", "nblaunch-cards");
+    this.element.append(this.grid, this.aside);
+    this.cards = new Map();
+    this.tiles = new Map();
+    this.grid.addEventListener("keydown", (event) => this.move(event));
+  }
+
+  draw() {
+    const { rows } = this.store;
+    const many = rows.size > MOST_CARDS;
+    this.grid.hidden = !many;
+    this.element.classList.toggle("nblaunch-many", many);
+    if (many) this.drawTiles(rows);
+    this.drawCards(many ? [this.inFocus()] : [...rows.keys()]);
+  }
+
+  // The rank whose card is shown beside the tiles: the chosen one, else the first that failed, else the first.
+  inFocus() {
+    const { rows } = this.store;
+    if (rows.has(this.choice.card)) return this.choice.card;
+    const failed = [...rows.values()].find((row) => row.state === "FAILED" && !row.failure?.startsWith("consequence"));
+    return failed?.rank ?? rows.keys().next().value;
+  }
+
+  drawCards(ranks) {
+    for (const [rank, card] of this.cards) {
+      if (ranks.includes(rank)) continue;
+      card.element.remove();
+      this.cards.delete(rank);
+    }
+    for (const [index, rank] of ranks.entries()) {
+      if (!this.cards.has(rank)) {
+        const card = new Card(rank, (chosen) => this.choice.toggle(chosen));
+        this.cards.set(rank, card);
+        this.aside.insertBefore(card.element, this.aside.children[index] ?? null);
+      }
+      const card = this.cards.get(rank);
+      card.draw(this.store.rows.get(rank), this.store.tails.get(rank), this.store);
+      card.press(this.choice.shown === rank);
+    }
+  }
+
+  drawTiles(rows) {
+    const focused = this.inFocus();
+    for (const [rank, tile] of this.tiles) {
+      if (rows.has(rank)) continue;
+      tile.element.remove();
+      this.tiles.delete(rank);
+    }
+    let index = 0;
+    for (const [rank, row] of rows) {
+      if (!this.tiles.has(rank)) this.tiles.set(rank, this.makeTile(rank, index));
+      this.drawTile(this.tiles.get(rank), row, rank === focused);
+      index += 1;
+    }
+  }
+
+  makeTile(rank, index) {
+    const tile = element("button");
+    tile.type = "button";
+    tile.addEventListener("click", () => this.choice.toggle(rank));
+    this.grid.insertBefore(tile, this.grid.children[index] ?? null);
+    return { element: tile };
+  }
+
+  drawTile(tile, row, isFocused) {
+    tile.element.tabIndex = isFocused ? 0 : -1;
+    setAttribute(tile.element, "aria-pressed", String(this.choice.shown === row.rank));
+    tile.element.classList.toggle("nblaunch-focused", isFocused);
+    if (tile.row === row) return;
+    tile.row = row;
+    const names = ["nblaunch-tile", `nblaunch-${row.state}`, isFocused ? "nblaunch-focused" : ""];
+    tile.element.className = names.filter(Boolean).join(" ");
+    const mark = row.mark ? `, ${STRAGGLER} ${row.mark}` : "";
+    setAttribute(tile.element, "aria-label", `Rank ${row.rank}, ${row.state}${mark}`);
+    tile.element.title = `Rank ${row.rank}, ${row.state}${mark}${row.failure ? `: ${row.failure}` : ""}`;
+    tile.element.replaceChildren(
+      element("span", "nblaunch-icon", row.mark ? STRAGGLER : row.icon),
+      element("span", "", String(row.rank)),
+    );
+  }
+
+  move(event) {
+    const tiles = [...this.grid.children];
+    const index = tiles.indexOf(event.target);
+    if (index < 0) return;
+    const columns = tiles.filter((tile) => tile.offsetTop === tiles[0].offsetTop).length;
+    const next = nextIndex(event.key, index, tiles.length, columns);
+    if (next === null) return;
+    event.preventDefault();
+    event.stopPropagation();
+    for (const tile of tiles) tile.tabIndex = -1;
+    tiles[next].tabIndex = 0;
+    tiles[next].focus();
+  }
+}
+
+class Output {
+  constructor(store, choice) {
+    this.store = store;
+    this.choice = choice;
+    this.follows = true;
+    this.drawn = new Map();
+    this.element = element("div", "nblaunch-output");
+    this.log = labelled("div", "nblaunch-log", "Output", "log");
+    // Hundreds of lines a second are not for a screen reader to announce; they can be read in the log.
+    this.log.setAttribute("aria-live", "off");
+    this.log.tabIndex = 0;
+    this.log.dataset.lmSuppressShortcuts = "true";
+    this.select = labelled("select", "nblaunch-select", "Show output of");
+    this.filter = labelled("input", "nblaunch-filter", "Filter output");
+    this.filter.type = "search";
+    this.filter.placeholder = "filter";
+    this.filter.spellcheck = false;
+    this.copy = this.button("Copy", "Copy output", () => this.copyText());
+    this.follow = this.button("Follow", "Follow output", () => this.setFollow(!this.follows));
+    this.follow.setAttribute("aria-pressed", "true");
+    this.said = element("span", "nblaunch-hint");
+    this.said.setAttribute("role", "status");
+    const tools = element("div", "nblaunch-tools");
+    tools.append(element("span", "nblaunch-label", "Output of"), this.select, this.filter);
+    tools.append(this.follow, this.copy, this.said);
+    this.element.append(tools, this.log);
+    this.select.addEventListener("change", () => choice.show(this.select.value));
+    this.filter.addEventListener("input", () => this.draw());
+    this.log.addEventListener("scroll", () => this.scrolled());
+  }
+
+  button(text, name, action) {
+    const button = element("button", "nblaunch-button", text);
+    button.type = "button";
+    button.setAttribute("aria-label", name);
+    button.addEventListener("click", action);
+    return button;
+  }
+
+  setFollow(follows) {
+    this.follows = follows;
+    setAttribute(this.follow, "aria-pressed", String(follows));
+    if (follows) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  // Who scrolls up wants to read, who scrolls down to the end wants to see what comes.
+  scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.log;
+    const atEnd = scrollHeight - clientHeight - scrollTop < 8;
+    const movedUp = scrollTop < (this.scrolledTo ?? 0);
+    this.scrolledTo = scrollTop;
+    if (atEnd !== this.follows && (atEnd || movedUp)) this.setFollow(atEnd);
+  }
+
+  entries() {
+    const wanted = this.filter.value.toLowerCase();
+    const entries = this.store.entries(this.choice.shown);
+    if (!wanted) return entries;
+    return entries.filter(
+      (each) => !each.isGap && `${each.prefix} ${textOf(each.piece)}`.toLowerCase().includes(wanted),
+    );
+  }
+
+  draw() {
+    this.drawOptions();
+    const entries = this.entries();
+    const keep = new Set(entries);
+    for (const [entry, line] of this.drawn) {
+      if (keep.has(entry)) continue;
+      line.element.remove();
+      this.drawn.delete(entry);
+    }
+    let place = this.log.firstChild;
+    for (const entry of entries) {
+      const line = this.drawn.get(entry) ?? this.makeLine(entry);
+      if (line.version !== entry.version) this.drawLine(line, entry);
+      if (line.element === place) place = place.nextSibling;
+      else this.log.insertBefore(line.element, place);
+    }
+    this.log.classList.toggle("nblaunch-empty", !entries.length);
+    if (this.follows && entries.length) {
+      this.log.scrollTop = this.log.scrollHeight;
+      this.scrolledTo = this.log.scrollTop;
+    }
+  }
+
+  drawOptions() {
+    const ranks = [...this.store.rows.keys()];
+    const names = ranks.join();
+    if (this.names !== names) {
+      this.names = names;
+      this.select.replaceChildren(
+        ...["all", ...ranks].map((rank) => {
+          const option = element("option", "", rank === "all" ? "all ranks" : `rank ${rank}`);
+          option.value = rank;
+          return option;
+        }),
+      );
+    }
+    this.select.value = String(this.choice.shown);
+  }
+
+  makeLine(entry) {
+    const line = { element: element("div", "nblaunch-entry"), prefix: element("span", "nblaunch-prefix") };
+    line.text = element("span", "nblaunch-text");
+    line.element.append(line.prefix, line.text);
+    this.drawn.set(entry, line);
+    return line;
+  }
+
+  drawLine(line, entry) {
+    line.version = entry.version;
+    setText(line.prefix, entry.prefix);
+    line.prefix.hidden = !entry.prefix;
+    line.prefix.title = entry.members ? formatRanks(entry.members) : "";
+    line.element.classList.toggle("nblaunch-gap", Boolean(entry.isGap));
+    if (line.piece === entry.piece) return;
+    line.piece = entry.piece;
+    fillLine(line.text, entry.piece);
+  }
+
+  async copyText() {
+    const lines = this.entries().map((each) => `${each.prefix}${each.prefix && " "}${textOf(each.piece)}`);
+    const done = await copied(`${lines.join("\n")}\n`, this.element);
+    setText(this.said, done ? `copied ${plural(lines.length, "line")}` : "this page may not copy");
+    setTimeout(() => setText(this.said, ""), 2000);
+  }
+}
+
+async function copied(text, place) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    // A page that did not come over https has no clipboard of the new kind.
+    const field = element("textarea", "nblaunch-hidden");
+    field.value = text;
+    place.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    return done;
+  }
+}
+
+// A row per value, with all ranks that returned it.
+class Values {
+  constructor(store) {
+    this.store = store;
+    this.element = element("div", "nblaunch-values");
+    this.body = element("tbody");
+    const table = element("table", "nblaunch-table");
+    const head = element("tr");
+    for (const name of ["rank", "value"]) {
+      const cell = element("th", "", name);
+      cell.scope = "col";
+      head.append(cell);
+    }
+    table.createTHead().append(head);
+    table.append(this.body);
+    this.part = folding("Values", table, true);
+    this.lines = new Map();
+  }
+
+  draw() {
+    const groups = new Map();
+    for (const row of this.store.rows.values()) {
+      if (row.value === undefined) continue;
+      if (!groups.has(row.value)) groups.set(row.value, []);
+      groups.get(row.value).push(row.rank);
+    }
+    const said = JSON.stringify([...groups]);
+    if (this.said === said) return;
+    this.said = said;
+    if (groups.size) this.element.append(this.part);
+    else this.part.remove();
+    for (const [number, line] of this.lines) {
+      if (groups.has(number)) continue;
+      line.remove();
+      this.lines.delete(number);
+    }
+    const sorted = [...groups].sort(([, [one]], [, [other]]) => one - other);
+    for (const [index, [number, ranks]] of sorted.entries()) {
+      if (!this.lines.has(number)) this.lines.set(number, this.makeLine(this.store.values[number]));
+      const line = this.lines.get(number);
+      setText(line.cells[0], formatRanks(ranks));
+      // Moving a frame loads it anew.
+      if (this.body.children[index] !== line) this.body.insertBefore(line, this.body.children[index] ?? null);
+    }
+  }
+
+  makeLine(value) {
+    const line = element("tr");
+    const cell = element("td");
+    cell.append(value.html ? sandboxed(value.html) : element("pre", "nblaunch-pre", value.text));
+    line.append(element("td"), cell);
+    return line;
+  }
+}
+
+// Which rank the reader has chosen; every view of a panel has its own.
+class Choice {
+  constructor(changed) {
+    this.shown = "all";
+    this.card = null;
+    this.changed = changed;
+  }
+
+  show(value) {
+    this.shown = value === "all" ? "all" : Number(value);
+    if (this.shown !== "all") this.card = this.shown;
+    this.changed();
+  }
+
+  toggle(rank) {
+    const again = this.shown === rank;
+    this.shown = again ? "all" : rank;
+    this.card = rank;
+    this.changed();
+  }
+}
+
+// --- what anywidget calls ----------------------------------------------------------------------------------
+
+// One store for all views of a model; a view that is opened later finds everything in it.
+const stores = new Map();
+
+function initialize({ model }) {
+  const name = model.get("name");
+  const store = new Store(model.get("whole"));
+  stores.set(name, store);
+  const take = () => store.take(model.get("delta"));
+  model.on("change:delta", take);
+  take();
+  // If the kernel hears this while it is busy, it can be stopped from here. JupyterLab makes the channel that
+  // a busy kernel listens to only now, and what is said before it is there is heard after the run.
+  const calls = HELLO_AFTER.map((milliseconds) =>
+    setTimeout(() => store.stop || model.send("hello"), milliseconds),
+  );
+  return () => {
+    calls.forEach(clearTimeout);
+    model.off("change:delta", take);
+    stores.delete(name);
+  };
 }
 
 function render({ model, el }) {
-  const panel = element("div", "nblaunch-panel");
-  const head = element("div", "nblaunch-head");
-  const region = element("div", "nblaunch-ranks");
-  const table = element("table");
-  const names = element("tr");
-  for (const [, title, width] of COLUMNS) {
-    const cell = element("th", "", title);
-    cell.scope = "col";
-    cell.style.width = width;
-    names.append(cell);
-  }
-  const body = table.createTBody();
-  table.createTHead().append(names);
-  region.append(table);
-  const aside = element("div", "nblaunch-notes");
-  panel.append(head, aside, region);
+  const store = stores.get(model.get("name"));
+  const panel = labelled("section", "nblaunch-panel", "Distributed run");
+  const present = element("div");
+  const choice = new Choice(() => draw());
+  const head = new Head(store, () => model.send("stop"));
+  const below = [new Ranks(store, choice), new Output(store, choice), new Values(store)];
+  const attempts = new Attempts(store, present);
+  const parts = [head, new Failure(store), new Hang(store), attempts, ...below];
+  present.append(...below.map((part) => part.element));
+  panel.append(...parts.filter((part) => !below.includes(part)).map((part) => part.element));
   el.append(panel);
-
-  const drawn = new Map();
-  const known = {};
   const draw = () => {
-    const rows = model.get("rows");
-    for (const [rank, { line }] of drawn) {
-      if (rank in rows) continue;
-      line.remove();
-      drawn.delete(rank);
-    }
-    for (const rank of Object.keys(rows).sort((one, other) => one - other)) {
-      const row = drawn.get(rank) ?? { line: body.appendChild(makeRow()) };
-      // Only what a delta brought is a new object.
-      if (row.row !== rows[rank]) drawRow(row.line, rows[rank]);
-      row.row = rows[rank];
-      drawn.set(rank, row);
-    }
-    drawHead(head, model.get("header"));
-    if (known.notes !== model.get("notes")) drawNotes(aside, (known.notes = model.get("notes")));
+    for (const part of parts) part.draw();
   };
-  body.addEventListener("click", (event) => {
-    const line = event.target.closest("tr");
-    if (line && !String(getSelection())) toggle(line);
-  });
-  body.addEventListener("keydown", onKey);
-  model.on("change:rows", draw);
+  // A page in the background draws nothing, and everything when it comes back.
+  let due = 0;
+  const drawSoon = () => {
+    due ||= requestAnimationFrame(() => {
+      due = 0;
+      draw();
+    });
+  };
+  const clock = setInterval(() => head.tick(), 500);
+  store.listeners.add(drawSoon);
   draw();
-  return () => model.off("change:rows", draw);
+  return () => {
+    clearInterval(clock);
+    cancelAnimationFrame(due);
+    store.listeners.delete(drawSoon);
+  };
 }
 
 export default { initialize, render };

@@ -1,62 +1,57 @@
-"""A rank's row in the live panel: what has changed since the last time is all that is computed and sent."""
+"""What the panel shows of each rank: only what has changed is computed and sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
-from nblaunch._reports import HangReport
-from nblaunch._state import AttemptState, RankState, RunState
-from nblaunch.view.cost import clipped
+from nblaunch._state import RankState, RunState
+from nblaunch.view.cost import clipped, cost_of_text, shortened
 from nblaunch.view.header import Header
 from nblaunch.view.markup import ICONS
-from nblaunch.view.outcome import (
-    attempt_line,
-    earlier_attempts,
-    failure_of_each,
-    failures,
-    headline,
-    places,
-)
-from nblaunch.view.output import last_line
+from nblaunch.view.outcome import failure_of_each, failures, headline, reason_limit
+from nblaunch.view.stragglers import Stragglers
 from nblaunch.view.terminal import plain
 
-_RESULT_COST = 600
-_LAST_LINE_COST = 400
-_READ_CHARACTERS = 2_000
-_NOTE_LINES = 200
+_FAILURE_COST = 600
+_VALUE_COST = 4_000
+_RICH_VALUE_COST = 40_000
+_VALUES_COST = 400_000
+_READ_CHARACTERS = 20_000
 
 
 class Row(TypedDict):
-    """What the panel shows of a rank."""
+    """One rank; what is not known is not there. `value` is the number of a value, `memory` is in bytes."""
 
     rank: int
     state: str
     icon: str
-    phase: str
-    device: str
-    last: str
-    result: str
+    phase: NotRequired[str]
+    device: NotRequired[str]
+    pid: NotRequired[int]
+    cpu: NotRequired[float]
+    memory: NotRequired[int]
+    gpu_memory: NotRequired[int]
+    gpu: NotRequired[int]
+    value: NotRequired[int]
+    failure: NotRequired[str]
+    mark: NotRequired[str]
 
 
-class Note(TypedDict):
-    """What is to be read beside the rows: an attempt that failed, where the ranks hang."""
+class Value(TypedDict):
+    """A value that ranks have returned, as their own shell shows it."""
 
-    title: str
     text: str
-    open: bool
+    html: str
 
 
-class Delta(TypedDict):
-    """One tick: the new header, the rows that changed and the ranks that are no more.
-
-    `notes` is None where they are what they were.
-    """
+class RankNews(TypedDict):
+    """The header, the rows that changed, the ranks that are no more and the values that are new."""
 
     header: dict[str, str]
-    notes: list[Note] | None
     rows: dict[str, Row]
     removed: list[str]
+    values: dict[str, Value]
 
 
 class Rows:
@@ -64,70 +59,93 @@ class Rows:
 
     def __init__(self, header: Header) -> None:
         """Begin with nothing shown."""
-        self._header = header
+        self.rows: dict[str, Row] = {}
+        self.values: dict[str, Value] = {}
+        self.header: dict[str, str] = {}
+        self._about = header
         self._states: Mapping[int, RankState] = {}
+        self._explained: tuple[object, ...] = ()
         self._why: dict[int, str] = {}
-        self._shown_header: dict[str, str] = {}
-        self._looked: tuple[tuple[AttemptState, ...], HangReport | None] = ((), None)
+        self._marks: dict[int, str] = {}
+        self._stragglers = Stragglers()
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._room = _VALUES_COST
 
-    def changes(self, state: RunState) -> Delta | None:
-        """Return what differs from the state seen last, or None."""
-        why = failure_of_each(failures(state.ranks.values()))
+    def news(self, state: RunState, now: float) -> RankNews | None:
+        """Return what differs from the state seen last, or None; `now` is in seconds."""
+        why, marks = self._failures(state), self._stragglers.marks(state, now)
         rows: dict[str, Row] = {}
+        values: dict[str, Value] = {}
         for rank, known in sorted(state.ranks.items()):
             # The fold keeps what has not changed, so looking at which object it is suffices.
-            if self._states.get(rank) is not known or self._why.get(rank) != why.get(rank):
-                rows[str(rank)] = _row(known, why.get(rank, ""))
-        removed = [str(rank) for rank in self._states if rank not in state.ranks]
-        header = describe(state, self._header)
-        looked = (state.earlier, state.hang)
-        new = notes(state) if looked != self._looked else None
-        if not rows and not removed and header == self._shown_header and new is None:
+            same = self._why.get(rank) == why.get(rank) and self._marks.get(rank) == marks.get(rank)
+            if self._states.get(rank) is known and same:
+                continue
+            row = self._row(known, why.get(rank, ""), marks.get(rank, ""), values)
+            # More output alone is no news here: it comes by itself.
+            if self.rows.get(str(rank)) != row:
+                rows[str(rank)] = row
+        removed = [rank for rank in self.rows if int(rank) not in state.ranks]
+        header = describe(state, self._about)
+        self._states, self._why, self._marks = state.ranks, why, marks
+        if not rows and not removed and header == self.header:
             return None
-        self._states, self._why, self._shown_header, self._looked = state.ranks, why, header, looked
-        return Delta(header=header, notes=new, rows=rows, removed=removed)
+        kept = {rank: row for rank, row in self.rows.items() if rank not in removed}
+        self.header, self.rows, self.values = header, {**kept, **rows}, {**self.values, **values}
+        return RankNews(header=header, rows=rows, removed=removed, values=values)
+
+    def _failures(self, state: RunState) -> dict[int, str]:
+        """Return each failed rank's failure in one line, worked out again only when one is new."""
+        failed = tuple((rank, known.failure) for rank, known in state.ranks.items() if known.failure)
+        if failed == self._explained:
+            return self._why
+        self._explained = failed
+        explained = failures(state.ranks.values())
+        limit = min(_FAILURE_COST, reason_limit(explained))
+        return {rank: clipped(text, limit) for rank, text in failure_of_each(explained).items()}
+
+    def _row(self, known: RankState, why: str, mark: str, values: dict[str, Value]) -> Row:
+        row = Row(rank=known.rank, state=str(known.state), icon=ICONS[known.state])
+        if not known.state.final:
+            row["phase"] = str(known.phase)
+        if known.device:
+            row["device"] = plain(known.device)
+        if known.pid is not None:
+            row["pid"] = known.pid
+        _add_usage(row, known)
+        if known.value_text or known.value_html:
+            row["value"] = self._value(known, values)
+        if why:
+            row["failure"] = why
+        if mark:
+            row["mark"] = mark
+        return row
+
+    def _value(self, known: RankState, values: dict[str, Value]) -> int:
+        """Return the number of a rank's value; equal values have one number, and are sent once."""
+        key = (known.value_text, known.value_html)
+        if key not in self._numbers:
+            number = self._numbers[key] = len(self._numbers)
+            html_cost = cost_of_text(known.value_html)
+            html = known.value_html if html_cost <= min(_RICH_VALUE_COST, self._room) else ""
+            self._room -= html_cost if html else 0
+            text = plain(known.value_text[:_READ_CHARACTERS]).strip("\n")
+            values[str(number)] = Value(
+                text=shortened(text, min(_VALUE_COST, max(self._room, 200))), html=html
+            )
+            self._room -= len(values[str(number)]["text"])
+        return self._numbers[key]
 
 
-def _row(known: RankState, why: str) -> Row:
-    result = why or plain(known.value_text[:_READ_CHARACTERS]).strip()
-    return Row(
-        rank=known.rank,
-        state=str(known.state),
-        icon=ICONS[known.state],
-        phase="" if known.state.final else str(known.phase),
-        device=plain(known.device),
-        last=clipped(last_line(known.transcript), _LAST_LINE_COST),
-        result=clipped(result, _RESULT_COST),
-    )
-
-
-def notes(state: RunState) -> list[Note]:
-    """Return the attempts before this one, and where the ranks are if they were asked."""
-    shown, left_out = earlier_attempts(state)
-    found = [Note(title=left_out, text="", open=False)] if left_out else []
-    for attempt in shown:
-        lines = [f"{rank}: {why}" for rank, why in _failures_of(attempt)]
-        lines += [
-            f"rank {known.rank}, last output: {clipped(last_line(known.transcript), _LAST_LINE_COST)}"
-            for _, known in sorted(attempt.ranks.items())
-            if last_line(known.transcript)
-        ]
-        seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
-        found.append(
-            Note(title=f"{attempt_line(attempt)}{seconds}", text="\n".join(lines[:_NOTE_LINES]), open=False)
-        )
-    if state.hang is not None:
-        lines = [*state.hang.findings]
-        for place in places(state.hang):
-            lines += [place.line, *(f"    {line}" for line in place.stack.split("\n") if line)]
-        text = plain("\n".join(lines[:_NOTE_LINES]))
-        found.append(Note(title="Where the ranks are", text=text, open=True))
-    return found
-
-
-def _failures_of(attempt: AttemptState) -> list[tuple[str, str]]:
-    why = failure_of_each(failures(attempt.ranks.values()))
-    return [(f"rank {rank}", clipped(text, _RESULT_COST)) for rank, text in sorted(why.items())]
+def _add_usage(row: Row, known: RankState) -> None:
+    usage = known.usage
+    if usage is None or known.state.final:
+        return
+    row["cpu"], row["memory"] = round(usage.cpu_percent), usage.memory
+    if usage.gpu_memory is not None:
+        row["gpu_memory"] = usage.gpu_memory
+    if usage.gpu_percent is not None:
+        row["gpu"] = usage.gpu_percent
 
 
 def describe(state: RunState, header: Header) -> dict[str, str]:

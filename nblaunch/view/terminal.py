@@ -70,18 +70,22 @@ class Line:
 
 
 @dataclass(slots=True)
-class _Row:
-    """A line being drawn; without `styles` all of it is plain, which nearly every line is."""
+class Row:
+    """A line being drawn; without `styles` all of it is plain, which nearly every line is.
+
+    `number` says which line of all this is, the first one being 0.
+    """
 
     stream: Stream
     text: str = ""
     styles: list[Style] | None = None
+    number: int = 0
 
     def put(self, column: int, text: str, style: Style) -> int:
         """Write over what is at `column`; return the column after it."""
         end = column + len(text)
         if not self.text and not column and style == PLAIN:
-            self.text = text
+            self.text, self.styles = text, None
             return end
         if style != PLAIN and self.styles is None:
             self.styles = [PLAIN] * len(self.text)
@@ -102,6 +106,7 @@ class _Row:
             del self.styles[kept:]
 
     def line(self) -> Line:
+        """Return the line as it is now."""
         if self.styles is None:
             return Line(((PLAIN, self.text),) if self.text else (), self.stream)
         runs: list[tuple[Style, str]] = []
@@ -114,10 +119,10 @@ class _Row:
 
 
 @dataclass(slots=True)
-class _Cursor:
-    """Where one stream writes next; the rows are those of this stream only."""
+class Cursor:
+    """Where one stream writes next; the rows are those of this stream only, oldest first."""
 
-    rows: list[_Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     row: int = 0
     column: int = 0
     style: Style = PLAIN
@@ -132,12 +137,13 @@ class Screen:
 
     def __init__(self) -> None:
         """Begin with no line."""
-        self._rows: list[_Row] = []
-        self._cursors: dict[Stream, _Cursor] = {}
+        self._rows: list[Row] = []
+        self._cursors: dict[Stream, Cursor] = {}
+        self._made = 0
 
     def write(self, stream: Stream, text: str) -> None:
         """Draw `text`."""
-        cursor = self._cursors.setdefault(stream, _Cursor())
+        cursor = self._cursors.setdefault(stream, Cursor())
         if not _CONTROL.search(text) and cursor.style == PLAIN:
             self._write_plain(stream, cursor, text)
             return
@@ -157,7 +163,7 @@ class Screen:
                 case _:
                     pass
 
-    def _write_plain(self, stream: Stream, cursor: _Cursor, text: str) -> None:
+    def _write_plain(self, stream: Stream, cursor: Cursor, text: str) -> None:
         """Draw text that only goes forward: nearly all there is, and by far the fastest."""
         first, *others = text.split("\n")
         if first:
@@ -172,17 +178,18 @@ class Screen:
         """Return the lines so far, the unfinished ones too."""
         return [row.line() for row in self._rows]
 
-    def _row(self, stream: Stream, cursor: _Cursor) -> _Row:
+    def _row(self, stream: Stream, cursor: Cursor) -> Row:
         while len(cursor.rows) <= cursor.row:
-            row = _Row(stream)
+            row = Row(stream, number=self._made)
+            self._made += 1
             cursor.rows.append(row)
             self._rows.append(row)
         return cursor.rows[cursor.row]
 
-    def _put(self, stream: Stream, cursor: _Cursor, text: str) -> None:
+    def _put(self, stream: Stream, cursor: Cursor, text: str) -> None:
         cursor.column = self._row(stream, cursor).put(cursor.column, text, cursor.style)
 
-    def _control(self, stream: Stream, cursor: _Cursor, control: str) -> None:
+    def _control(self, stream: Stream, cursor: Cursor, control: str) -> None:
         if control == "\r":
             cursor.column = 0
         elif control == "\b":
@@ -190,7 +197,7 @@ class Screen:
         else:
             self._put(stream, cursor, " " * (_TAB - cursor.column % _TAB))
 
-    def _sequence(self, stream: Stream, cursor: _Cursor, final: str, arguments: str) -> None:
+    def _sequence(self, stream: Stream, cursor: Cursor, final: str, arguments: str) -> None:
         count = min(int(arguments), MAXIMUM_COLUMN) if _is_count(arguments) else 0
         match final:
             case "m":
@@ -205,7 +212,7 @@ class Screen:
                 _move(cursor, final, max(count, 1))
 
 
-def _move(cursor: _Cursor, final: str, steps: int) -> None:
+def _move(cursor: Cursor, final: str, steps: int) -> None:
     match final:
         case "A" | "F":
             cursor.row = max(cursor.row - steps, 0)

@@ -5,42 +5,66 @@ Imported only when a panel is to be shown: ipywidgets and anywidget are not load
 
 from __future__ import annotations
 
+import threading
+import time
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anywidget
 import traitlets
 
-from nblaunch.view.rows import Delta
+from nblaunch.view.drawing import Delta, Drawing
 
 _HERE = Path(__file__).parent
 
 
 class Panel(anywidget.AnyWidget):
-    """A row per rank. `header` and `rows` are all there is to see; `delta` is what came last.
+    """Shows a drawing. Only `delta` is sent while the run lasts: what has changed.
 
-    Only `delta` is sent while the run lasts: 256 whole rows ten times a second are no small thing. The
-    page adds it to its own `rows`; here `rows` is kept up to date without being sent, for a page that
-    asks for the whole state.
+    `whole` is all there is to see. It is put together when a page asks for it: at the beginning, and when
+    the page is loaded again.
     """
 
     _esm = (_HERE / "panel.js").read_text(encoding="utf-8")
     _css = (_HERE / "panel.css").read_text(encoding="utf-8")
 
-    header: traitlets.Dict[str, str] = traitlets.Dict().tag(sync=True)
-    notes: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    rows: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+    name: traitlets.Unicode[str, str | bytes] = traitlets.Unicode().tag(sync=True)
+    whole: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
     delta: traitlets.Dict[str, Any] = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, drawing: Drawing, clock: Callable[[], float] = time.monotonic) -> None:
+        """Show this drawing; `clock` is the one it is drawn by."""
+        self._drawing = drawing
+        self._clock = clock
+        self._heard = threading.Event()
+        self._stop = threading.Event()
+        super().__init__(name=uuid.uuid4().hex)
+        self._answer_while_busy()
+        self.on_msg(self._take)
+
+    @property
+    def heard(self) -> bool:
+        """Whether the page can be heard while the kernel is busy."""
+        return self._heard.is_set()
+
+    def stop_wanted(self) -> bool:
+        """Return whether Stop was pressed since this was asked last."""
+        wanted = self._stop.is_set()
+        self._stop.clear()
+        return wanted
 
     def show(self, delta: Delta) -> None:
         """Show what has changed, with one message."""
-        for rank in delta["removed"]:
-            self.rows.pop(rank, None)
-        self.rows.update(delta["rows"])
-        self.header.update(delta["header"])
-        if delta["notes"] is not None:
-            self.notes[:] = delta["notes"]
         self.delta = dict(delta)
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
+        """Return what a page is told; ipywidgets calls this, maybe on another thread than draws."""
+        state: dict[str, Any] = super().get_state(key, drop_defaults)
+        if "whole" in state:
+            state["whole"] = self._drawing.whole(self._clock())
+        return state
 
     def close(self) -> None:
         """Close the panel and what ipywidgets made along with it, so that no comm stays open."""
@@ -48,3 +72,23 @@ class Panel(anywidget.AnyWidget):
         super().close()
         if layout is not None:
             layout.close()
+
+    def _take(self, _widget: object, content: object, _buffers: object) -> None:
+        """Take a message of the page; runs on a thread of ipykernel's own, so it only leaves word.
+
+        A page that says hello while the run lasts can also stop it. Where ipykernel hears it only after the
+        cell has ended (ipykernel 6, some front ends), nobody looks any more.
+        """
+        if content == "hello":
+            self._heard.set()
+        elif content == "stop":
+            self._stop.set()
+
+    def _answer_while_busy(self) -> None:
+        """Let ipykernel 7.4 take the page's messages on the thread it has for them.
+
+        It hands them to whoever has spoken to the page last: the thread that is busy with the run. Older
+        ones do not, and newer ones may have another name for it: then there is no Stop button.
+        """
+        if hasattr(self.comm, "_reply_subshell_for"):
+            self.comm._reply_subshell_for = lambda _data, default: default  # noqa: SLF001 - see above

@@ -1,0 +1,213 @@
+"""How a value looks in a few words: large tensors and arrays by shape, type, place and statistics.
+
+A wall of numbers tells nobody anything. Small ones, and all that has a text of its own (sparse tensors,
+subclasses), look as they always do; statistics that cannot be had are left out, and never fail a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+LARGE = 1000
+"""Elements; with more, torch and NumPy leave some out of their own text."""
+# One value's statistics may take about 0.1 s. On a GPU, elements cost next to nothing.
+_BUDGET_CPU, _BUDGET = 1 << 26, 1 << 31
+# A part is read three times, and copied where its elements must be converted or chosen: in the CPU's cache,
+# and never much of a GPU's memory.
+_PART_CPU, _PART = 1 << 16, 1 << 24
+_NOTHING = 1e-9
+
+Printer = Callable[[Any, Any, bool], None]
+
+
+@contextlib.contextmanager
+def summarised(printers: dict[type, Printer]) -> Iterator[None]:
+    """Have IPython's text of tensors and arrays, also of those within other values, be a summary.
+
+    `printers` are those of the text formatter; what the user has registered there stays.
+    """
+    summaries = Summaries()
+    wanted: dict[type, Printer] = dict.fromkeys((torch.Tensor, torch.nn.Parameter), summaries.tensor)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        wanted[numpy.ndarray] = summaries.array
+    added = {kind: printer for kind, printer in wanted.items() if kind not in printers}
+    printers.update(added)
+    try:
+        yield
+    finally:
+        for kind in added:
+            printers.pop(kind, None)
+
+
+class Summaries:
+    """Texts of the tensors and arrays in one value, whose statistics together have a budget."""
+
+    def __init__(self) -> None:
+        """Begin with nothing spent."""
+        self._spent = 0.0
+
+    def tensor(self, value: torch.Tensor, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
+        """Write a tensor's summary, or what it says of itself."""
+        text = None
+        with contextlib.suppress(Exception):
+            text = self.of_tensor(value)
+        _write(repr(value) if text is None else text, printer)
+
+    def array(self, value: Any, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
+        """Write an array's summary, or what it says of itself."""
+        text = None
+        with contextlib.suppress(Exception):
+            text = self.of_array(value)
+        _write(repr(value) if text is None else text, printer)
+
+    def of_tensor(self, value: torch.Tensor) -> str | None:
+        """Return a large dense tensor in one line; None for any other, a subclass's among them."""
+        # A DTensor's statistics would be a collective.
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+            return None
+        if value.is_quantized or value.is_meta or value.is_nested or value.numel() <= LARGE:
+            return None
+        parts = [_shape(value.shape), f"dtype={str(value.dtype).removeprefix('torch.')}", _device(value)]
+        if value.requires_grad:
+            parts.append("requires_grad=True")
+        budget, part = (_BUDGET_CPU, _PART_CPU) if value.is_cpu else (_BUDGET, _PART)
+        if self._pay(value.numel() / budget):
+            axes = sorted(range(value.dim()), key=value.stride, reverse=True)
+            pieces = _parts(value.detach().permute(axes), part, torch.split)
+            parts += _statistics(value.numel(), pieces, _of_tensor)
+        name = "Parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+        return f"{name}({', '.join(parts)})"
+
+    def of_array(self, value: Any) -> str | None:
+        """Return a large array of numbers in one line; None for any other."""
+        numpy = sys.modules["numpy"]
+        if type(value) is not numpy.ndarray or value.size <= LARGE or value.dtype.kind not in "biufc":
+            return None
+        parts = [_shape(value.shape), f"dtype={value.dtype}"]
+        if self._pay(value.size / _BUDGET_CPU):
+            axes = sorted(range(value.ndim), key=lambda axis: abs(value.strides[axis]), reverse=True)
+            pieces = _parts(value.transpose(axes), _PART_CPU, _split_array)
+            with numpy.errstate(all="ignore"):
+                parts += _statistics(value.size, pieces, _of_array)
+        return f"array({', '.join(parts)})"
+
+    def _pay(self, share: float) -> bool:
+        if self._spent + share > 1:
+            return False
+        self._spent += share
+        return True
+
+
+def _write(text: str, printer: Any) -> None:
+    """Write a text of several lines so that it is indented as what surrounds it."""
+    for number, line in enumerate(text.split("\n")):
+        if number:
+            printer.break_()
+        printer.text(line)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"shape={tuple(int(size) for size in shape)}"
+
+
+def _device(value: torch.Tensor) -> str:
+    """Name the device; a rank's own GPU without its number, so that equal values of ranks read alike."""
+    device = value.device
+    if device.type != "cpu" and device.index == torch.get_device_module(device).current_device():
+        return f"device={device.type}"
+    return f"device={device}"
+
+
+# --- statistics ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Found:
+    """Of the finite elements: how many, their sum, the least and the greatest."""
+
+    count: int
+    total: float
+    low: float = math.inf
+    high: float = -math.inf
+
+
+def _statistics(size: int, parts: Iterator[Any], of: Callable[[Any], _Found]) -> list[str]:
+    """Return `min=..., max=..., mean=...`, and how many elements are finite where not all are."""
+    found = []
+    with contextlib.suppress(Exception):  # complex numbers have no order; some types no arithmetic
+        found = [of(part) for part in parts]
+    if not found:
+        return []
+    count = sum(each.count for each in found)
+    shown = [] if count == size else [f"finite={count} of {size}"]
+    if count:
+        low, high = min(each.low for each in found), max(each.high for each in found)
+        mean = sum(each.total for each in found) / count
+        if abs(mean) < _NOTHING * max(abs(low), abs(high)):
+            mean = 0.0  # what is left of rounding, and another number on another machine
+        means = [f"mean={_number(mean)}"] if math.isfinite(mean) else []  # sums can overflow
+        shown = [f"min={_number(low)}", f"max={_number(high)}", *means, *shown]
+    return shown
+
+
+def _number(number: float) -> str:
+    return str(int(number)) if isinstance(number, int) else f"{number + 0.0:.4g}"
+
+
+def _parts(value: Any, limit: int, split: Callable[[Any, int, int], Any]) -> Iterator[Any]:
+    """Yield views that have at most `limit` elements and together are all of `value`.
+
+    Its axes are those of memory, the longest way first, so that a part lies in one piece.
+    """
+    size = math.prod(value.shape)
+    if size <= limit:
+        yield value
+        return
+    axis = next(axis for axis, length in enumerate(value.shape) if length > 1)
+    for part in split(value, max(value.shape[axis] * limit // size, 1), axis):
+        yield from _parts(part, limit, split)
+
+
+def _split_array(value: Any, length: int, axis: int) -> Any:
+    before = (slice(None),) * axis
+    starts = range(0, value.shape[axis], length)
+    return (value[(*before, slice(start, start + length))] for start in starts)
+
+
+def _of_tensor(part: torch.Tensor) -> _Found:
+    if part.dtype.is_complex:
+        raise TypeError
+    if part.dtype.itemsize == 1 or part.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        # Booleans, and types for which torch has no arithmetic, or not much.
+        part = part.to(torch.float32 if part.dtype.is_floating_point else torch.int64)
+    wide = torch.float32 if part.device.type == "mps" else torch.float64
+    total = part.sum(dtype=wide).item()
+    if math.isfinite(total):
+        low, high = part.aminmax()
+        return _Found(part.numel(), total, low.item(), high.item())
+    kept = part[part.isfinite()]
+    if not kept.numel():
+        return _Found(0, 0.0)
+    low, high = kept.aminmax()
+    return _Found(kept.numel(), kept.sum(dtype=wide).item(), low.item(), high.item())
+
+
+def _of_array(part: Any) -> _Found:
+    numpy = sys.modules["numpy"]
+    if part.dtype.kind == "c":
+        raise TypeError
+    total = float(part.sum(dtype=numpy.float64))
+    if math.isfinite(total):
+        return _Found(part.size, total, part.min().item(), part.max().item())
+    kept = part[numpy.isfinite(part)]
+    if not kept.size:
+        return _Found(0, 0.0)
+    return _Found(kept.size, float(kept.sum(dtype=numpy.float64)), kept.min().item(), kept.max().item())

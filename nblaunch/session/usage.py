@@ -1,0 +1,214 @@
+"""What ranks use while somebody watches: CPU, memory and GPU, measured from outside, once a second.
+
+On a thread of its own: to read what memory a process has to itself takes a lock of that process, and a
+driver may be stuck, so neither the hub nor whoever draws must wait for it. It rests nineteen times as
+long as it works, so that 64 ranks cost what 16 do; each of them is measured less often instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from nblaunch._protocol import Measured, Usage
+from nblaunch._state import RankState, RunState
+
+_SECONDS = 1.0
+# A run that is over by then is not measured at all; ranks that have no process yet are looked for as often.
+_FIRST_SECONDS = 0.15
+_REST = 19
+
+
+@contextlib.contextmanager
+def measuring(
+    state: Callable[[], RunState], tell: Callable[[Measured], None], *, wanted: bool
+) -> Iterator[None]:
+    """Measure the ranks that `state()` names while the block lasts, and `tell` what they use.
+
+    `tell` is called on another thread.
+    """
+    if not wanted:
+        yield
+        return
+    ended = threading.Event()
+    arguments = (state, tell, ended)
+    threading.Thread(target=_measure, args=arguments, name="nblaunch-usage", daemon=True).start()
+    try:
+        yield
+    finally:
+        # Not joined: it ends at once, unless a driver holds it, and then nobody must wait for it.
+        ended.set()
+
+
+def _measure(state: Callable[[], RunState], tell: Callable[[Measured], None], ended: threading.Event) -> None:
+    meter: Meter | None = None
+    pause = _FIRST_SECONDS
+    while not ended.wait(pause):
+        began = time.monotonic()
+        meter = meter or Meter()
+        usages = {}
+        for rank in _measurable(state()):
+            usage, cost = _timed(meter, rank)
+            if usage is not None:
+                usages[rank.rank] = usage
+            if ended.wait(_REST * cost):
+                break
+        meter.gpus.forget()
+        if usages and not ended.is_set():
+            tell(Measured(usages=usages))
+        pause = max(_SECONDS - (time.monotonic() - began), 0) if usages else _FIRST_SECONDS
+    if meter is not None:
+        meter.gpus.close()
+
+
+def _measurable(state: RunState) -> list[RankState]:
+    """Return the ranks with a process on this machine."""
+    here = ("", platform.node())
+    return [
+        rank
+        for rank in state.ranks.values()
+        if rank.pid is not None and rank.node in here and not rank.state.final
+    ]
+
+
+def _timed(meter: Meter, rank: RankState) -> tuple[Usage | None, float]:
+    began = time.monotonic()
+    usage = meter.measure(rank.pid or 0, rank.device)
+    return usage, time.monotonic() - began
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process, and how long it had computed at the last look."""
+
+    process: psutil.Process
+    seconds: float
+    at: float
+
+
+class Meter:
+    """Measures processes; CPU is what they computed since they were measured last, or since they began."""
+
+    def __init__(self) -> None:
+        """Begin with no process."""
+        self.gpus = Gpus()
+        self._known: dict[int, _Process] = {}
+
+    def measure(self, pid: int, device: str = "") -> Usage | None:
+        """Return what a process uses, None if it cannot be asked; `device` is the one it has been given."""
+        try:
+            known = self._known.get(pid) or self._begin(pid)
+            with known.process.oneshot():
+                times = known.process.cpu_times()
+                memory = known.process.memory_full_info().uss
+        except (psutil.Error, OSError):
+            self._known.pop(pid, None)
+            return None
+        seconds, now = times.user + times.system, time.time()
+        percent = 100 * (seconds - known.seconds) / max(now - known.at, 0.01)
+        known.seconds, known.at = seconds, now
+        gpu = self.gpus.of(pid, device)
+        # In whole percents: a rank that waits looks the same from one second to the next, and is not redrawn.
+        return Usage(
+            cpu_percent=float(round(max(percent, 0))),
+            memory=memory,
+            gpu_memory=gpu.memory,
+            gpu_percent=gpu.percent,
+        )
+
+    def _begin(self, pid: int) -> _Process:
+        process = psutil.Process(pid)
+        self._known[pid] = known = _Process(process, 0.0, process.create_time())
+        return known
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """One GPU, or a process's part in GPUs."""
+
+    memory: int | None = None
+    percent: int | None = None
+
+
+class Gpus:
+    """The GPUs of this machine, as NVML knows them: it leaves CUDA alone. None where it is not installed."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        """Begin to talk to the driver, if there is one; `environ` is that of the ranks."""
+        self._nvml: Any = None
+        self._visible = environ.get("CUDA_VISIBLE_DEVICES")
+        self._by_pid: dict[int, _Gpu] | None = None
+        with contextlib.suppress(Exception):  # no module, no driver, no permission
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            self._nvml = nvml
+
+    def of(self, pid: int, device: str) -> _Gpu:
+        """Return what a process uses of its GPUs."""
+        if self._nvml is None:
+            return _Gpu()
+        if self._by_pid is None:
+            self._by_pid = self._now()
+        if pid in self._by_pid:
+            return self._by_pid[pid]
+        # In a container the driver names processes by other numbers: then it is the whole device.
+        kind, _, index = device.partition(":")
+        return self._device(int(index)) if kind == "cuda" and index.isdecimal() else _Gpu()
+
+    def forget(self) -> None:
+        """Look anew the next time."""
+        self._by_pid = None
+
+    def close(self) -> None:
+        """Leave the driver alone."""
+        if self._nvml is not None:
+            with contextlib.suppress(Exception):
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def _now(self) -> dict[int, _Gpu]:
+        by_pid: dict[int, _Gpu] = {}
+        with contextlib.suppress(Exception):
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                self._look_at(self._nvml.nvmlDeviceGetHandleByIndex(index), by_pid)
+        return by_pid
+
+    def _look_at(self, handle: Any, by_pid: dict[int, _Gpu]) -> None:
+        percent = self._percent(handle)
+        with contextlib.suppress(Exception):
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                known = by_pid.setdefault(process.pid, _Gpu())
+                if process.usedGpuMemory is not None:
+                    known.memory = (known.memory or 0) + process.usedGpuMemory
+                if percent is not None:
+                    known.percent = max(known.percent or 0, percent)
+
+    def _device(self, index: int) -> _Gpu:
+        """Return the GPU that CUDA calls `index` in a rank."""
+        found = _Gpu()
+        with contextlib.suppress(Exception):
+            handle = self._handle(index)
+            found.percent = self._percent(handle)
+            found.memory = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        return found
+
+    def _handle(self, index: int) -> Any:
+        name = str(index) if self._visible is None else self._visible.split(",")[index].strip()
+        if name.isdecimal():
+            # CUDA's own order is by speed; where the GPUs are equal, it is NVML's.
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
+        return self._nvml.nvmlDeviceGetHandleByUUID(name)
+
+    def _percent(self, handle: Any) -> int | None:
+        with contextlib.suppress(Exception):  # a part of a GPU (MIG) does not say
+            return int(self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return None

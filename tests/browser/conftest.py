@@ -1,0 +1,167 @@
+"""One server, one browser, and one page for each front end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+from .server import Server
+
+if TYPE_CHECKING:  # tests import these, and are skipped where there is no Playwright
+    from playwright.sync_api import Locator
+
+    from .front import Front
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCREENSHOTS = HERE / "screenshots"
+KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+)
+
+
+def missing(what: str) -> NoReturn:
+    """Skip, or fail in CI: there nothing may be left out."""
+    if os.environ.get("CI"):
+        pytest.fail(f"{what} is missing, and CI runs the browser tests", pytrace=False)
+    pytest.skip(f"{what} is missing (see CONTRIBUTING.md)")
+
+
+@pytest.fixture(scope="package")
+def home(tmp_path_factory):
+    """Give the directory of the server and of the browser."""
+    return tmp_path_factory.mktemp("browser")
+
+
+@pytest.fixture(scope="package")
+def chromium(home):
+    """Start headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if path is None:
+        missing("Chromium")
+    scratch = home / "scratch"
+    scratch.mkdir()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=FLAGS, env={**os.environ, "TMPDIR": str(scratch)}
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="package")
+def server(home, chromium, eventually):  # noqa: ARG001 - without a browser there is no need for one
+    """Start a Jupyter server that serves both front ends."""
+    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", KERNEL_MARK: "browser"}
+    started = Server(home / "server", environment)
+    try:
+        eventually(started.is_up, "the Jupyter server answers", 60)
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture(scope="package", params=["lab", "notebook7"])
+def page_of_front(request, chromium, server):
+    """Open a page of each front end, with a notebook and its kernel."""
+    context = chromium.new_context(viewport={"width": 1200, "height": 1400})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    from .front import Front
+
+    front = Front(request.param, context.new_page(), server, SCREENSHOTS)
+    front.open_new(f"{request.param}.ipynb")
+    front.run("%load_ext nblaunch")
+    yield front
+    server.end_kernels()
+    context.close()
+
+
+@pytest.fixture
+def front(page_of_front, request) -> Iterator[Front]:
+    """Give a notebook in a front end; a picture of the page is kept when the test ends."""
+    page_of_front.test = re.sub(r"[\W_]+", "-", request.node.originalname.removeprefix("test_"))
+    page_of_front.problems.clear()
+    yield page_of_front
+    page_of_front.screenshot()
+    if page_of_front.is_running():  # of a test that failed
+        page_of_front.interrupt()
+        page_of_front.finished()
+    page_of_front.theme()
+    assert page_of_front.problems == []
+
+
+class Gate:
+    """Where the ranks of a test wait until it lets them go on."""
+
+    def __init__(self, folder: Path) -> None:
+        """All gates are shut."""
+        self._folder = folder
+
+    def wait(self, name: str = "end") -> str:
+        """Return the line of a cell that waits at a gate."""
+        path = str(self._folder / name)
+        return f"while not __import__('os').path.exists({path!r}): __import__('time').sleep(0.01)"
+
+    def open(self, name: str = "end") -> None:
+        """Let the ranks go on."""
+        (self._folder / name).touch()
+
+
+@pytest.fixture
+def gate(front, tmp_path):  # noqa: ARG001 - opened before the page waits for the cell's end
+    """Give the gate; at the test's end nobody waits at it any more."""
+    kept = Gate(tmp_path)
+    yield kept
+    kept.open()
+
+
+@pytest.fixture(scope="package")
+def axe_source():
+    """Read axe-core's script, from where `AXE_CORE` says or from where npm installs it here."""
+    path = Path(os.environ.get("AXE_CORE", HERE / "node_modules" / "axe-core" / "axe.min.js"))
+    if not path.exists():
+        missing("axe-core")
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def axe(front, axe_source):
+    """Give `axe(locator)`: what is seriously wrong in that part of the page, one line for each element."""
+    front.page.evaluate(axe_source)
+
+    def check(part: Locator) -> list[str]:
+        # The body of a page of JupyterLab has no height: axe takes it that nothing in it is to be seen.
+        part.evaluate("() => { document.body.style.overflow = 'visible'; }")
+        found = part.evaluate("(element) => axe.run(element)")
+        looked_at = {each["id"]: len(each["nodes"]) for each in found["passes"] + found["violations"]}
+        assert looked_at["color-contrast"] > 10, "most of it was not looked at"
+        return [
+            f"{each['id']} ({each['impact']}): {node['html']}: {node['failureSummary']}"
+            for each in found["violations"]
+            if each["impact"] in {"serious", "critical"}
+            for node in each["nodes"]
+        ]
+
+    return check
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """A browser starts and ends processes as it likes: that kernels go is looked at when the server does."""

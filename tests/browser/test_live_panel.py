@@ -1,0 +1,230 @@
+"""What the panel shows, and lets a reader do, while the cell blocks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .front import DARK, expect
+
+SOON = 5_000
+"""Milliseconds: what is to be seen before the cell ends must not take as long as the cell may."""
+
+
+def cell(ranks: int, body: str) -> str:
+    return f"%%distributed -n {ranks}\n{body}"
+
+
+def test_output_is_there_while_the_cell_still_blocks(front, gate):
+    front.start(cell(2, f"print('one from', rank)\n{gate.wait('first')}\nprint('two')\n{gate.wait()}\nrank"))
+    expect(front.output).to_contain_text("one from 0")
+    expect(front.output).to_contain_text("one from 1")
+    expect(front.output).not_to_contain_text("two")
+    assert front.is_running()
+    gate.open("first")
+    expect(front.output).to_contain_text("two")
+    assert front.is_running()
+    front.screenshot("running")
+    gate.open()
+    front.finished()
+    expect(front.panel).to_have_count(0)
+    expect(front.outputs.last).to_contain_text("SUCCEEDED")
+
+
+def test_the_header_says_what_runs_and_each_rank_has_a_card(front, gate):
+    front.start(cell(3, f"print('here')\nif rank == 2:\n    {gate.wait()}\nrank * 10"))
+    head = front.panel.locator(".nblaunch-head")
+    expect(head).to_contain_text("RUNNING")
+    expect(head).to_contain_text("3 ranks")
+    expect(head).to_contain_text("gloo")
+    cards = [front.panel.get_by_role("article", name=f"Rank {rank}", exact=True) for rank in range(3)]
+    expect(cards[1]).to_contain_text("SUCCEEDED")
+    expect(cards[1]).to_contain_text("10")
+    expect(cards[2]).to_contain_text("RUNNING")
+    expect(cards[2]).to_contain_text("cpu")
+    expect(cards[2]).to_contain_text("here")
+
+
+def test_one_rank_can_be_looked_at_during_the_run(front, gate):
+    front.start(cell(3, f"print('only', rank, 'says this')\n{gate.wait()}"))
+    expect(front.output).to_contain_text("only 2 says this")
+    front.panel.get_by_label("Show output of").select_option("rank 1")
+    expect(front.output).to_contain_text("only 1 says this")
+    expect(front.output).not_to_contain_text("only 0 says this")
+    front.panel.get_by_label("Show output of").select_option("all ranks")
+    expect(front.output).to_contain_text("only 0 says this")
+    assert front.is_running()
+
+
+def test_lines_that_all_ranks_print_are_shown_once(front, gate):
+    front.start(cell(8, f"print('the same')\nif rank == 5:\n    print('different')\n{gate.wait()}"))
+    expect(front.output).to_contain_text(re.compile(r"\[ranks 0-7\]\s*the same"))
+    expect(front.output).to_contain_text(re.compile(r"\[rank 5\]\s*different"))
+    expect(front.output.get_by_text("the same")).to_have_count(1)
+
+
+def test_output_can_be_filtered_held_and_copied(front, gate):
+    body = f"for step in range(100):\n    print('step', step)\n{gate.wait()}"
+    front.start(cell(2, body))
+    expect(front.output).to_contain_text("step 99")
+    front.panel.get_by_label("Filter output").fill("step 7")
+    expect(front.output).to_contain_text("step 77")
+    expect(front.output).not_to_contain_text("step 66")
+    front.panel.get_by_label("Filter output").fill("")
+    expect(front.output).to_contain_text("step 66")
+    follow = front.panel.get_by_role("button", name="Follow output")
+    expect(follow).to_have_attribute("aria-pressed", "true")
+    assert front.output.evaluate("(log) => log.scrollHeight - log.scrollTop - log.clientHeight") < 30
+    follow.click()
+    expect(follow).to_have_attribute("aria-pressed", "false")
+    front.panel.get_by_role("button", name="Copy output").click()
+    assert "step 66" in front.page.evaluate("() => navigator.clipboard.readText()")
+
+
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
+def test_a_tqdm_bar_is_one_live_line_for_each_rank(front, gate, module):
+    body = f"""
+from {module} import tqdm
+for step in tqdm(range(40), desc=f"bar {{rank}}", mininterval=0):
+    if step == 20:
+        {gate.wait("half")}
+print("done")
+{gate.wait()}
+"""
+    front.start(cell(2, body))
+    bars = front.output.get_by_text(re.compile(r"bar \d: +\d+%"))
+    expect(front.output).to_contain_text(re.compile(r"bar 1: +50%"))
+    expect(bars).to_have_count(2)
+    front.screenshot(f"half-{module}")
+    gate.open("half")
+    expect(front.output).to_contain_text(re.compile(r"bar 1: 100%"))
+    expect(bars).to_have_count(2)
+    gate.open()
+    front.finished()
+    expect(front.outputs.last).to_contain_text(re.compile(r"bar 1: 100%"))
+    expect(front.outputs.last).not_to_contain_text(re.compile(r"bar 1: +50%"))
+
+
+def test_a_figure_of_rank_1_is_in_its_card_while_the_cell_blocks(front, gate):
+    body = f"""
+import matplotlib.pyplot as plt
+if rank == 1:
+    figure, axis = plt.subplots(figsize=(3, 2))
+    axis.plot([1, 3, 2])
+    plt.show()
+{gate.wait()}
+"""
+    front.start(cell(2, body))
+    image = front.panel.locator("img")
+    expect(image).to_have_count(1)
+    assert image.evaluate("(image) => image.decode().then(() => image.naturalWidth)") > 100
+    front.screenshot("live")
+    gate.open()
+    front.finished()
+    expect(front.outputs.last.locator("img")).to_have_count(1)
+
+
+def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
+    front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
+    tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
+    expect(tiles).to_have_count(10)
+    front.panel.get_by_role("button", name="Rank 7, RUNNING").click()
+    card = front.panel.get_by_role("article", name="Rank 7", exact=True)
+    expect(card).to_contain_text("from 7")
+    assert front.is_running()
+
+
+def test_64_ranks_are_calm_and_readable(front, gate):
+    options = "%%distributed -n 64 --no-init"
+    front.start(
+        f"{options}\nprint('hello from all')\nif rank == 63:\n    print('and from me')\n{gate.wait()}"
+    )
+    tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
+    expect(tiles).to_have_count(64, timeout=60_000)
+    expect(front.output).to_contain_text(re.compile(r"\[ranks 0-63\]\s*hello from all"))
+    front.panel.get_by_role("button", name="Rank 63, RUNNING").click()
+    expect(front.panel.get_by_role("article", name="Rank 63", exact=True)).to_contain_text("and from me")
+    size = front.panel.bounding_box()
+    assert size["height"] < 900
+    assert front.panel.evaluate("(panel) => panel.scrollWidth <= panel.clientWidth")
+    front.screenshot("live")
+    gate.open()
+    front.finished()
+    expect(front.outputs.last).to_contain_text("SUCCEEDED")
+
+
+def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(front, gate):
+    body = f"""
+if rank == 1:
+    raise ValueError("the first to fail")
+{gate.wait()}
+"""
+    front.start(f"%%distributed -n 3 --grace 2\n{body}")
+    front.finished()
+    shown = front.outputs.last
+    expect(shown).to_contain_text("ValueError: the first to fail")
+    expect(shown).to_contain_text('raise ValueError("the first to fail")')
+    expect(shown).to_contain_text("STOPPED")
+
+
+def test_a_script_that_a_rank_prints_stays_text(front, gate):
+    script = "<script>document.title = 'broken'</script><img src=x onerror='document.title=1'>"
+    front.start(cell(2, f"print({script!r})\n{gate.wait()}"))
+    expect(front.output).to_contain_text(script)
+    expect(front.panel.locator("img")).to_have_count(0)
+    gate.open()
+    front.finished()
+    expect(front.outputs.last).to_contain_text(script)
+    assert "ipynb" in front.page.title() or front.name in front.page.title()
+
+
+def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
+    front.theme(DARK)
+    front.start(cell(2, f"import sys\nprint('out')\nprint('err', file=sys.stderr)\n{gate.wait()}"))
+    expect(front.output).to_contain_text("err")
+    ink, paper = front.output.evaluate(
+        """(log) => {
+          const style = (element, name) => getComputedStyle(element)[name];
+          let behind = log;
+          while (style(behind, 'backgroundColor') === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
+          const light = (color) => Math.max(...color.match(/[\\d.]+/g).slice(0, 3).map(Number));
+          return [light(style(log, 'color')), light(style(behind, 'backgroundColor'))];
+        }"""
+    )
+    assert ink > paper
+
+
+def test_the_panel_can_be_used_with_the_keyboard_alone(front, gate):
+    front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
+    front.panel.get_by_role("button", name="Rank 0, RUNNING").focus()
+    for _ in range(3):
+        front.page.keyboard.press("ArrowRight")
+    front.page.keyboard.press("Enter")
+    expect(front.panel.get_by_role("article", name="Rank 3", exact=True)).to_contain_text("from 3")
+    names = set()
+    for _ in range(20):
+        front.page.keyboard.press("Tab")
+        names.add(
+            front.page.evaluate(
+                """() => {
+                  const now = document.activeElement;
+                  const ours = now.closest('.nblaunch-panel');
+                  return ours ? now.getAttribute('aria-label') ?? now.textContent : '';
+                }"""
+            )
+        )
+    assert {"Show output of", "Filter output", "Copy output", "Output"} <= names
+
+
+def test_a_run_is_stopped_from_the_panel_or_the_panel_says_how(front, gate):
+    front.start(cell(2, f"print('here')\n{gate.wait()}"))
+    expect(front.output).to_contain_text("here")
+    stop = front.panel.get_by_role("button", name="Stop", exact=True)
+    expect(stop.or_(front.panel.get_by_text("interrupt the kernel to stop"))).to_have_count(1)
+    if stop.count():
+        stop.click()
+    else:
+        front.interrupt()
+    front.finished(timeout=SOON)
+    expect(front.outputs.last).to_contain_text("STOPPED")

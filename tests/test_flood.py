@@ -1,0 +1,87 @@
+"""Ranks that print as fast as they can: nothing is lost, and neither the front end nor the notebook is flooded."""
+
+from __future__ import annotations
+
+import collections
+import json
+import queue
+import time
+
+import pytest
+
+MEGABYTE = 1_000_000
+CELL = """
+%%distributed -n 2 --out res
+import sys
+for number in range({lines}):
+    print(f"rank {{rank}}: step {{number}} of {lines}, the loss is 0.{{number:06}}")
+"""
+
+
+class Wire:
+    """What a kernel sends while a cell runs, by the second; and what a notebook would save of it."""
+
+    def __init__(self):
+        self.messages = collections.Counter()
+        self.bytes = collections.Counter()
+        self.saved = {}
+        self.took = 0.0
+
+    def take(self, message, now):
+        size = len(json.dumps(message, default=repr))
+        size += sum(len(buffer) for buffer in message.get("buffers", ()))
+        self.messages[int(now)] += 1
+        self.bytes[int(now)] += size
+        content = message["content"]
+        match message["msg_type"]:
+            case "display_data" | "update_display_data":
+                self.saved[content["transient"].get("display_id")] = content["data"]
+            case "stream" | "execute_result":
+                self.saved[len(self.saved)] = content
+
+    @property
+    def saved_bytes(self):
+        return len(json.dumps(list(self.saved.values())))
+
+
+def listen(kernel, code, seconds=100):
+    """Run a cell and receive all that the kernel sends meanwhile, as jupyter_server does."""
+    wire = Wire()
+    began = time.monotonic()
+    message_id = kernel.client.execute(code)
+    while True:
+        try:
+            message = kernel.client.get_iopub_msg(timeout=seconds)
+        except queue.Empty:
+            pytest.fail(f"nothing for {seconds} s")
+        if message["parent_header"].get("msg_id") != message_id:
+            continue
+        wire.take(message, time.monotonic() - began)
+        if message["msg_type"] == "error":
+            pytest.fail("\n".join(message["content"]["traceback"]))
+        if message["msg_type"] == "status" and message["content"]["execution_state"] == "idle":
+            wire.took = time.monotonic() - began
+            return wire
+
+
+@pytest.mark.parametrize("lines", [20_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_nothing_is_lost_and_nobody_is_flooded(start_kernel, lines):
+    kernel = start_kernel(NBLAUNCH_DISPLAY="widget")
+    kernel.ok("%%distributed -n 2\npass")
+    wire = listen(kernel, CELL.format(lines=lines).strip())
+    kernel.ok(
+        f"""
+        expected = [
+            "".join(f"rank {{rank}}: step {{number}} of {lines}, the loss is 0.{{number:06}}\\n" for number in range({lines}))
+            for rank in range(2)
+        ]
+        """
+    )
+    assert kernel.value("[res.ranks[rank].stdout == expected[rank] for rank in range(2)]") == [True, True]
+    print(lines, wire.took, wire.messages, wire.bytes, wire.saved_bytes)
+    # jupyter_server drops what comes above 1,000 messages or 1 MB a second.
+    assert max(wire.messages.values()) < 100
+    assert max(wire.bytes.values()) < MEGABYTE
+    assert wire.saved_bytes < MEGABYTE
+    text = wire.saved[max(wire.saved, key=str)]["text/plain"]
+    assert "lines left out, see result.ranks[0].stdout" in text
