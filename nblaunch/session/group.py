@@ -13,91 +13,53 @@ import secrets
 import threading
 import time
 
-import msgspec
-
 from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
     AttemptStarted,
     Entered,
     Exited,
-    FailureRecord,
     FromRank,
     Healed,
     Hello,
-    Leave,
-    Message,
     Names,
     Noticed,
     Phase,
     Prepare,
-    Raised,
     Returned,
-    RunEnded,
     Where,
 )
 from nblaunch._reports import HangReport
-from nblaunch._state import RunState, State, advance
+from nblaunch._state import RunState
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, Worker
-from nblaunch.agent.logs import read_text
 from nblaunch.agent.thread import AgentThread
-from nblaunch.diagnose.exits import explain_exit, oom_kills
-from nblaunch.job import shared
-from nblaunch.rank.inspection import fatal_path
 from nblaunch.rank.main import Orders
-from nblaunch.session.healing import Healing
+from nblaunch.session.course import Course
+from nblaunch.session.departures import Departures
 from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
-from nblaunch.session.interruption import Interruption
 from nblaunch.session.job import Job
 from nblaunch.session.phases import Phases
-from nblaunch.session.rank_logs import RankLogs
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
-# A rank's last words may still lie in the socket when its process is gone.
-_LAST_WORDS_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 
 
-class WorkerGroup:
+class WorkerGroup(Course):
     """N ranks under one agent; `keep` says whether they outlive a job."""
 
     def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool = False) -> None:
         """Prepare a group; `start` starts it."""
-        self.group = secrets.token_hex(4)
+        super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
-        self.attempt = 0
-        self.keep = keep
-        self.settings = settings
-        self.state = RunState.fresh(settings.nproc, time=time.time())
-        """The ranks themselves; what becomes of a job is in `job.state`."""
-        self.job: Job | None = None
-        self.names: dict[int, tuple[str, ...]] = {}
-        """Of a kept group: the variables that each rank has."""
-        self._notes: list[str] = []
-        """Of a kept group: what has happened to its ranks and has not been told with a job yet."""
-        self.closed = threading.Event()
-        self.ready_once = threading.Event()
-        self._hub = hub
         self._started = False
-        self._prepare: Prepare | None = None
-        self._ready: set[int] = set()
-        self._logs = RankLogs()
-        self._gone: dict[int, tuple[float, Exited]] = {}
-        self._dead: set[int] = set()
-        self._error: BaseException | None = None
-        self._launch_failure: tuple[str, str] | None = None
-        self._restart_at: float | None = None
-        self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
-        self._healing = Healing(lambda rank, message: hub.send(self, rank, message))
-        self._oom_before = oom_kills()
-        self._phases = Phases()
         self._agent = AgentThread(settings, self._rank_arguments, self)
         # Last: an interrupt that comes while this is made must leave nothing behind.
         self._directory = runtime.make_directory("group-")
+        self._departures = Departures(self._directory)
 
     # --- for the caller's thread -----------------------------------------------------------------
 
@@ -112,20 +74,20 @@ class WorkerGroup:
         """Give the ranks a job, to be dispatched once all of them are ready; None only makes them ready."""
         self._hub.call(lambda: self._begin(job, prepare))
 
-    @property
-    def ready(self) -> bool:
-        """Whether all ranks of this attempt have come into being."""
-        return len(self._ready) == self.state.world_size
-
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers."""
-        job = self.job
-        state = job.state if job is not None else self.state
-        inquiry = Inquiry(rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final)
+        inquiry = Inquiry(
+            rank.rank for rank in self._at_work.ranks.values() if rank.node and not rank.state.final
+        )
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
-        titles = job.titles if job is not None else {}
-        return inquiry.report(job.state if job is not None else self.state, str(self._directory), titles)
+        return inquiry.report(self._at_work, str(self._directory), self._titles)
+
+    @property
+    def _at_work(self) -> RunState:
+        """The job's state while there is one, else that of the ranks, which are idle."""
+        job = self.job
+        return job.state if job is not None and not job.ended.is_set() else self.state
 
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with what is known of the job."""
@@ -207,144 +169,6 @@ class WorkerGroup:
         """Take note of the agent's end."""
         self._hub.call(lambda: self._on_agent_end(error))
 
-    # --- on the hub's thread: a job's life -------------------------------------------------------
-
-    def _begin(self, job: Job | None, prepare: Prepare) -> None:
-        self.job = job
-        if self._prepare is None:
-            self._prepare = prepare
-            for rank in self.state.ranks.values():
-                if rank.node:
-                    self._hub.send(self, rank.rank, prepare)
-            self._phases.begin_process_group(self.state.world_size)
-        if job is None:
-            return
-        job.logs = self._logs.begin_job(self.attempt)
-        self._interruption.reset()
-        if self.closed.is_set():
-            self._finish(job)
-            return
-        job.state = job.state.seated(self.state.ranks)
-        notes, self._notes = self._notes, []
-        for note in notes:
-            job.fold(Noticed(text=note))
-        self._dispatch_when_ready()
-
-    def _dispatch_when_ready(self) -> None:
-        """Dispatch once every rank has its process group, and its log files are known."""
-        if len(self._ready) < self.state.world_size or not self._logs.known:
-            return
-        self._phases.passed()
-        self.ready_once.set()
-        job = self.job
-        if job is None or job.dispatched or job.settled or job.ended.is_set() or self._interruption.begun:
-            return
-        job.dispatched = True
-        for rank in job.state.ranks:
-            self._hub.send(self, rank, job.dispatch)
-            # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
-            job.fold(Entered(rank=rank, phase=Phase.JOB))
-
-    def _after(self, job: Job) -> None:
-        """Do what follows from a change of the job's state."""
-        if job.ended.is_set():
-            return
-        if job.state.finished:
-            self._settled(job)
-        elif job.state.failed and job.settle_at is None:
-            job.settle_at = time.monotonic() + SETTLE_SECONDS
-
-    def _settled(self, job: Job) -> None:
-        """Every rank of the job has an outcome, or has had the time to say what happened to it."""
-        if job.settled:
-            return
-        if self.keep:
-            self._settled_and_kept(job)
-            return
-        job.settled, job.settle_at = True, None
-        others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
-        self._agent.release(succeeded=job.succeeded, others=others)
-        if not others:
-            self._send_leave()
-        if self._interruption.begun:
-            self._agent.stop()  # also: no restart
-        elif job.succeeded:
-            # All values are here: the ranks leave while the user goes on.
-            self._finish(job)
-
-    def _settled_and_kept(self, job: Job) -> None:
-        job.settle_at = None
-        if not job.dispatched:
-            self._agent.stop()  # they have not even come into being: others would not either
-            return
-        if self._dead:
-            return  # the agent ends the others, and starts the group again
-        if not job.state.finished:
-            self._free(job)
-            return
-        job.settled, self._restart_at = True, None
-        if job.succeeded:
-            self._finish(job)
-        else:
-            self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
-            self._healing.begin(self.state.ranks, self._interruption)
-
-    def _free(self, job: Job) -> None:
-        """Have the ranks that are still at work give up: a peer of theirs has."""
-        if not self._interruption.begun:
-            self._interruption.begin(job.state)
-        if self._restart_at is None:
-            self._restart_at = time.monotonic() + self.settings.grace
-
-    def _finish(self, job: Job) -> None:
-        """End the job: its result can be made."""
-        job.error, job.launch_failure = job.error or self._error, self._launch_failure
-        if not job.state.finished:
-            job.fold(RunEnded(time=time.time(), stopped=job.error is None))
-        job.ended.set()
-
-    def _interrupt(self) -> None:
-        job = self.job
-        if job is None or job.ended.is_set():
-            return
-        self._interruption.begin(job.state)
-        if self.keep and job.dispatched:
-            self._restart_at = time.monotonic() + self.settings.grace
-        elif self.keep:
-            self._finish(job)
-        elif not job.dispatched:
-            self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
-
-    def _restart(self, reason: str) -> None:
-        self._restart_at = None
-        if not self.closed.is_set():
-            self._note(reason)
-            self._agent.restart()
-
-    def _note(self, text: str) -> None:
-        """Tell what has happened to the ranks with the job that is there, or else with the next one."""
-        if self.job is not None and not self.job.ended.is_set():
-            self.job.fold(Noticed(text=text))
-        else:
-            self._notes.append(text)
-
-    def forget_notes(self) -> None:
-        """Tell nothing of what has happened so far: whoever would be told knows."""
-        self._hub.call(self._notes.clear)
-
-    def _dismiss(self) -> None:
-        self._agent.release(succeeded=True, others=frozenset())
-        for rank in self.state.ranks:
-            self._hub.send(self, rank, Leave())
-
-    def _send_leave(self) -> None:
-        job = self.job
-        for rank in job.state.ranks.values() if job is not None else ():
-            if rank.state is State.FAILED and rank.failure is not None:
-                self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
-            elif rank.state.final:
-                self._hub.send(self, rank.rank, Leave())
-
     # --- on the hub's thread: what the ranks say -------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
@@ -368,7 +192,10 @@ class WorkerGroup:
                 self._answered(message)
                 return
             case Returned():
-                if not self._take_value(message):
+                taken = self.job.take_value(message) if self.job is not None else None
+                if not isinstance(taken, Returned):
+                    if taken is not None:
+                        self.receive(taken)
                     return
             case _:
                 pass
@@ -384,42 +211,6 @@ class WorkerGroup:
     def _answered(self, message: Where) -> None:
         job = self.job
         self._interruption.answered(message, job.state if job is not None else self.state)
-
-    def _take_value(self, message: Returned) -> bool:
-        """Map a value while its rank still holds it; return False if that came too late."""
-        job = self.job
-        if job is None or job.ended.is_set():
-            return False
-        try:
-            job.values[message.rank] = shared.get(message.value, private=False)
-        except (FileNotFoundError, ProcessLookupError):
-            return False  # the process is gone; its exit says so
-        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
-            failure = FailureRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=f"the notebook could not take the value over: {error}",
-                time=time.time(),
-                phase=Phase.VALUE,
-            )
-            self.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
-            return False
-        return True
-
-    def _on_healed(self, message: Healed) -> None:
-        outcome = self._healing.healed(message)
-        if outcome is None:
-            return
-        job, self._restart_at = self.job, None
-        if outcome.failed:
-            self._restart(f"its process group could not be formed again ({outcome.failed})")
-            return
-        if outcome.reformed:
-            self._note(
-                "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) "
-                "are gone"
-            )
-        if job is not None and not job.ended.is_set():
-            self._finish(job)
 
     # --- on the hub's thread: what the agent says ------------------------------------------------
 
@@ -454,7 +245,8 @@ class WorkerGroup:
         self._fold_exits(float("inf"))
         self._logs.close()
         self.attempt = message.number
-        self._ready, self._gone, self._dead, self.names = set(), {}, set(), {}
+        self._ready, self.names = set(), {}
+        self._departures.forget()
         self._restart_at = None
         self._healing.abandon()
         self._phases = Phases()
@@ -478,43 +270,30 @@ class WorkerGroup:
 
     def _on_exit(self, exited: Exited) -> None:
         self._hub.drain()
-        self._dead.add(exited.rank)
         if self.keep and not self.ready and not exited.expected:
             self._agent.stop()  # a rank that cannot even be started would not come into being again
         self._healing.abandon()
-        self._gone[exited.rank] = (time.monotonic() + _LAST_WORDS_SECONDS, exited)
+        self._departures.note(exited, time.monotonic())
         self._fold_exits(time.monotonic())
 
     def _fold_exits(self, now: float) -> None:
         """Fold ends whose last words have had time to arrive, or that have no more to say."""
         job = self.job
-        for rank, (due, exited) in list(self._gone.items()):
-            known = job.state.ranks.get(rank) if job is not None and not job.ended.is_set() else None
-            if known is not None and not known.state.final and now < due:
-                continue
-            del self._gone[rank]
-            if known is None:
+        for exited in self._departures.due(job, now):
+            if job is None or exited.rank not in job.state.ranks or job.ended.is_set():
                 self._note_exit(exited)
                 self._fold(exited)
-            elif not known.state.final:
-                for printed in self._logs.rest(rank):
+            elif not job.has_outcome(exited.rank):
+                for printed in self._logs.rest(exited.rank):
                     self._fold(printed)
-                self._fold(self._explained(exited))
+                self._fold(self._departures.explained(exited, self._titles))
             else:
                 self._fold(exited)
 
     def _note_exit(self, exited: Exited) -> None:
         """Keep why a rank of a kept group died between two jobs."""
         if self.keep and not exited.expected and not self.closed.is_set() and exited.exitcode != 0:
-            self._note(f"rank {exited.rank} {self._explained(exited).reason}")
-
-    def _explained(self, exited: Exited) -> Exited:
-        if exited.expected or exited.reason:
-            return exited
-        dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        titles = self.job.titles if self.job is not None else {}
-        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before)
-        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
+            self._note(f"rank {exited.rank} {self._departures.explained(exited, self._titles).reason}")
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         job = self.job
@@ -533,22 +312,5 @@ class WorkerGroup:
             self._logs.close()
             runtime.remove_tree(self._directory)
             self.closed.set()
-            self.ready_once.set()
             if job is not None and not job.ended.is_set():
                 self._finish(job)
-
-    def _fold(self, message: Message) -> None:
-        """Fold what is about the ranks themselves, and what is about the job."""
-        if isinstance(message, Hello | Entered | AttemptStarted):
-            self.state = advance(self.state, message)
-        job = self.job
-        if job is not None:
-            before = job.state
-            job.fold(message)
-            if job.state is not before:
-                self._after(job)
-
-
-def _as_exitcode(code: int) -> int:
-    """Return what a process can end with: `sys.exit(256)` would be a success."""
-    return code & 0xFF or 1

@@ -7,12 +7,13 @@ Everything here happens on the hub's thread; `state` is an immutable snapshot th
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
-from typing import Protocol
 
-from nblaunch._protocol import CellJob, Dispatch, Exited, Message
+from nblaunch._protocol import CellJob, Dispatch, Exited, FailureRecord, Message, Phase, Raised, Returned
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State, advance, looked_at
+from nblaunch.job import shared
 from nblaunch.session.rank_logs import Logs
 
 
@@ -49,6 +50,29 @@ class Job:
         """Whether every rank has a value."""
         return all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
 
+    def has_outcome(self, rank: int) -> bool:
+        """Whether there is nothing more to wait for from a rank."""
+        known = self.state.ranks.get(rank)
+        return known is None or known.state.final or self.ended.is_set()
+
+    def take_value(self, message: Returned) -> Returned | Raised | None:
+        """Map a value while its rank still holds it; return what is to be folded for it."""
+        if self.ended.is_set():
+            return None
+        try:
+            self.values[message.rank] = shared.get(message.value, private=False)
+        except (FileNotFoundError, ProcessLookupError):
+            return None  # the process is gone: its exit says so, and came first
+        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
+            failure = FailureRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=f"the notebook could not take the value over: {error}",
+                time=time.time(),
+                phase=Phase.VALUE,
+            )
+            return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
+        return message
+
     def fold(self, message: Message) -> None:
         """Take a message into account; after the end only what warns of a rank that left badly."""
         before = self.state
@@ -68,10 +92,3 @@ class Job:
         """Forget what the attempt before this one has left undone."""
         self.settle_at, self.settled, self.dispatched = None, False, False
         self.values = {}
-
-
-class Owner(Protocol):
-    """Whoever opened a kept group; called on the hub's thread."""
-
-    def group_changed(self, note: str) -> None:
-        """Take note: the ranks were restarted, or a process group was formed again."""

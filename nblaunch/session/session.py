@@ -327,7 +327,6 @@ class LiveSession:
 
     def restart(self) -> None:
         """Start all ranks anew; all of their variables are gone."""
-        self.group.ready_once.clear()
         self.group.restart("a restart was asked for")
         self._start()
         self.group.forget_notes()
