@@ -91,9 +91,15 @@ class WorkerGroup(Course):
 
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with what is known of the job."""
-        job = self.job
-        if job is not None:
-            self._hub.call(lambda: job.keep(report))
+        job, kept = self.job, threading.Event()
+
+        def keep() -> None:
+            if job is not None:
+                job.keep(report)
+            kept.set()
+
+        self._hub.call(keep)
+        kept.wait(_ANSWER_SECONDS)
 
     def notice(self, text: str) -> None:
         """Say something about the job that does not end it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,7 +328,11 @@ class LiveSession:
 
     def restart(self) -> None:
         """Start all ranks anew; all of their variables are gone."""
+        before = self.group.attempt
         self.group.restart("a restart was asked for")
+        deadline = time.monotonic() + self.options.grace + _CLOSE_SECONDS
+        while self.group.attempt == before and self.open and time.monotonic() < deadline:
+            self.group.closed.wait(0.01)
         self._start()
         self.group.forget_notes()
 
