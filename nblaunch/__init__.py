@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from nblaunch._options import LaunchOptions
     from nblaunch._reports import HangReport
     from nblaunch._results import RankFailure, RankResult, RunResult
+    from nblaunch._session_api import Session
     from nblaunch._transcript import Display
     from nblaunch.diagnose.doctor import doctor
     from nblaunch.diagnose.report import DoctorReport
+    from nblaunch.session.background import Handle
+    from nblaunch.session.session import RankStatus, SessionStatus
 
 __version__ = "0.1.0"
 
@@ -38,6 +41,7 @@ _HOMES = {
     "CaptureError": "_errors",
     "Display": "_transcript",
     "DoctorReport": "diagnose.report",
+    "Handle": "session.background",
     "HangReport": "_reports",
     "LaunchError": "_errors",
     "LaunchOptions": "_options",
@@ -45,9 +49,12 @@ _HOMES = {
     "OptionError": "_errors",
     "RankFailure": "_results",
     "RankResult": "_results",
+    "RankStatus": "session.session",
     "RunFailedError": "_errors",
     "RunResult": "_results",
     "RunTimeoutError": "_errors",
+    "Session": "_session_api",
+    "SessionStatus": "session.session",
     # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
     "doctor": "diagnose.doctor",
     "run": "_api",
@@ -57,6 +64,7 @@ __all__ = [
     "CaptureError",
     "Display",
     "DoctorReport",
+    "Handle",
     "HangReport",
     "LaunchError",
     "LaunchOptions",
@@ -64,9 +72,12 @@ __all__ = [
     "OptionError",
     "RankFailure",
     "RankResult",
+    "RankStatus",
     "RunFailedError",
     "RunResult",
     "RunTimeoutError",
+    "Session",
+    "SessionStatus",
     "doctor",
     "run",
 ]

@@ -9,7 +9,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._results import RunResult
 from nblaunch.session import notebook
 from nblaunch.session import run as session_run
-from nblaunch.session.engine import Watcher
+from nblaunch.session.ending import Watcher
 from nblaunch.view.display import SilentView
 from nblaunch.view.watch import watcher
 

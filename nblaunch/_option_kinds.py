@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from keyword import iskeyword
 from numbers import Integral, Real
@@ -18,6 +18,7 @@ LONGEST_SECONDS = 1e9
 """Longer waits overflow timers of the operating system; no limit at all is said by leaving the option out."""
 
 _SHOWN_CHARACTERS = 120
+_MOST_RANKS = 100_000
 _TRUE_WORDS = ("1", "true", "yes", "on")
 _FALSE_WORDS = ("0", "false", "no", "off")
 _NAME = r"[a-z][a-z0-9_]*"
@@ -173,6 +174,35 @@ def python_name() -> Kind:
         raise ValueError
 
     return Kind("a Python name, as in results", "VARIABLE", check)
+
+
+def rank_list() -> Kind:
+    """Take the numbers of some ranks, on a line as `0,2-5`; the value is a tuple, in order, each once."""
+
+    def check(value: object) -> tuple[int, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
+        numbers = list(value)
+        if any(_is_bool(each) or not isinstance(each, Integral) or each < 0 for each in numbers):
+            raise ValueError
+        ranks = tuple(sorted({int(each) for each in numbers}))
+        if not ranks or len(ranks) > _MOST_RANKS:
+            raise ValueError
+        return ranks
+
+    def parse(text: str) -> object:
+        if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+            return text
+        ends = [part.partition("-") for part in text.split(",")]
+        spans = [range(int(first), int(last or first) + 1) for first, _, last in ends]
+        if not all(spans) or sum(map(len, spans)) > _MOST_RANKS:
+            return text
+        return [rank for span in spans for rank in span]
+
+    def texts(value: object) -> tuple[str, ...]:
+        return (",".join(map(str, value)),) if isinstance(value, tuple) else ()
+
+    return Kind("numbers of ranks (on a line as in 0,2-5)", "RANKS", check, parse, texts)
 
 
 def one_line() -> Kind:

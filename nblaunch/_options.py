@@ -20,6 +20,7 @@ from nblaunch._option_kinds import (
     directory,
     one_line,
     python_name,
+    rank_list,
     seconds,
     switch,
     variables,
@@ -111,6 +112,28 @@ class LaunchOptions:
             "Variable of the notebook that gets the result, also when the run fails.",
             doors=("magic",),
         ),
+    )
+    session: str | None = field(
+        default=None,
+        metadata=_row(
+            python_name(), "Session whose ranks run the cell. None: the open one.", doors=("magic",)
+        ),
+    )
+    fresh: bool = field(
+        default=False,
+        metadata=_row(
+            switch(given=True), "Run the cell on fresh ranks, beside an open session.", doors=("magic",)
+        ),
+    )
+    background: bool = field(
+        default=False,
+        metadata=_row(
+            switch(given=True), "Go on while the cell runs; its result is a handle.", doors=("magic",)
+        ),
+    )
+    ranks: tuple[int, ...] | None = field(
+        default=None,
+        metadata=_row(rank_list(), "Ranks of a session that run the cell. None: all.", doors=("magic",)),
     )
     env: Mapping[str, str] = field(
         default=Variables(),

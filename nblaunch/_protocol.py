@@ -195,6 +195,21 @@ class Where(_FromRank, frozen=True):
     collectives: tuple[Collective, ...] = ()
     recent: tuple[Collective, ...] = ()
     connections: tuple[Connection, ...] = ()
+    pending: int | None = None
+    """How many operations of process groups this rank has begun and not ended; None if that is not known."""
+
+
+class Names(_FromRank, frozen=True):
+    """The variables of a rank that is kept, after a job that has changed which there are."""
+
+    names: tuple[str, ...]
+
+
+class Healed(_FromRank, frozen=True):
+    """The rank is ready for another job: its default process group works, or `error` says why not."""
+
+    number: int
+    error: str = ""
 
 
 # --- seen by the kernel about a rank -------------------------------------------------------------
@@ -262,7 +277,20 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stopped: bool = True
 
 
-FromRank = Hello | Entered | Started | Displayed | Cleared | Switched | Returned | Raised | Shown | Where
+FromRank = (
+    Hello
+    | Entered
+    | Started
+    | Displayed
+    | Cleared
+    | Switched
+    | Returned
+    | Raised
+    | Shown
+    | Where
+    | Names
+    | Healed
+)
 AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | RunEnded
 Message = FromRank | AboutRank
 
@@ -306,6 +334,16 @@ class FunctionJob(msgspec.Struct, frozen=True, tag=True):
     name: str = ""
 
 
+class PushJob(msgspec.Struct, frozen=True, tag=True):
+    """Variables of the notebook become the rank's own; the payload holds them by name."""
+
+
+class PullJob(msgspec.Struct, frozen=True, tag=True):
+    """The value is a tuple of these variables of the rank."""
+
+    names: tuple[str, ...]
+
+
 class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run this.
 
@@ -314,7 +352,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cell reaches through attributes (`import xml` does not load `xml.etree`).
     """
 
-    job: CellJob | FunctionJob
+    job: CellJob | FunctionJob | PushJob | PullJob
     payload: Payload
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
@@ -334,13 +372,20 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     fds: tuple[int, ...] = ()
 
 
+class Heal(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Healed`; with `reform`, form the default process group again before."""
+
+    number: int
+    reform: bool
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """End the process with this exit code."""
 
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Leave
+ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Heal | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nblaunch._protocol import Collective, FrameRecord
 
@@ -42,6 +43,10 @@ class HangReport:
         if self.finished:
             parts.append(f"[{format_ranks(self.finished)}] had finished")
         return "; ".join(parts)
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
+        """Show the whole report in a notebook."""
+        printer.text(str(self))
 
     def __str__(self) -> str:
         """Return the whole report as text."""

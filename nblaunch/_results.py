@@ -192,10 +192,12 @@ class RunResult:
     backend: str = ""
     failures: tuple[RankFailure, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    warnings: tuple[str, ...] = ()
     title: str = ""
     hang_report: HangReport | None = None
     """Where the ranks were when the run was last looked at: at its timeout, its interrupt, its silence."""
+    _warnings: tuple[str, ...] = ()
+    _late: list[str] = field(default_factory=list, repr=False)
+    """Grows when a rank leaves badly after its value has come."""
     _log_dir: Path | None = None
     _state: RunState | None = field(default=None, repr=False)
     _keep: object = field(default=None, repr=False)
@@ -218,6 +220,11 @@ class RunResult:
             if failure.consequence_of is None:
                 return failure
         return self.failures[0] if self.failures else None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What went wrong without failing the run; ranks may still add to it while they leave."""
+        return (*self._warnings, *self._late)
 
     @property
     def log_dir(self) -> Path | None:
@@ -258,7 +265,7 @@ class RunResult:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the values and the output, not the live state nor the log directory."""
-        return {**self.__dict__, "_state": None, "_keep": None}
+        return {**self.__dict__, "_late": list(self._late), "_state": None, "_keep": None}
 
     def __repr__(self) -> str:
         """Say how the run ended, in one line without times or pids."""

@@ -22,9 +22,11 @@ from nblaunch._protocol import (
     Entered,
     Exited,
     FailureRecord,
+    Healed,
     Hello,
     Measured,
     Message,
+    Names,
     Noticed,
     Payload,
     Phase,
@@ -122,6 +124,23 @@ class RunState:
             ranks={rank: RankState(rank) for rank in members},
             attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
         )
+
+    def seated(self, members: Mapping[int, RankState]) -> RunState:
+        """Return the state of a job that is given to `members`, which are there already."""
+        ranks = {
+            number: replace(
+                rank,
+                local_rank=members[number].local_rank,
+                node=members[number].node,
+                device=members[number].device,
+                pid=members[number].pid,
+                phase=members[number].phase,
+                state=_at_least_starting(rank.state) if members[number].node else rank.state,
+            )
+            for number, rank in self.ranks.items()
+            if number in members
+        }
+        return replace(self, ranks=ranks)
 
     @property
     def finished(self) -> bool:
@@ -241,7 +260,9 @@ def _advance_rank(
     | Printed
     | Exited
     | Shown
-    | Where,
+    | Where
+    | Names
+    | Healed,
 ) -> RankState:
     match message:
         case Hello():
@@ -267,7 +288,7 @@ def _advance_rank(
             return replace(known, transcript=_transcript.displayed(known.transcript, message))
         case Cleared():
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
-        case Switched() | Where():
+        case Switched() | Where() | Names() | Healed():
             return known
         case Returned():
             if known.state.final:

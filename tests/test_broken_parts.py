@@ -324,6 +324,8 @@ def test_a_notebook_survives_the_death_of_all_of_its_processes(kernel):
         kernel.ok("%%distributed -n 2\nrank")
         (keeper_of_it,) = psutil.Process(kernel.pid).children()
         (server,) = keeper_of_it.children()
+        while server.children():
+            time.sleep(0.01)  # until the ranks of the cell above have left
         pending = kernel.submit("%%distributed -n 2\nimport time; time.sleep(1000)")
         while len(server.children()) < 2:
             time.sleep(0.01)

@@ -31,12 +31,12 @@ torch.full((3_000_000,), rank)
 def works_again(kernel):
     kernel.ok("%%distributed -n 2 --out again\nrank + 1")
     assert kernel.value("again.values") == [1, 2]
-    assert (
-        kernel.value(
-            "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch-agent')]"
-        )
-        == []
-    )
+    # Ranks that have succeeded leave while the notebook goes on.
+    deadline = time.monotonic() + 30
+    while kernel.value(
+        "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch-agent')]"
+    ):
+        assert time.monotonic() < deadline
 
 
 @pytest.fixture
@@ -307,8 +307,8 @@ def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
     assert kernel.value("res.ranks[1].stdout") == "printed before the interrupt\n"
     assert "[rank 1] at cell line 6: time.sleep(1000)" in ran.error.evalue
     assert "[rank 0] had finished" in ran.error.evalue
-    assert kernel.value("[group.ranks for group in res.hang_report.groups]") == [(1,)]
-    assert kernel.value("res.hang_report.finished") == (0,)
+    assert kernel.value("[group.ranks for group in res.hang_report.groups]") == [[1]]
+    assert kernel.value("res.hang_report.finished") == [0]
 
 
 def test_a_keyboard_interrupt_of_the_cells_own_is_a_failure_of_its_rank(kernel):

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "nblaunch"
 LAYERS = ("data", "job", "rank", "agent", "diagnose", "session", "view", "cluster", "magic", "door")
 """Lowest first. `data` is every top-level module but the doors; the others are folders."""
 
-DOORS = {"nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._demo"}
+DOORS = {"nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._session_api", "nblaunch._demo"}
 """Where users come in; these may import anything, `nblaunch` itself only inside functions."""
 
 THIRD_PARTY = {

@@ -327,9 +327,11 @@ def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(event
         return torch.ones(300_000).sum().item()
 
     def settled():
-        """Return whether the logs of results that are gone have been removed."""
+        """Return whether ranks have left, and the logs of results that are gone have been removed."""
         gc.collect()
-        return not list(runtime.root().glob("logs-*"))
+        keeper_and_server = 2
+        children = psutil.Process().children(recursive=True)
+        return len(children) == keeper_and_server and not list(runtime.root().glob("logs-*"))
 
     for _ in range(2):
         nblaunch.run(job, nproc=2)

@@ -392,6 +392,7 @@ def test_text_without_control_characters_is_drawn_as_it_is(text):
         ("abc\b\bX", "aXc"),
         ("one\r\ntwo\r\n", "one\ntwo\n"),
         ("abc\r\x1b[Kx", "x"),
+        ("\x1b[31mred\r\x1b[0m\x1b[Kplain", "plain"),
         ("one\ntwo\n\x1b[2A\x1b[2Knew\n\n", "new\ntwo\n"),
         ("bar 1\nbar 2\x1b[A\rBAR", "BAR 1\nbar 2"),
         ("a\tb", "a       b"),

@@ -181,6 +181,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._attempt = -1
         self._reason = "started"
         self._stop = threading.Event()
+        self._restart = threading.Event()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
         self._stopped: set[int] = set()
@@ -193,6 +194,10 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def stop(self) -> None:
         """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
         self._stop.set()
+
+    def restart(self) -> None:
+        """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
+        self._restart.set()
 
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
@@ -222,6 +227,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub has taken note it may still release ranks of the attempt before.
         self._known_dead, self._stopped, self._others = set(), set(), frozenset()
+        self._restart.clear()
+        self._grace_over.clear()
         self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)
         # A restart, perhaps because it was killed.
@@ -250,6 +257,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._stop.is_set():
             self._interrupted()
+        if self._restart.is_set():
+            return self._failed(worker_group)
         self._stop_others()
         exitcodes = self._exitcodes()
         released = self._released()
@@ -291,7 +300,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """Stop the others of a group in which a rank has failed, and report all that failed."""
         exitcodes = self._exitcodes()
         self._tell(exitcodes, expected=False)
-        if len(exitcodes) < len(self._processes()):
+        if 0 < len(exitcodes) < len(self._processes()):
             # Peers that sit in a collective with the dead rank raise now; let them say so.
             self._stop.wait(_LAST_WORDS_SECONDS)
             exitcodes = self._exitcodes()

@@ -298,6 +298,14 @@ class RankProcess(process.BaseProcess):
     _start_method = None
     _popen: RankPopen
 
+    def start(self) -> None:
+        """Fork the process from our server."""
+        super().start()
+        # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
+        # end of this process, and of any that the user forks from it.
+        children: set[process.BaseProcess] = process._children  # type: ignore[attr-defined]  # noqa: SLF001
+        children.discard(self)
+
     @property
     def lost(self) -> bool:
         """Whether it has gone with the fork server, without an exit code that anybody could read."""

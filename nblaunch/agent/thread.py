@@ -66,6 +66,12 @@ class AgentThread:
             self._agent = None
             self._events.agent_ended(None)
 
+    def restart(self) -> None:
+        """End the worker group, and start another."""
+        agent = self._agent
+        if agent is not None:
+            agent.restart()
+
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         agent = self._agent

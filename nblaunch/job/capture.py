@@ -29,17 +29,26 @@ class Captured:
     imports: tuple[str, ...]
     sources: Mapping[str, str]
     """File name -> source of the notebook cells that captured functions were defined in."""
+    names: frozenset[str] = frozenset()
+    """The variables that go along."""
 
 
-def capture_cell(source: str, namespace: dict[str, Any], transform: Callable[[str], str] = str) -> Captured:
+def capture_cell(
+    source: str,
+    namespace: dict[str, Any],
+    transform: Callable[[str], str] = str,
+    *,
+    without: frozenset[str] = frozenset(),
+) -> Captured:
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
 
-    `transform` does that for cells within the cell (below a `%%time` of its own).
+    `transform` does that for cells within the cell (below a `%%time` of its own). `without` are names that
+    the ranks have already.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
     names = cell_names(source, transform=transform)
-    available = namespace.keys() - RANK_NAMES - _SHELL_NAMES
+    available = namespace.keys() - RANK_NAMES - _SHELL_NAMES - without
     needed = {name: namespace[name] for name in sorted(names.needed & available)}
     maybe = {name: namespace[name] for name in sorted((names.maybe & available) - names.needed)}
     try:
@@ -48,7 +57,9 @@ def capture_cell(source: str, namespace: dict[str, Any], transform: Callable[[st
         # A name that the cell may never load must not fail the run.
         sendable = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
         packed = _pack({**needed, **sendable}, needed, namespace, "the cell uses")
-    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed))
+        maybe = sendable
+    sent = frozenset(needed) | frozenset(maybe)
+    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent)
 
 
 def capture_call(

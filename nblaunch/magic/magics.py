@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.utils.text import DollarFormatter
 
 from nblaunch._errors import OptionError
-from nblaunch._option_line import split_words
-from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._protocol import CellJob
 from nblaunch._results import RunResult
-from nblaunch.diagnose.doctor import doctor
-from nblaunch.job.capture import Captured, capture_cell
+from nblaunch.job.capture import capture_cell
+from nblaunch.magic import auto, sessions
+from nblaunch.magic.commands import command
+from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.line import option_completions
 from nblaunch.session import engine, notebook
+from nblaunch.session.background import Handle
+from nblaunch.session.session import LiveSession
 from nblaunch.view.watch import watcher
 
-COMMANDS: dict[str, Callable[[], object]] = {"doctor": doctor}
-"""What `%distributed` can be followed by; the value is what the line shows."""
+T = TypeVar("T")
+Performed = Callable[[threading.Event | None], engine.Outcome]
 
 
 @magics_class
@@ -37,33 +40,80 @@ class DistributedMagics(Magics):
     def distributed(self, line: str, cell: str | None = None) -> object:
         """Run the cell on N torch ranks; without a cell, a command."""
         if cell is None:
-            return command(self._expanded(line))
-        self._run_cell(line, cell)
-        return None
+            return command(self._expanded(line), self.shell.user_ns)
+        return self._run_cell(line, cell)
 
-    def _run_cell(self, line: str, cell: str) -> None:
+    @cell_magic
+    def local(self, line: str, cell: str) -> None:  # noqa: ARG002 - a magic takes it
+        """Run the cell in the notebook, also while `%distributed auto` is on."""
+        with auto.suspended():
+            self.shell.run_cell(cell)
+
+    def _run_cell(self, line: str, cell: str) -> Handle | None:
         parsed = parse_line(self._expanded(line))
         if parsed.help_wanted:
             print(options_help("%%distributed"))  # noqa: T201 - the user asked for it
-            return
+            return None
         options = parsed.options
-        placement, environ = engine.place(options)
-        filename, title = self._name(f"%%distributed {line}\n{cell}")
-        captured = self._captured(cell, filename)
+        engine.refuse_inside_rank()
+        session = sessions.chosen(options)
+        first_line = 1 if auto.take_inserted() else 2
+        filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
-        launch = engine.Launch(
-            job=CellJob(source=cell, filename=filename, title=title, number=number),
-            captured=captured,
-            options=options,
-            placement=placement,
-            environ=environ,
-            title="cell",
-        )
-        finished = engine.perform(launch, watcher("cell", placement.backend))
+        job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
+        perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
+        if options.background:
+            return self._in_background(perform, options)
+        finished = perform(None)
         if finished.result is not None:
             self._hand_over(finished.result, options)
         if finished.error is not None:
             raise finished.error
+        return None
+
+    def _fresh(self, job: CellJob, options: LaunchOptions) -> Performed:
+        """Prepare a run on fresh ranks: all that can be wrong with it is said before it begins."""
+        if options.ranks is not None:
+            msg = (
+                "--ranks was asked for, but it chooses ranks of a session, and no session runs this cell. "
+                "Leave it out."
+            )
+            raise OptionError(msg)
+        placement, environ = engine.place(options)
+        captured = self._captured(
+            job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
+        )
+        watch = watcher("cell", placement.backend)
+
+        def perform(cancelled: threading.Event | None) -> engine.Outcome:
+            launch = engine.Launch(
+                job=job,
+                captured=captured,
+                options=options,
+                placement=placement,
+                environ=environ,
+                title="cell",
+                cancelled=cancelled,
+            )
+            return engine.perform(launch, watch)
+
+        return perform
+
+    def _kept(self, job: CellJob, options: LaunchOptions, session: LiveSession) -> Performed:
+        """Prepare a run on a session's ranks."""
+        sessions.check_cell_options(session, options)
+        return self._captured(
+            job,
+            lambda plain, transform: session.prepared(
+                job, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
+            ),
+        )
+
+    def _in_background(self, perform: Performed, options: LaunchOptions) -> Handle:
+        handle = Handle(perform)
+        if options.out is not None:
+            self.shell.user_ns[options.out] = handle
+        return handle
 
     def _expanded(self, line: str) -> str:
         try:
@@ -78,13 +128,15 @@ class DistributedMagics(Magics):
         filename: str = self.shell.compile.cache(source, number, raw_code=source)
         return filename, notebook.title_of(filename)
 
-    def _captured(self, cell: str, filename: str) -> Captured:
-        transformed = "\n" + self.shell.transform_cell(cell)
-        try:
-            return capture_cell(transformed, self.shell.user_ns, self.shell.transform_cell)
-        except SyntaxError as error:
-            error.filename = filename
-            raise error.with_traceback(None) from None
+    def _captured(self, job: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
+        """Capture what the cell uses; a cell that is no Python says so with its own line."""
+        with auto.suspended():
+            transformed = "\n" * (job.first_line - 1) + self.shell.transform_cell(job.source)
+            try:
+                return capture(transformed, self.shell.transform_cell)
+            except SyntaxError as error:
+                error.filename = job.filename
+                raise error.with_traceback(None) from None
 
     def _hand_over(self, result: RunResult, options: LaunchOptions) -> None:
         """Make the result `_` and the variable of `--out`, whether the run succeeded or not."""
@@ -93,35 +145,17 @@ class DistributedMagics(Magics):
         self.shell.displayhook.update_user_ns(result)
 
 
-def command(line: str) -> object:
-    """Carry out the command of a line `%distributed ...`; raises `OptionError` for one there is not."""
-    words = split_words(line)
-    chosen = COMMANDS.get(words[0]) if words else None
-    if chosen is not None and len(words) == 1:
-        return chosen()
-    asked = f"%distributed {line}".strip()
-    if chosen is not None:
-        msg = (
-            f"{asked!r} was asked for, but {words[0]} takes nothing after it. Write %distributed {words[0]}."
-        )
-        raise OptionError(msg)
-    guess = nearest(words[0], COMMANDS) if words else None
-    what_to_do = (
-        f"There are: {', '.join(COMMANDS)}. To run a cell on ranks, begin it with %%distributed."
-        if guess is None
-        else f"Did you mean %distributed {guess}?"
-    )
-    wrong = "there is no such command" if words else "it needs a command"
-    msg = f"{asked!r} was asked for, but {wrong}. {what_to_do}"
-    raise OptionError(msg)
-
-
 def register(shell: InteractiveShell) -> None:
     """Register the magics with `shell`, with help and completion."""
     magics = DistributedMagics(shell)
     method: Any = DistributedMagics.distributed
     method.__doc__ = f"{options_help('%%distributed')}"
     shell.register_magics(magics)
+    completer: Any = shell.Completer
+    completer.custom_matchers = [
+        *(each for each in completer.custom_matchers if each.__name__ != "session_matcher"),
+        make_matcher(),
+    ]
     shell.set_hook(
         "complete_command",
         lambda _shell, event: option_completions(event.text_until_cursor),

@@ -48,13 +48,15 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
-        recent = _collectives()
+        entries = _recorded()
+        recent = _collectives(entries)
         return Where(
             rank=self._rank,
             frames=tuple(self._frames()),
             collectives=tuple({each.group: each for each in recent}.values()),
             recent=recent,
             connections=tuple(_connections()),
+            pending=None if entries is None else sum(not _completed(entry) for entry in entries),
         )
 
     def free(self, fds: tuple[int, ...]) -> None:
@@ -112,14 +114,23 @@ def dump_on_signal(directory: str, rank: int) -> None:
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 
-def _collectives() -> tuple[Collective, ...]:
-    """Return what the flight recorder remembers of collectives, oldest first."""
+def _recorded() -> list[dict[str, Any]] | None:
+    """Return what the flight recorder remembers, oldest first; None where there is none."""
     try:
         recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
     except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
-        return ()
+        return None
+    return list(recorded.get("entries", ()))
+
+
+def _completed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _collectives(entries: list[dict[str, Any]] | None) -> tuple[Collective, ...]:
+    """Return the collectives among these, oldest first."""
     by_group: dict[str, list[Collective]] = {}
-    for entry in recorded.get("entries", ()):
+    for entry in entries or ():
         if entry.get("is_p2p"):
             continue
         collective = _collective(entry)
@@ -139,7 +150,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
         operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
         dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
-        completed=bool(entry.get("retired")) or entry.get("state") == "completed",
+        completed=_completed(entry),
     )
 
 

@@ -16,6 +16,7 @@ from nblaunch._protocol import (
     Dispatch,
     FreeCollective,
     FromRank,
+    Heal,
     Hello,
     Interrupt,
     Leave,
@@ -53,7 +54,7 @@ class Link:
     def __init__(self, address: str, identity: bytes, inspector: Inspector) -> None:
         """Connect to the hub at `address`; say nothing yet."""
         self._inspector = inspector
-        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Leave] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Heal | Leave] = queue.SimpleQueue()
         self._working = False
         self._interrupted = False
         self._lock = threading.Lock()

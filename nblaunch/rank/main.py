@@ -27,10 +27,16 @@ from nblaunch._protocol import (
     CellJob,
     Dispatch,
     Entered,
+    FunctionJob,
+    Heal,
+    Healed,
     Hello,
     Leave,
+    Names,
     Phase,
     Prepare,
+    PullJob,
+    PushJob,
     Raised,
     Returned,
     Shown,
@@ -41,6 +47,9 @@ from nblaunch.rank import environment, failure, inspection, process_group, shell
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
+from nblaunch.rank.variables import Variables
+
+_ERROR_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,8 @@ class Orders:
     token: str
     attempt: int
     spill: str
+    keep: bool = False
+    """Whether the rank has one job after the other."""
 
 
 class ValueNotSentError(TypeError):
@@ -69,6 +80,8 @@ class Rank:
         self.phase = Phase.CONNECT
         self.titles: dict[str, str] = {}
         self.outgoing: shared.Outgoing | None = None
+        self.variables = Variables(kept=orders.keep)
+        self.names_told: tuple[str, ...] = ()
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
@@ -92,13 +105,20 @@ class Rank:
         exitcode = 1
         try:
             while True:
-                match self.link.inbox.get():
-                    case Prepare() as prepare:
-                        self._guarded(functools.partial(self._prepare, prepare))
-                    case Dispatch() as dispatch:
-                        self._guarded(functools.partial(self._work, dispatch))
-                    case Leave(exitcode=exitcode):
-                        return exitcode
+                try:
+                    match self.link.inbox.get():
+                        case Prepare() as prepare:
+                            self._guarded(functools.partial(self._prepare, prepare))
+                        case Dispatch() as dispatch:
+                            self._guarded(functools.partial(self._work, dispatch))
+                        case Heal(number=number, reform=reform):
+                            self._heal(number, reform=reform)
+                        case Leave(exitcode=exitcode):
+                            return exitcode
+                except KeyboardInterrupt:
+                    # It was sent while the job was still at work, and comes when that has ended.
+                    if not self.orders.keep:
+                        raise
         finally:
             self._leave(exitcode)
 
@@ -109,6 +129,8 @@ class Rank:
                 step()
             finally:
                 self.link.end_job()
+                if self.orders.keep:
+                    self._tell_names()
         except SystemExit as error:
             self._exited(error)
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
@@ -132,6 +154,10 @@ class Rank:
 
     def _work(self, dispatch: Dispatch) -> None:
         self.phase = Phase.JOB
+        if self.outgoing is not None:
+            # The value of the job before: the notebook has it, or this job would not be here.
+            self.outgoing.close()
+            self.outgoing = None
         self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()))
         self.link.begin_job()
         job = dispatch.job
@@ -139,17 +165,29 @@ class Rank:
         shell.remember_sources(dispatch.sources)
         for module in dispatch.imports:
             __import__(module)
-        stream, *buffers = shared.get(dispatch.payload, private=True)
-        loaded = payload.loads(stream, buffers, str(self.device))
+        with self.variables.protected():
+            stream, *buffers = shared.get(dispatch.payload, private=True)
+            loaded = payload.loads(stream, buffers, str(self.device))
         payload.remember_received_classes()
-        value = self._run_cell(job, loaded) if isinstance(job, CellJob) else self._call(*loaded)
+        value = self._do(job, loaded)
         self.link.end_job()
         self._returned(value)
 
+    def _do(self, job: CellJob | FunctionJob | PushJob | PullJob, loaded: Any) -> object:
+        match job:
+            case CellJob():
+                return self._run_cell(job, loaded)
+            case PushJob():
+                self.variables.push(loaded)
+                return None
+            case PullJob(names=names):
+                return self.variables.pull(names)
+            case FunctionJob():
+                return self._call(*loaded)
+
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
-        namespace = shell.namespace()
-        namespace.update(captured)
-        namespace.update(
+        self.variables.bring(captured)
+        shell.namespace().update(
             rank=self.rank,
             local_rank=int(os.environ["LOCAL_RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
@@ -202,9 +240,26 @@ class Rank:
 
     def _failed(self, error: BaseException, exitcode: int) -> None:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
-        failure.write_error_file(error)
+        if not self.orders.keep:
+            failure.write_error_file(error)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
+
+    def _tell_names(self) -> None:
+        names = self.variables.names()
+        if names != self.names_told:
+            self.names_told = names
+            self.link.send(Names(rank=self.rank, names=names))
+
+    def _heal(self, number: int, *, reform: bool) -> None:
+        """Be ready for another job."""
+        error = ""
+        try:
+            if reform:
+                process_group.form_again(number, self.device)
+        except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
+            error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
+        self.link.send(Healed(rank=self.rank, number=number, error=error))
 
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE

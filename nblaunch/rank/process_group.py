@@ -29,11 +29,13 @@ _original: Callable[..., None] = distributed_c10d.init_process_group
 _calls: Counter[str] = Counter()
 _ours: Any = None
 _agent_store: dist.Store | None = None
+_formed_with: dict[str, Any] | None = None
+"""What the default group was made with, so that another one can take its place."""
 
 
 def form(backend: str, device: torch.device) -> None:
     """Form the default group of all ranks over the agent's store."""
-    global _ours
+    global _formed_with, _ours
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     _original(
         backend=backend,
@@ -43,6 +45,22 @@ def form(backend: str, device: torch.device) -> None:
         **keywords,
     )
     _ours = dist.group.WORLD
+    _formed_with = {"backend": backend, **keywords}
+
+
+def form_again(number: int, device: torch.device) -> None:
+    """Replace the default group, which may be broken, by a new one of the same kind; check it.
+
+    Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one.
+    """
+    global _ours
+    leave()
+    if _formed_with is None:
+        return
+    arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    _original(**arguments, store=_store("healed", number))
+    _ours = dist.group.WORLD
+    dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
 
 
 def prefer_loopback() -> None:
@@ -65,7 +83,7 @@ def accept_user_calls() -> None:
 
 @functools.wraps(_original)
 def _init_process_group(*args: object, **keywords: object) -> None:
-    global _ours
+    global _formed_with, _ours
     if _ours is not None:
         if dist.is_initialized() and dist.group.WORLD is _ours:
             dist.destroy_process_group()
@@ -79,6 +97,8 @@ def _init_process_group(*args: object, **keywords: object) -> None:
         call.arguments["rank"], call.arguments["world_size"] = rank, world_size
         _calls[where] += 1
     _original(*call.args, **call.kwargs)
+    same = ("backend", "timeout", "pg_options", "device_id")
+    _formed_with = {name: call.arguments[name] for name in same if name in call.arguments}
 
 
 def _address(arguments: dict[str, Any]) -> tuple[str, int, int] | None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 import time
 import uuid
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError, RunTimeoutError
+from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
-from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare
+from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob
 from nblaunch._reports import format_ranks
 from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
@@ -23,44 +25,26 @@ from nblaunch.agent.elastic import AgentSettings
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
 from nblaunch.session import hub, notebook, outcome
+from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
-from nblaunch.session.hang_watch import HangWatch
+from nblaunch.session.job import Job
 from nblaunch.session.usage import measuring
 
-_DRAW_SECONDS = 0.1
-# An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
 _END_SECONDS = 30.0
-# Who interrupts does not want to wait for the answer of a rank that has none.
-_ASK_SECONDS = 0.3
-
-
-class Watcher(Protocol):
-    """Whoever shows the run; called on the caller's thread only."""
-
-    @property
-    def shows_usage(self) -> bool:
-        """Whether the ranks are to be measured meanwhile."""
-
-    def open(self, state: RunState) -> None:
-        """Begin."""
-
-    def draw(self, state: RunState) -> None:
-        """Show what is new."""
-
-    def close(self, state: RunState) -> None:
-        """Show the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A job with everything that is decided before a process starts."""
 
-    job: CellJob | FunctionJob
+    job: CellJob | FunctionJob | PushJob | PullJob
     captured: Captured
     options: LaunchOptions
     placement: Placement
     environ: dict[str, str]
     title: str
+    cancelled: threading.Event | None = None
+    """Whoever sets it interrupts the run, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,131 +77,89 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
 
 
 def perform(launch: Launch, watcher: Watcher) -> Outcome:
-    """Run a job to its end, whatever that is; every failure is in the outcome."""
+    """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
     forkserver.server.ensure_running()
-    settings = _settings(launch)
+    wait_for_gpus(launch.placement)
+    settings = settings_of(launch.options, launch.placement)
     private = None if launch.options.log_dir else outcome.LogDirectory(settings.log_dir)
+    group = WorkerGroup(hub.get(), settings)
+    _leaving.append(weakref.ref(group))
+    return conduct(
+        group, launch, prepare_of(launch.options, launch.placement, launch.environ), watcher, private=private
+    )
+
+
+def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
+    group: WorkerGroup,
+    launch: Launch,
+    prepare: Prepare,
+    watcher: Watcher,
+    *,
+    private: object,
+    ranks: tuple[int, ...] | None = None,
+) -> Outcome:
+    """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
-        group = WorkerGroup(hub.get(), settings, _prepare(launch), _dispatch(launch, outgoing.payload))
-        ending = _Ending(group, launch.options, watcher)
-        state = group.state
+        state = RunState.fresh(group.state.world_size, ranks, time=time.time())
+        job = Job(_dispatch(launch, outgoing.payload), state)
+        ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
+        shown = job.state
         try:
-            with measuring(lambda: group.state, group.measured, wanted=watcher.shows_usage):
+            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage):
                 error = ending.wait()
             try:
-                result = _collect(group, launch, private)
+                result = _collect(job, launch, private)
             except KeyboardInterrupt as interrupt:
                 # All values are here: whoever stops the notebook now still gets them.
-                result, error = _collect(group, launch, private), interrupt
-            state = result.state
+                result, error = _collect(job, launch, private), interrupt
+            shown = result.state
         finally:
             try:
                 ending.ensure()
                 group.close()
+                job.values = {}
             finally:
-                watcher.close(state if state.finished else group.state)
-    error = error or _error(group, result, launch.options)
+                watcher.close(shown if shown.finished else job.state)
+    error = error or _error(job, result, launch.options)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
     return Outcome(result, error)
 
 
-def _collect(group: WorkerGroup, launch: Launch, private: object) -> RunResult:
+_kept: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+
+
+def keep(group: WorkerGroup) -> None:
+    """Remember a group that outlives its runs: it must go before the fork server does."""
+    _kept.add(group)
+
+
+_leaving: list[weakref.ref[WorkerGroup]] = []
+
+
+def wait_for_gpus(placement: Placement) -> None:
+    """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
+    _leaving[:] = [each for each in _leaving if (group := each()) is not None and not group.closed.is_set()]
+    if placement.device_type == "cpu":
+        return
+    for each in _leaving:
+        group = each()
+        if group is not None:
+            group.closed.wait(_END_SECONDS)
+
+
+def _collect(job: Job, launch: Launch, private: object) -> RunResult:
     return outcome.collect(
-        group,
+        job,
         backend=launch.placement.backend,
         title=launch.title,
-        log_dir=_own_directory(group),
+        log_dir=_own_directory(job),
         keep=private,
     )
 
 
-class _Ending:
-    """Waits for a group's end, and sees to it that there is one."""
-
-    def __init__(self, group: WorkerGroup, options: LaunchOptions, watcher: Watcher) -> None:
-        self._group = group
-        self._options = options
-        self._watcher = watcher
-        self._hang_watch = HangWatch(options.hang_after, group.where)
-
-    def wait(self) -> BaseException | None:
-        """Wait until all is over; return what ended it early: an interrupt or the timeout."""
-        deadline = None if self._options.timeout is None else time.monotonic() + self._options.timeout
-        try:
-            self._watcher.open(self._group.state)
-            self._group.start()
-            while not self._group.ended.wait(_DRAW_SECONDS):
-                self._watcher.draw(self._group.state)
-                hanging = self._hang_watch.look(self._group.state)
-                if hanging is not None:
-                    self._group.looked_at(hanging)
-                    self._group.notice(f"nothing heard for {self._options.hang_after:g} s\n{hanging}")
-                if deadline is not None and time.monotonic() > deadline:
-                    return self._timed_out()
-        except KeyboardInterrupt as interrupt:
-            return self._interrupted(interrupt)
-        return None
-
-    def _timed_out(self) -> BaseException:
-        report = self._group.where()
-        self._group.looked_at(report)
-        where = report.summary or _where(self._group.state)
-        self._group.stop()
-        self.ensure()
-        return RunTimeoutError(
-            f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
-            + "".join(f"\n{finding}" for finding in report.findings),
-            hang_report=report,
-        )
-
-    def _interrupted(self, interrupt: KeyboardInterrupt) -> BaseException:
-        """Give the ranks the grace period to end by themselves; a second interrupt skips it."""
-        where = _where(self._group.state)
-        try:
-            report = self._group.where(_ASK_SECONDS)
-            self._group.looked_at(report)
-            where = report.summary or where
-            self._group.interrupt()
-            if not self._drawing(self._options.grace):
-                self._group.hurry()
-            self._drawing(_END_SECONDS)
-        except KeyboardInterrupt:
-            self._group.hurry()
-            self.ensure()
-        message = f"the run was interrupted: {where}"
-        interrupt.args = (message,)
-        # IPython's own protocol; the frames of our waiting are no news.
-        interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]
-        return interrupt.with_traceback(None)
-
-    def ensure(self) -> None:
-        """End the group if it has not ended."""
-        if not self._group.ended.is_set():
-            self._group.stop()
-            self._drawing(self._options.grace + _END_SECONDS)
-
-    def _drawing(self, seconds: float) -> bool:
-        """Wait for the end, at most `seconds`, and show what happens meanwhile."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            if self._group.ended.wait(min(left, _DRAW_SECONDS)):
-                return True
-            self._watcher.draw(self._group.state)
-        return self._group.ended.is_set()
-
-
-def _where(state: RunState) -> str:
-    """Say in one line where the ranks are."""
-    groups: dict[str, list[int]] = {}
-    for rank in state.ranks.values():
-        word = f"phase '{rank.phase}'" if rank.state in (State.INIT, State.STARTING) else rank.state.value
-        groups.setdefault(word, []).append(rank.rank)
-    return ", ".join(f"{format_ranks(ranks)} {word}" for word, ranks in groups.items())
-
-
-def _settings(launch: Launch) -> AgentSettings:
-    options = launch.options
+def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
+    """Return what the agent needs to know; makes the log directory, or raises `OptionError`."""
     directory = Path(options.log_dir).absolute() if options.log_dir else runtime.make_directory("logs-")
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -228,7 +170,7 @@ def _settings(launch: Launch) -> AgentSettings:
         )
         raise OptionError(msg) from error
     return AgentSettings(
-        nproc=launch.placement.nproc,
+        nproc=placement.nproc,
         role=options.role,
         max_restarts=options.max_restarts,
         monitor_interval=options.monitor_interval,
@@ -239,16 +181,16 @@ def _settings(launch: Launch) -> AgentSettings:
     )
 
 
-def _prepare(launch: Launch) -> Prepare:
-    backend = launch.placement.backend if launch.options.init_process_group else None
+def prepare_of(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> Prepare:
+    """Return what makes processes the ranks of this notebook, as it is now."""
     return Prepare(
-        environ=tuple(os.fsencode(f"{name}={value}") for name, value in launch.environ.items()),
+        environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
         cwd=str(Path.cwd()),
         path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
         argv=tuple(sys.argv[:1]) or ("",),
-        backend=backend,
-        device_type=launch.placement.device_type,
-        accelerators=launch.placement.accelerators,
+        backend=placement.backend if options.init_process_group else None,
+        device_type=placement.device_type,
+        accelerators=placement.accelerators,
     )
 
 
@@ -265,27 +207,27 @@ def _dispatch(launch: Launch, payload: object) -> Dispatch:
     )
 
 
-def _own_directory(group: WorkerGroup) -> Path | None:
+def _own_directory(job: Job) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
-    for ranks in group.logs.attempts.values():
+    for ranks in job.logs.values():
         for logs in ranks.values():
             return Path(logs.worker.stdout).parents[2]
     return None
 
 
-def _error(group: WorkerGroup, result: RunResult, options: LaunchOptions) -> BaseException | None:
+def _error(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
     """Return the error that a run which was not cut short ends with, if it failed."""
-    if group.launch_failure is not None:
-        phase, message = group.launch_failure
+    if job.launch_failure is not None:
+        phase, message = job.launch_failure
         return LaunchError(message, phase=phase)
-    if group.error is not None:
-        if isinstance(group.error, NblaunchError):
-            return group.error
-        phase = _phase_of(group.error, group.state)
+    if job.error is not None:
+        if isinstance(job.error, NblaunchError):
+            return job.error
+        phase = _phase_of(job.error, job.state)
         error: BaseException = LaunchError(
-            f"phase '{phase}' broke: {type(group.error).__name__}: {group.error}", phase=phase
+            f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}", phase=phase
         )
-        error.__cause__ = group.error
+        error.__cause__ = job.error
         return error
     root = result.root_cause
     if root is None:
@@ -344,6 +286,12 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
 
 def close() -> None:
     """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
+    groups = [group for group in _kept if not group.closed.is_set()]
+    for group in groups:
+        # Before the fork server: an agent whose ranks are lost would start others.
+        group.stop()
+    for group in groups:
+        group.closed.wait(_END_SECONDS)
     forkserver.server.stop()
     hub.close()
     runtime.remove_root()

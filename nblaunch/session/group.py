@@ -1,4 +1,7 @@
-"""A worker group and its run: what the ranks say and the agent reports, brought together.
+"""A worker group: what the ranks say and the agent reports, brought together, job after job.
+
+A group of one run has one job, is dispatched anew after a restart, and ends with it. A kept group (a
+session's) goes on: its ranks keep their variables from job to job.
 
 All methods named `_on_...`, `receive` and `tick` run on the hub's thread and are the only ones that
 change anything; `state` is an immutable snapshot that any thread may read.
@@ -10,136 +13,139 @@ import secrets
 import threading
 import time
 
-import msgspec
-
 from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
     AttemptStarted,
-    CellJob,
-    Dispatch,
     Entered,
     Exited,
-    FailureRecord,
     FromRank,
+    Healed,
     Hello,
-    Leave,
     Measured,
-    Message,
+    Names,
     Noticed,
     Phase,
     Prepare,
-    Raised,
     Returned,
-    RunEnded,
     Where,
 )
-from nblaunch._reports import HangReport, format_ranks
-from nblaunch._state import RankState, RunState, State, advance, looked_at
+from nblaunch._reports import HangReport
+from nblaunch._state import RunState
 from nblaunch.agent import runtime
 from nblaunch.agent.elastic import AgentSettings, Worker
-from nblaunch.agent.logs import read_text
 from nblaunch.agent.thread import AgentThread
-from nblaunch.diagnose.exits import explain_exit, oom_kills
-from nblaunch.job import shared
-from nblaunch.rank.inspection import fatal_path
 from nblaunch.rank.main import Orders
+from nblaunch.session.course import Course
+from nblaunch.session.departures import Departures
 from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
-from nblaunch.session.interruption import Interruption
-from nblaunch.session.rank_logs import RankLogs
+from nblaunch.session.job import Job
+from nblaunch.session.phases import Phases
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
-# A rank's last words may still lie in the socket when its process is gone.
-_LAST_WORDS_SECONDS = 0.05
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
-_CONNECT_SECONDS = 60.0
-_PROCESS_GROUP_SECONDS = 120.0
 
 
-class WorkerGroup:
-    """N ranks under one agent, for one job."""
+class WorkerGroup(Course):
+    """N ranks under one agent; `keep` says whether they outlive a job."""
 
-    def __init__(self, hub: Hub, settings: AgentSettings, prepare: Prepare, dispatch: Dispatch) -> None:
+    def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool = False) -> None:
         """Prepare a group; `start` starts it."""
-        self.group = secrets.token_hex(4)
+        super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
-        self.attempt = 0
-        self.state = RunState.fresh(settings.nproc, time=time.time())
-        self.values: dict[int, tuple[memoryview, ...]] = {}
-        self.logs = RankLogs()
-        self.error: BaseException | None = None
-        self.launch_failure: tuple[str, str] | None = None
-        self.ended = threading.Event()
-        self._hub = hub
-        self._settings = settings
-        self._prepare = prepare
-        self._dispatch = dispatch
-        self._ready: set[int] = set()
-        self._gone: dict[int, tuple[float, Exited]] = {}
-        self._leave_at: float | None = None
-        self._left = False
-        self._dispatched = False
-        self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
-        self._oom_before = oom_kills()
-        self._phase_deadline: tuple[Phase, float] | None = None
+        self._started = False
         self._agent = AgentThread(settings, self._rank_arguments, self)
         # Last: an interrupt that comes while this is made must leave nothing behind.
         self._directory = runtime.make_directory("group-")
+        self._departures = Departures(self._directory)
 
     # --- for the caller's thread -----------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the agent, which starts the ranks."""
-        self._hub.add(self)
-        self._agent.start()
+        """Start the agent, which starts the ranks; does nothing the second time."""
+        if not self._started:
+            self._started = True
+            self._hub.add(self)
+            self._agent.start()
+
+    def begin(self, job: Job | None, prepare: Prepare) -> None:
+        """Give the ranks a job, to be dispatched once all of them are ready; None only makes them ready."""
+        self._hub.call(lambda: self._begin(job, prepare))
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers."""
-        ranks = self.state.ranks.values()
-        inquiry = Inquiry(rank.rank for rank in ranks if rank.node and not rank.state.final)
+        inquiry = Inquiry(
+            rank.rank for rank in self._at_work.ranks.values() if rank.node and not rank.state.final
+        )
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
-        return inquiry.report(self.state, str(self._directory), self._titles())
+        return inquiry.report(self._at_work, str(self._directory), self._titles)
+
+    @property
+    def _at_work(self) -> RunState:
+        """The job's state while there is one, else that of the ranks, which are idle."""
+        job = self.job
+        return job.state if job is not None and not job.ended.is_set() else self.state
 
     def looked_at(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are with what is known of the run."""
-        self._hub.call(lambda: self._keep(report))
+        """Keep a report of where the ranks are with what is known of the job."""
+        job, kept = self.job, threading.Event()
+
+        def keep() -> None:
+            if job is not None:
+                job.keep(report)
+            kept.set()
+
+        self._hub.call(keep)
+        kept.wait(_ANSWER_SECONDS)
 
     def measured(self, measured: Measured) -> None:
         """Keep what the ranks use with what is known of the run."""
         self._hub.call(lambda: self._fold(measured))
 
     def notice(self, text: str) -> None:
-        """Say something about the run that does not end it."""
+        """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
 
     def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank; free those that are stuck in a collective."""
+        """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective."""
         self._hub.call(self._interrupt)
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
         self._agent.stop()
 
+    def restart(self, reason: str) -> None:
+        """End the ranks of a kept group, and start others."""
+        self._hub.call(lambda: self._restart(reason))
+
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         self._agent.hurry()
-        self._agent.stop()
+        if self.keep:
+            self.restart("it was interrupted twice")
+        else:
+            self._agent.stop()
+
+    def leave(self) -> None:
+        """Let the ranks of a kept group end in order."""
+        self._hub.call(self._dismiss)
 
     def close(self) -> None:
-        """Wait for the last of the group, which has ended, and let go of its values."""
-        self._agent.join(_JOIN_SECONDS if self.ended.is_set() else 0)
+        """Wait for the last of a group that has ended, and let go of its values."""
+        self._agent.join(_JOIN_SECONDS if self.closed.is_set() else 0)
         # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
-        self.values = {}
+        if self.closed.is_set():
+            self.job = None
 
     # --- from the agent's thread -----------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         spill = str(self._directory)
-        return (Orders(self._hub.address, self.group, self.token, attempt, spill),)
+        return (Orders(self._hub.address, self.group, self.token, attempt, spill, self.keep),)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Take note before the first process is forked: it may speak before the last one is."""
@@ -166,215 +172,156 @@ class WorkerGroup:
         exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
         self._hub.call(lambda: self._on_exit(exited))
 
+    def others_stopped(self) -> None:
+        """Take note that nobody is at work any more: those that have failed may go."""
+        self._hub.call(self._send_leave)
+
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note of the agent's end."""
         self._hub.call(lambda: self._on_agent_end(error))
 
-    # --- on the hub's thread ---------------------------------------------------------------------
+    # --- on the hub's thread: what the ranks say -------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
-        for printed in self.logs.before(message):
+        for printed in self._logs.before(message):
             self._fold(printed)
         match message:
             case Hello():
-                self._hub.send(self, message.rank, self._prepare)
+                if self._prepare is not None:
+                    self._hub.send(self, message.rank, self._prepare)
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
-            case Returned():
-                if not self._take_value(message):
-                    return
-            case Where():
-                self._interruption.answered(message, self.state)
+                self._phases.reached(Phase.PROCESS_GROUP, message.rank)
+            case Names():
+                self.names[message.rank] = message.names
                 return
+            case Healed():
+                self._on_healed(message)
+                return
+            case Where():
+                self._answered(message)
+                return
+            case Returned():
+                taken = self.job.take_value(message) if self.job is not None else None
+                if not isinstance(taken, Returned):
+                    if taken is not None:
+                        self.receive(taken)
+                    return
             case _:
                 pass
-        outcome = self._interruption.as_stopped(message)
-        self._fold(outcome)
-        self._after(outcome)
+        self._fold(self._interruption.as_stopped(message))
+        if isinstance(message, Hello):
+            self._phases.reached(Phase.CONNECT, message.rank)
+            if self._prepare is not None:
+                self._phases.begin_process_group(self.state.world_size)
+            else:
+                self._phases.wait_without_limit(self.state.world_size)
+        self._dispatch_when_ready()
+
+    def _answered(self, message: Where) -> None:
+        job = self.job
+        self._interruption.answered(message, job.state if job is not None else self.state)
+
+    # --- on the hub's thread: what the agent says ------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""
-        for printed in self.logs.news(self.state.ranks):
-            self._fold(printed)
+        job = self.job
+        if job is not None and not job.ended.is_set():
+            for printed in self._logs.news(job.state.ranks):
+                self._fold(printed)
         self._fold_exits(now)
-        if self._leave_at is not None and now >= self._leave_at:
-            self._let_go()
-        self._interruption.tick(self.state, now)
-        if self._phase_deadline is not None and now > self._phase_deadline[1]:
-            self._phase_timed_out(self._phase_deadline[0])
+        if job is not None and job.settle_at is not None and now >= job.settle_at:
+            self._settled(job)
+        self._interruption.tick(job.state if job is not None else self.state, self.state, now)
+        self._healing.tick(now)
+        if self._restart_at is not None and now >= self._restart_at:
+            self._restart("ranks did not come back within the grace period")
+        failure = self._phases.overdue(now, self.state)
+        if failure is not None:
+            self._launch_failure = failure
+            self._agent.stop()
 
     def lost(self, error: Exception) -> None:
         """End the run: nobody hears its ranks any more."""
-        self.error = RunFailedError(
+        self._error = RunFailedError(
             f"the ranks can no longer be heard, and have been ended: the hub's socket broke ({error}). "
             "The next run makes a new one."
         )
         self._agent.stop()
 
-    def _interrupt(self) -> None:
-        self._interruption.begin(self.state)
-        if not self._dispatched:
-            self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
-
-    def _after(self, message: Message) -> None:
-        self._dispatch_when_ready()
-        if isinstance(message, Hello) and all(
-            rank.state is not State.INIT and rank.node for rank in self.state.ranks.values()
-        ):
-            self._phase_deadline = (Phase.PROCESS_GROUP, time.monotonic() + _PROCESS_GROUP_SECONDS)
-        if self.state.finished:
-            self._let_go()
-        elif self.state.failed and self._leave_at is None:
-            self._leave_at = time.monotonic() + SETTLE_SECONDS
-
-    def _dispatch_when_ready(self) -> None:
-        """Dispatch once every rank has its process group, and its log files are known."""
-        if len(self._ready) == self.state.world_size and self.logs.known and not self._left:
-            if self._interruption.begun:
-                return
-            self._phase_deadline, self._dispatched = None, True
-            self._ready.clear()
-            for rank in self.state.ranks:
-                self._hub.send(self, rank, self._dispatch)
-                # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
-                self._fold(Entered(rank=rank, phase=Phase.JOB))
-
-    def _let_go(self) -> None:
-        """Tell every rank that has an outcome to end; the agent sees to the others."""
-        if self._left:
-            return
-        self._left, self._leave_at = True, None
-        succeeded = all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
-        others = frozenset(rank.rank for rank in self.state.ranks.values() if not rank.state.final)
-        self._agent.release(succeeded=succeeded, others=others)
-        if not others:
-            self._send_leave()
-        if self._interruption.begun:
-            self._agent.stop()  # also: no restart
-
-    def others_stopped(self) -> None:
-        """Take note that nobody is at work any more: those that have failed may go."""
-        self._hub.call(self._send_leave)
-
-    def _send_leave(self) -> None:
-        for rank in self.state.ranks.values():
-            if rank.state is State.FAILED and rank.failure is not None:
-                self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
-            elif rank.state.final:
-                self._hub.send(self, rank.rank, Leave())
-
-    def _take_value(self, message: Returned) -> bool:
-        """Map a value while its rank still holds it; return False if that came too late."""
-        try:
-            self.values[message.rank] = shared.get(message.value, private=False)
-        except (FileNotFoundError, ProcessLookupError):
-            return False  # the process is gone; its exit says so
-        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
-            failure = FailureRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=f"the notebook could not take the value over: {error}",
-                time=time.time(),
-                phase=Phase.VALUE,
-            )
-            self.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
-            return False
-        return True
-
     def _on_attempt(self, message: AttemptStarted) -> None:
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self._fold_exits(float("inf"))
-        self.logs.close()
+        self._logs.close()
         self.attempt = message.number
-        self._ready, self._gone = set(), {}
-        self._leave_at, self._left, self._dispatched = None, False, False
-        self.values = {}
+        self._ready, self.names = set(), {}
+        self._departures.forget()
+        self._restart_at = None
+        self._healing.abandon()
+        self._phases = Phases()
+        job = self.job
+        if message.number > 0 and self.keep:
+            self._note("the ranks were started anew: all of their variables are gone")
+        if self.keep and job is not None and job.dispatched:
+            # The ranks that had it are gone, and so is all that it could have been done with.
+            self._finish(job)
+        elif job is not None and not job.ended.is_set():
+            job.begin_again()
         self._fold(message)
-        self._phase_deadline = None
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        self.logs.begin(number, workers)
+        self._logs.begin(number, workers)
         pids = {worker.rank: worker.pid for worker in workers}
         self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
-        if self._phase_deadline is None:
-            # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
-            self._phase_deadline = (Phase.CONNECT, time.monotonic() + _CONNECT_SECONDS)
+        # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
+        self._phases.begin_connect()
         self._dispatch_when_ready()
 
     def _on_exit(self, exited: Exited) -> None:
         self._hub.drain()
-        self._gone[exited.rank] = (time.monotonic() + _LAST_WORDS_SECONDS, exited)
+        if self.keep and not self.ready and not exited.expected:
+            self._agent.stop()  # a rank that cannot even be started would not come into being again
+        self._healing.abandon()
+        self._departures.note(exited, time.monotonic())
         self._fold_exits(time.monotonic())
 
     def _fold_exits(self, now: float) -> None:
         """Fold ends whose last words have had time to arrive, or that have no more to say."""
-        for rank, (due, exited) in list(self._gone.items()):
-            known = self.state.ranks.get(rank)
-            if known is not None and not known.state.final and now < due:
-                continue
-            del self._gone[rank]
-            if known is None or not known.state.final:
-                for printed in self.logs.rest(rank):
+        job = self.job
+        for exited in self._departures.due(job, now):
+            if job is None or exited.rank not in job.state.ranks or job.ended.is_set():
+                self._note_exit(exited)
+                self._fold(exited)
+            elif not job.has_outcome(exited.rank):
+                for printed in self._logs.rest(exited.rank):
                     self._fold(printed)
-                self._fold(self._explained(exited))
+                self._fold(self._departures.explained(exited, self._titles))
             else:
                 self._fold(exited)
-            self._after(exited)
 
-    def _explained(self, exited: Exited) -> Exited:
-        if exited.expected or exited.reason:
-            return exited
-        dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        why = explain_exit(exited.exitcode, dump, self._titles(), oom_before=self._oom_before)
-        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
-
-    def _titles(self) -> dict[str, str]:
-        titles = {filename: title for filename, (title, _) in self._dispatch.sources.items()}
-        job = self._dispatch.job
-        if isinstance(job, CellJob):
-            titles[job.filename] = job.title
-        return titles
-
-    def _phase_timed_out(self, phase: Phase) -> None:
-        waiting = [rank for rank in self.state.ranks.values() if not self._passed(rank, phase)]
-        seconds = _CONNECT_SECONDS if phase is Phase.CONNECT else _PROCESS_GROUP_SECONDS
-        self._phase_deadline = None
-        self.launch_failure = (
-            phase.value,
-            (
-                f"phase '{phase}' did not finish in {seconds:.0f} s: "
-                f"{format_ranks(rank.rank for rank in waiting)} did not come that far"
-            ),
-        )
-        self._agent.stop()
-
-    def _passed(self, rank: RankState, phase: Phase) -> bool:
-        return bool(rank.node) if phase is Phase.CONNECT else rank.rank in self._ready
+    def _note_exit(self, exited: Exited) -> None:
+        """Keep why a rank of a kept group died between two jobs."""
+        if self.keep and not exited.expected and not self.closed.is_set() and exited.exitcode != 0:
+            self._note(f"rank {exited.rank} {self._departures.explained(exited, self._titles).reason}")
 
     def _on_agent_end(self, error: BaseException | None) -> None:
+        job = self.job
         try:
             self._hub.drain(_LAST_DRAIN_SECONDS)
             self._fold_exits(float("inf"))
-            for printed in self.logs.rest_of_all():
-                self._fold(printed)
+            if job is not None and not job.ended.is_set():
+                for printed in self._logs.rest_of_all():
+                    self._fold(printed)
         except Exception as broken:  # noqa: BLE001 - whoever waits for the end must see it
             error = error or broken
         finally:
-            self.error = self.error or error
-            self._fold(RunEnded(time=time.time(), stopped=self.error is None))
+            self._error = self._error or error
             # Here and not in `close`: a caller who is interrupted once more may never come that far.
             self._hub.remove(self)
-            self.logs.close()
+            self._logs.close()
             runtime.remove_tree(self._directory)
-            self.ended.set()
-
-    def _keep(self, report: HangReport) -> None:
-        self.state = looked_at(self.state, report)
-
-    def _fold(self, message: Message) -> None:
-        self.state = advance(self.state, message)
-
-
-def _as_exitcode(code: int) -> int:
-    """Return what a process can end with: `sys.exit(256)` would be a success."""
-    return code & 0xFF or 1
+            self.closed.set()
+            if job is not None and not job.ended.is_set():
+                self._finish(job)

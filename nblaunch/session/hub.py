@@ -29,12 +29,17 @@ _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 0.02
 
 
-class Member(Protocol):
-    """A worker group, as the hub sees it."""
+class Addressee(Protocol):
+    """A worker group, as its messages are addressed."""
 
     group: str
-    token: str
     attempt: int
+
+
+class Member(Addressee, Protocol):
+    """A worker group, as the hub sees it."""
+
+    token: str
 
     def receive(self, message: FromRank) -> None:
         """Take a message from an authenticated rank of the present attempt."""
@@ -111,7 +116,7 @@ class Hub:
 
         self.call(forget)
 
-    def send(self, member: Member, rank: int, message: ToRank) -> None:
+    def send(self, member: Addressee, rank: int, message: ToRank) -> None:
         """Send to one rank of the group's present attempt; only on the hub's thread."""
         identity = f"{member.group}/{member.attempt}/{rank}".encode()
         with contextlib.suppress(zmq.ZMQError):

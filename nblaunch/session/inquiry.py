@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from nblaunch._frames import readable_main_stack
-from nblaunch._protocol import Where
+from nblaunch._protocol import Phase, Where
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State
 from nblaunch.diagnose import hang
@@ -56,7 +56,8 @@ class Inquiry:
             elif answer is None and known.node and known.pid is not None:
                 silent[known.rank] = _silent(known.pid, known.rank, directory, titles)
             elif answer is None or not answer.frames:
-                elsewhere[known.rank] = f"in phase '{known.phase}'"
+                idle = known.phase is Phase.READY
+                elsewhere[known.rank] = "idle" if idle else f"in phase '{known.phase}'"
         return hang.report(answers, silent=silent, finished=finished, elsewhere=elsewhere)
 
 

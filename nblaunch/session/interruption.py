@@ -32,10 +32,17 @@ class Interruption:
     def __init__(self, send: Callable[[int, ToRank], None]) -> None:
         """Begin uninterrupted."""
         self.begun = False
+        self.cut = False
+        """Whether connections between ranks have been cut."""
         self._send = send
         self._inquiries: list[Inquiry] = []
         self._free_at: float | None = None
         self._cut: tuple[Inquiry, float] | None = None
+
+    def reset(self) -> None:
+        """Begin uninterrupted: another job."""
+        self.begun = self.cut = False
+        self._free_at = self._cut = None
 
     def ask(self, inquiry: Inquiry) -> None:
         """Ask every rank that `inquiry` expects an answer of."""
@@ -58,12 +65,12 @@ class Interruption:
                 self._send(rank.rank, Interrupt())
         self._free_at = time.monotonic() + _FREE_SECONDS
 
-    def tick(self, state: RunState, now: float) -> None:
-        """Do what is due."""
+    def tick(self, state: RunState, members: RunState, now: float) -> None:
+        """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
         if self._free_at is not None and now >= self._free_at:
             self._free_at = None
-            # Also those that have finished: a stuck rank may wait for one of these.
-            inquiry = Inquiry(rank.rank for rank in state.ranks.values() if rank.node)
+            # Also those that have finished, or take no part: a stuck rank may wait for one of these.
+            inquiry = Inquiry(rank.rank for rank in members.ranks.values() if rank.node)
             self._cut = (inquiry, now + _FREE_SECONDS)
             self.ask(inquiry)
         self._cut_connections(state, now)
@@ -75,7 +82,8 @@ class Interruption:
         answers, self._cut = self._cut[0].answers, None
         shared_ends = between_ranks(answers)
         for rank in answers:
-            if not state.ranks[rank].state.final:
+            if rank in state.ranks and not state.ranks[rank].state.final:
+                self.cut = True
                 self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
 
     def as_stopped(self, message: Message) -> Message:

@@ -18,7 +18,7 @@ from nblaunch.agent.logs import read_text
 from nblaunch.diagnose.root_cause import Explained, explain
 from nblaunch.job import payload
 from nblaunch.session import hub
-from nblaunch.session.group import WorkerGroup
+from nblaunch.session.job import Job
 from nblaunch.session.rank_logs import Logs
 
 _LAST_OUTPUT_LINES = 10
@@ -42,11 +42,11 @@ def _remove(path: Path, owner: int) -> None:
         hub.later(functools.partial(runtime.remove_tree, path))
 
 
-def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:
-    """Return the result of a group that has ended."""
-    values, broken = _unpickled(group)
-    state = _with_failures(group.state, broken)
-    logs = group.logs.attempts
+def collect(job: Job, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:
+    """Return the result of a job that has ended."""
+    values, broken = _unpickled(job)
+    state = _with_failures(job.state, broken)
+    logs = job.logs
     *earlier, last = state.attempts
     attempts = [_attempt(each, {}, logs.get(each.number, {})) for each in earlier]
     attempts.append(_attempt(last, values, logs.get(last.number, {})))
@@ -56,20 +56,21 @@ def collect(group: WorkerGroup, *, backend: str, title: str, log_dir: Path | Non
         backend=backend,
         failures=attempts[-1].failures,
         attempts=tuple(attempts),
-        warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
+        _warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
         title=title,
         hang_report=state.hang,
         _log_dir=log_dir,
+        _late=job.late,
         _state=state,
         _keep=keep,
     )
 
 
-def _unpickled(group: WorkerGroup) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
+def _unpickled(job: Job) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
     """Return the values, and a failure for each that the notebook cannot read."""
     values: dict[int, Any] = {}
     broken: dict[int, FailureRecord] = {}
-    for rank, (stream, *buffers) in group.values.items():
+    for rank, (stream, *buffers) in job.values.items():
         try:
             values[rank] = payload.loads(stream, buffers)
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
@@ -79,7 +80,7 @@ def _unpickled(group: WorkerGroup) -> tuple[dict[int, Any], dict[int, FailureRec
                     f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
                     "Is a module that the rank imported missing here?"
                 ),
-                time=group.state.ranks[rank].ended or 0.0,
+                time=job.state.ranks[rank].ended or 0.0,
                 phase=Phase.VALUE,
             )
     return values, broken
@@ -167,7 +168,8 @@ def _rank_result(
         stdout=stdout,
         stderr=stderr,
         displays=rank.transcript.displays,
-        exitcode=rank.exitcode,
+        # Its process may not have ended yet: what it then does wrong is a warning.
+        exitcode=0 if rank.exitcode is None and rank.state is State.SUCCEEDED else rank.exitcode,
         attempt=attempt,
         started=rank.started,
         ended=rank.ended,

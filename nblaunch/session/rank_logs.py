@@ -44,6 +44,12 @@ class RankLogs:
         """Whether the files of the present attempt are known."""
         return bool(self._tails)
 
+    def begin_job(self, attempt: int) -> dict[int, dict[int, Logs]]:
+        """Return where the output of a job that begins now will be noted, attempt by attempt."""
+        self._present = {rank: Logs(logs.worker) for rank, logs in self._present.items()}
+        self.attempts = {attempt: self._present} if self._present else {}
+        return self.attempts
+
     def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
         """Take note of an attempt's processes and their files."""
         self.close()
@@ -80,7 +86,7 @@ class RankLogs:
     def news(self, ranks: Mapping[int, RankState]) -> Iterator[Printed]:
         """Yield what ranks whose job has begun have printed since."""
         for rank, tail in self._tails.items():
-            if ranks[rank].started is not None:
+            if rank in ranks and ranks[rank].started is not None:
                 yield from tail.poll()
 
     def rest(self, rank: int) -> Iterator[Printed]:

@@ -11,6 +11,7 @@ from nblaunch._protocol import FunctionJob
 from nblaunch._results import RunResult
 from nblaunch.job.capture import capture_call
 from nblaunch.session import engine, notebook
+from nblaunch.session.ending import Watcher
 
 
 def call(  # noqa: PLR0913 - the options of a run
@@ -20,7 +21,7 @@ def call(  # noqa: PLR0913 - the options of a run
     *,
     check: bool,
     options: LaunchOptions,
-    watch: Callable[[str, str], engine.Watcher],
+    watch: Callable[[str, str], Watcher],
 ) -> RunResult:
     """Run `fn` under `options`; `watch(title, backend)` makes whoever shows the run."""
     target: object = fn

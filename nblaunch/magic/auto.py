@@ -1,0 +1,88 @@
+"""`%distributed auto on`: every cell runs on the ranks of the open session, until `off`.
+
+An input transformer puts `%%distributed` above each cell that is no magic of its own. Cells that begin
+with `%%local`, and lines of magics alone, stay in the notebook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch.magic import sessions
+from nblaunch.session import notebook
+
+_STAYS = re.compile(r"\s*(%|!|\?)")
+
+
+class _State:
+    """Whether the magic is put above cells, and whether it was put above the one that runs."""
+
+    suspended = False
+    inserted = False
+
+
+_state = _State()
+
+
+def on() -> bool:
+    """Whether cells run on the ranks by themselves."""
+    running = notebook.shell()
+    return running is not None and transform in running.input_transformers_cleanup
+
+
+def take_inserted() -> bool:
+    """Return whether the cell that runs now has got its magic from here; once."""
+    inserted, _state.inserted = _state.inserted, False
+    return inserted
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Leave source alone that is transformed to be read, not to be run here."""
+    before, _state.suspended = _state.suspended, True
+    try:
+        yield
+    finally:
+        _state.suspended = before
+
+
+def transform(lines: list[str]) -> list[str]:
+    """Put the magic above a cell's lines."""
+    _state.inserted = _state.inserted and _state.suspended
+    first = next((line for line in lines if line.strip()), "")
+    if not first or _state.suspended or not sessions.opened():
+        return lines
+    if first.startswith("%%local"):
+        index = lines.index(first)
+        return [*lines[:index], *lines[index + 1 :]]
+    if _STAYS.match(first) or all(not line.strip() or _STAYS.match(line) for line in lines):
+        return lines
+    _state.inserted = True
+    return ["%%distributed\n", *lines]
+
+
+def switch(line: str) -> str:
+    """Switch it on or off; say what is so."""
+    running = notebook.shell()
+    word = line.strip()
+    if running is None or word not in ("on", "off"):
+        msg = f"'%distributed auto {word}' was asked for, but it takes on or off. Write %distributed auto on."
+        raise OptionError(msg)
+    transformers: list[object] = running.input_transformers_cleanup
+    if word == "off":
+        if transform in transformers:
+            transformers.remove(transform)
+        return "cells run in the notebook again"
+    if not sessions.opened():
+        msg = "cells were to run on a session's ranks, but none is open. %distributed start -n 2 opens one."
+        raise NblaunchError(msg)
+    if transform not in transformers:
+        transformers.append(transform)
+    session = sessions.named(None)
+    return (
+        f"every cell runs on the {session.world_size} ranks of session {session.name!r} until "
+        "%distributed auto off; magics, and cells that begin with %%local, stay in the notebook"
+    )

@@ -1,0 +1,160 @@
+"""`%distributed COMMAND`: sessions, variables, stacks, the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._option_line import split_words
+from nblaunch._option_row import nearest
+from nblaunch._options import LaunchOptions, parse_line
+from nblaunch._reports import HangReport
+from nblaunch.diagnose.doctor import doctor
+from nblaunch.magic import auto, sessions
+
+Namespace = dict[str, Any]
+
+
+class Said(str):
+    """Text that a notebook shows as it is, without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Return the text itself."""
+        return str(self)
+
+
+def _start(line: str, _: Namespace) -> object:
+    options = parse_line(line).options
+    session = sessions.start(options)
+    given = f" --session {session.name}" if session.name != sessions.DEFAULT else ""
+    return Said(
+        f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
+        f"variables; %%distributed{given} cells run on them until %distributed stop{given}"
+    )
+
+
+def _only_session(line: str, command: str) -> LaunchOptions:
+    parsed = parse_line(line, positional=True)
+    if parsed.rest:
+        msg = (
+            f"%distributed {command} was given {parsed.rest[0]!r}, but it takes only --session NAME. "
+            "Leave it out."
+        )
+        raise OptionError(msg)
+    return parsed.options
+
+
+def _stop(line: str, _: Namespace) -> object:
+    return Said(sessions.stop(_only_session(line, "stop").session))
+
+
+def _restart(line: str, _: Namespace) -> object:
+    session = sessions.named(_only_session(line, "restart").session)
+    session.restart()
+    return Said(f"session {session.name!r}: {session.world_size} new ranks, without variables")
+
+
+def _status(line: str, _: Namespace) -> object:
+    wanted = _only_session(line, "status").session
+    if wanted is None and not sessions.opened():
+        return Said("no session is open; %distributed start -n 2 opens one")
+    shown = [sessions.named(wanted)] if wanted is not None else list(sessions.opened().values())
+    return Said("\n".join(str(session.status()) for session in shown))
+
+
+def _interrupt(line: str, _: Namespace) -> object:
+    sessions.named(_only_session(line, "interrupt").session).interrupt()
+    return None
+
+
+def _stacks(line: str, _: Namespace) -> HangReport:
+    return sessions.named(_only_session(line, "stacks").session).stacks()
+
+
+def _names_in(line: str, command: str) -> tuple[tuple[str, ...], LaunchOptions]:
+    """Return the names on a line, and its options, which may come before or after them."""
+    words = split_words(line)
+    names: list[str] = []
+    while words and not words[0].startswith("-"):
+        names.append(words.pop(0))
+    parsed = parse_line(" ".join(words), positional=True)
+    names += parsed.rest
+    if not names:
+        msg = f"%distributed {command} was given no name. Name the variables: %distributed {command} x y"
+        raise OptionError(msg)
+    return tuple(names), parsed.options
+
+
+def _push(line: str, namespace: Namespace) -> object:
+    names, options = _names_in(line, "push")
+    for name in names:
+        if name not in namespace:
+            guess = nearest(name, namespace)
+            msg = f"push: there is no variable {name!r} in the notebook." + (
+                f" Did you mean {guess!r}?" if guess else ""
+            )
+            raise NblaunchError(msg)
+    sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
+    return None
+
+
+def _pull(line: str, namespace: Namespace) -> object:
+    names, options = _names_in(line, "pull")
+    namespace.update(sessions.named(options.session).pull(*names, ranks=options.ranks))
+    return None
+
+
+def _inspect(line: str, _: Namespace) -> object:
+    names, options = _names_in(line, "inspect")
+    return Said(sessions.named(options.session).inspect(names[0], rank=(options.ranks or (0,))[0]))
+
+
+def _doctor(line: str, _: Namespace) -> object:
+    if line.strip():
+        msg = (
+            f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it. "
+            "Write %distributed doctor."
+        )
+        raise OptionError(msg)
+    return doctor()
+
+
+def _auto(line: str, _: Namespace) -> object:
+    return Said(auto.switch(line))
+
+
+COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
+    "start": _start,
+    "stop": _stop,
+    "restart": _restart,
+    "status": _status,
+    "push": _push,
+    "pull": _pull,
+    "inspect": _inspect,
+    "stacks": _stacks,
+    "interrupt": _interrupt,
+    "auto": _auto,
+    "doctor": _doctor,
+}
+"""What `%distributed` can be followed by; a call returns what the line shows."""
+
+
+def command(line: str, namespace: Namespace) -> object:
+    """Carry out the command of a line `%distributed ...`; raises `OptionError` for one there is not."""
+    words = split_words(line)
+    chosen = COMMANDS.get(words[0]) if words else None
+    if chosen is not None:
+        return chosen(line.strip()[len(words[0]) :].strip(), namespace)
+    asked = f"%distributed {line}".strip()
+    guess = nearest(words[0], COMMANDS) if words else None
+    what_to_do = (
+        f"There are: {', '.join(COMMANDS)}. To run a cell on ranks, begin it with %%distributed."
+        if guess is None
+        else f"Did you mean %distributed {guess}?"
+    )
+    wrong = "there is no such command" if words else "it needs a command"
+    msg = f"{asked!r} was asked for, but {wrong}. {what_to_do}"
+    raise OptionError(msg)

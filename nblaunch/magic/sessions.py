@@ -1,0 +1,115 @@
+"""The sessions of a notebook, by name; and which of them a cell runs in."""
+
+from __future__ import annotations
+
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._option_row import nearest
+from nblaunch._options import OPTIONS, LaunchOptions
+from nblaunch.session.session import LiveSession
+from nblaunch.view.watch import watcher
+
+DEFAULT = "default"
+_OF_A_CELL = frozenset({"out", "session", "fresh", "background", "ranks", "timeout", "grace", "hang_after"})
+"""Options that may differ from cell to cell; all others are the session's."""
+
+_sessions: dict[str, LiveSession] = {}
+
+
+def opened() -> dict[str, LiveSession]:
+    """Return the sessions that are open, by name."""
+    for name in [name for name, session in _sessions.items() if not session.open]:
+        del _sessions[name]
+    return _sessions
+
+
+def start(options: LaunchOptions) -> LiveSession:
+    """Start a session under the name that the options give. Raises `OptionError` if that name is taken."""
+    name = options.session or DEFAULT
+    if name in opened():
+        msg = (
+            f"a session {name!r} was asked for, but there is one already, with "
+            f"{_sessions[name].world_size} ranks. Stop it first (%distributed stop{_named(name)}), or give "
+            "another name (--session NAME)."
+        )
+        raise OptionError(msg)
+    for option in ("fresh", "background", "ranks", "out"):
+        if getattr(options, option):
+            msg = f"--{option} was given to %distributed start, but it is for a cell. Leave it out here."
+            raise OptionError(msg)
+    session = LiveSession(options, name=name, watch=watcher)
+    _sessions[name] = session
+    return session
+
+
+def chosen(options: LaunchOptions) -> LiveSession | None:
+    """Return the session that a line asks for, None for fresh ranks; raises `NblaunchError`."""
+    sessions = opened()
+    if options.fresh:
+        if options.session is not None:
+            msg = (
+                "--fresh and --session were asked for, but a cell runs on one or the other. Give one of them."
+            )
+            raise OptionError(msg)
+        return None
+    if options.session is not None:
+        return named(options.session)
+    if DEFAULT in sessions:
+        return sessions[DEFAULT]
+    return next(iter(sessions.values())) if len(sessions) == 1 else None
+
+
+def named(name: str | None) -> LiveSession:
+    """Return an open session, the default one for None. Raises `NblaunchError` where there is none."""
+    sessions = opened()
+    if name is None and len(sessions) == 1:
+        return next(iter(sessions.values()))
+    wanted = name or DEFAULT
+    if wanted in sessions:
+        return sessions[wanted]
+    if not sessions:
+        msg = (
+            f"session {wanted!r} was asked for, but no session is open. Start one: %distributed start -n 2"
+            f"{_named(wanted)}"
+        )
+        raise NblaunchError(msg)
+    guess = nearest(wanted, sessions)
+    there = ", ".join(map(repr, sessions))
+    what_to_do = f"Did you mean {guess!r}?" if guess else "Say which with --session NAME."
+    msg = f"session {wanted!r} was asked for, but the open ones are {there}. {what_to_do}"
+    raise NblaunchError(msg)
+
+
+def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
+    """Raise `OptionError` for an option of the group that differs from the session's own."""
+    for option in OPTIONS:
+        value, own = getattr(options, option.name), getattr(session.options, option.name)
+        if option.name in _OF_A_CELL or value in (option.default, own):
+            continue
+        if option.name == "nproc_per_node" and value == session.world_size:
+            continue
+        flag = option.flags[0]
+        has = session.world_size if option.name == "nproc_per_node" else own
+        msg = (
+            f"{flag} {value} was asked for, but the cell runs in session {session.name!r}, which was started "
+            f"with {has}. Leave {flag} out, or run the cell beside the session with --fresh."
+        )
+        raise OptionError(msg)
+
+
+def stop(name: str | None) -> str:
+    """End a session."""
+    session = named(name)
+    session.close()
+    _sessions.pop(session.name, None)
+    return f"session {session.name!r} has ended"
+
+
+def close_all() -> None:
+    """End every session."""
+    for session in list(opened().values()):
+        session.close()
+    _sessions.clear()
+
+
+def _named(name: str) -> str:
+    return "" if name == DEFAULT else f" --session {name}"

@@ -1,0 +1,29 @@
+"""What a notebook asks of a rank between its cells: help on an object, and how a name could go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nblaunch.rank import shell
+
+_MOST = 500
+
+
+def describe(name: str) -> str:
+    """Return what `name?` shows here; empty if there is nothing of that name."""
+    running: Any = shell.prepare()
+    found = running.object_inspect(name)
+    return str(running.object_inspect_text(name)) if found["found"] else ""
+
+
+def complete(code: str, position: int) -> tuple[int, list[str]]:
+    """Return how many characters before `position` are to be replaced, and the texts that could be there."""
+    completer: Any = shell.prepare().Completer
+    from IPython.core.completer import provisionalcompleter
+
+    with provisionalcompleter():
+        found = list(completer.completions(code, position))[:_MOST]
+    if not found:
+        return 0, []
+    start = found[0].start
+    return position - start, [each.text for each in found if each.start == start]

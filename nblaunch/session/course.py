@@ -1,0 +1,245 @@
+"""The course of the jobs of a worker group: dispatched, settled, healed or restarted, ended.
+
+A group of one run is let go with its job. A kept group goes on: ranks that are stuck are freed, the
+process group is formed again where it may be broken, and only ranks that do not come back are replaced.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+
+from nblaunch._protocol import (
+    AttemptStarted,
+    Entered,
+    Healed,
+    Hello,
+    Leave,
+    Message,
+    Noticed,
+    Phase,
+    Prepare,
+    RunEnded,
+)
+from nblaunch._state import RunState, State, advance
+from nblaunch.agent.elastic import AgentSettings
+from nblaunch.agent.thread import AgentThread
+from nblaunch.session.departures import Departures
+from nblaunch.session.healing import Healing
+from nblaunch.session.hub import Hub
+from nblaunch.session.interruption import Interruption
+from nblaunch.session.job import Job
+from nblaunch.session.phases import Phases
+from nblaunch.session.rank_logs import RankLogs
+
+# How long the other ranks may take to say what happened to them once one has failed.
+SETTLE_SECONDS = 0.1
+
+
+class Course:
+    """What becomes of a group's jobs; all methods run on the hub's thread."""
+
+    _agent: AgentThread
+    _departures: Departures
+
+    def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool) -> None:
+        """Begin without a job."""
+        self.group = secrets.token_hex(4)
+        self.attempt = 0
+        self.keep = keep
+        self.settings = settings
+        self.state = RunState.fresh(settings.nproc, time=time.time())
+        """The ranks themselves; what becomes of a job is in `job.state`."""
+        self.job: Job | None = None
+        self.names: dict[int, tuple[str, ...]] = {}
+        """Of a kept group: the variables that each rank has."""
+        self.closed = threading.Event()
+        self._notes: list[str] = []
+        """Of a kept group: what has happened to its ranks and has not been told with a job yet."""
+        self._hub = hub
+        self._prepare: Prepare | None = None
+        self._ready: set[int] = set()
+        self._logs = RankLogs()
+        self._error: BaseException | None = None
+        self._launch_failure: tuple[str, str] | None = None
+        self._restart_at: float | None = None
+        self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
+        self._healing = Healing(lambda rank, message: hub.send(self, rank, message))
+        self._phases = Phases()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks of this attempt have come into being."""
+        return len(self._ready) == self.state.world_size
+
+    @property
+    def _titles(self) -> dict[str, str]:
+        return self.job.titles if self.job is not None else {}
+
+    def _begin(self, job: Job | None, prepare: Prepare) -> None:
+        self.job = job
+        if self._prepare is None:
+            self._prepare = prepare
+            for rank in self.state.ranks.values():
+                if rank.node:
+                    self._hub.send(self, rank.rank, prepare)
+            self._phases.begin_process_group(self.state.world_size)
+        if job is None:
+            return
+        job.logs = self._logs.begin_job(self.attempt)
+        self._interruption.reset()
+        if self.closed.is_set():
+            self._finish(job)
+            return
+        job.state = job.state.seated(self.state.ranks)
+        notes, self._notes = self._notes, []
+        for note in notes:
+            job.fold(Noticed(text=note))
+        self._dispatch_when_ready()
+
+    def _dispatch_when_ready(self) -> None:
+        """Dispatch once every rank has its process group, and its log files are known."""
+        if len(self._ready) < self.state.world_size or not self._logs.known:
+            return
+        self._phases.passed()
+        job = self.job
+        if job is None or job.dispatched or job.settled or job.ended.is_set() or self._interruption.begun:
+            return
+        job.dispatched = True
+        for rank in job.state.ranks:
+            self._hub.send(self, rank, job.dispatch)
+            # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
+            job.fold(Entered(rank=rank, phase=Phase.JOB))
+
+    def _after(self, job: Job) -> None:
+        """Do what follows from a change of the job's state."""
+        if job.ended.is_set():
+            return
+        if job.state.finished:
+            self._settled(job)
+        elif job.state.failed and job.settle_at is None:
+            job.settle_at = time.monotonic() + SETTLE_SECONDS
+
+    def _settled(self, job: Job) -> None:
+        """Every rank of the job has an outcome, or has had the time to say what happened to it."""
+        if job.settled:
+            return
+        if self.keep:
+            self._settled_and_kept(job)
+            return
+        job.settled, job.settle_at = True, None
+        others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
+        self._agent.release(succeeded=job.succeeded, others=others)
+        if not others:
+            self._send_leave()
+        if self._interruption.begun:
+            self._agent.stop()  # also: no restart
+        elif job.succeeded:
+            # All values are here: the ranks leave while the user goes on.
+            self._finish(job)
+
+    def _settled_and_kept(self, job: Job) -> None:
+        job.settle_at = None
+        if not job.dispatched:
+            self._agent.stop()  # they have not even come into being: others would not either
+            return
+        if self._departures.ranks:
+            return  # the agent ends the others, and starts the group again
+        if not job.state.finished:
+            self._free(job)
+            return
+        job.settled, self._restart_at = True, None
+        if job.succeeded:
+            self._finish(job)
+        else:
+            self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
+            self._healing.begin(self.state.ranks, self._interruption)
+
+    def _free(self, job: Job) -> None:
+        """Have the ranks that are still at work give up: a peer of theirs has."""
+        if not self._interruption.begun:
+            self._interruption.begin(job.state)
+        if self._restart_at is None:
+            self._restart_at = time.monotonic() + self.settings.grace
+
+    def _finish(self, job: Job) -> None:
+        """End the job: its result can be made."""
+        job.error, job.launch_failure = job.error or self._error, self._launch_failure
+        if not job.state.finished:
+            job.fold(RunEnded(time=time.time(), stopped=job.error is None))
+        job.ended.set()
+
+    def _interrupt(self) -> None:
+        job = self.job
+        if job is None or job.ended.is_set():
+            return
+        self._interruption.begin(job.state)
+        if self.keep and job.dispatched:
+            self._restart_at = time.monotonic() + self.settings.grace
+        elif self.keep:
+            self._finish(job)
+        elif not job.dispatched:
+            self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
+
+    def _restart(self, reason: str) -> None:
+        self._restart_at = None
+        if not self.closed.is_set():
+            self._note(reason)
+            self._agent.restart()
+
+    def _note(self, text: str) -> None:
+        """Tell what has happened to the ranks with the job that is there, or else with the next one."""
+        if self.job is not None and not self.job.ended.is_set():
+            self.job.fold(Noticed(text=text))
+        else:
+            self._notes.append(text)
+
+    def forget_notes(self) -> None:
+        """Tell nothing of what has happened so far: whoever would be told knows."""
+        self._hub.call(self._notes.clear)
+
+    def _dismiss(self) -> None:
+        self._agent.release(succeeded=True, others=frozenset())
+        for rank in self.state.ranks:
+            self._hub.send(self, rank, Leave())
+
+    def _send_leave(self) -> None:
+        job = self.job
+        for rank in job.state.ranks.values() if job is not None else ():
+            if rank.state is State.FAILED and rank.failure is not None:
+                self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
+            elif rank.state.final:
+                self._hub.send(self, rank.rank, Leave())
+
+    def _on_healed(self, message: Healed) -> None:
+        outcome = self._healing.healed(message)
+        if outcome is None:
+            return
+        job, self._restart_at = self.job, None
+        if outcome.failed:
+            self._restart(f"its process group could not be formed again ({outcome.failed})")
+            return
+        if outcome.reformed:
+            self._note(
+                "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) "
+                "are gone"
+            )
+        if job is not None and not job.ended.is_set():
+            self._finish(job)
+
+    def _fold(self, message: Message) -> None:
+        """Fold what is about the ranks themselves, and what is about the job."""
+        if isinstance(message, Hello | Entered | AttemptStarted):
+            self.state = advance(self.state, message)
+        job = self.job
+        if job is not None:
+            before = job.state
+            job.fold(message)
+            if job.state is not before:
+                self._after(job)
+
+
+def _as_exitcode(code: int) -> int:
+    """Return what a process can end with: `sys.exit(256)` would be a success."""
+    return code & 0xFF or 1

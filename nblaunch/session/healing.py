@@ -1,0 +1,97 @@
+"""Making the ranks of a kept group fit for another job after one that failed or was interrupted.
+
+Ranks that agree on how many collectives they have done, and have none open, are left as they are. All
+others form their default process group again, under a new prefix of the same store; what they hold in
+memory is not touched. Everything here happens on the hub's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from nblaunch._protocol import Collective, Heal, Healed, ToRank, Where
+from nblaunch.session.inquiry import Inquiry
+from nblaunch.session.interruption import Interruption
+
+_ANSWER_SECONDS = 0.5
+_DEFAULT_GROUP = "default_pg"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of it; `failed` is why a rank could not, empty if all could."""
+
+    reformed: bool
+    failed: str = ""
+
+
+class Healing:
+    """Heals a group, one time after the other; `send(rank, message)` reaches one rank."""
+
+    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
+        """Begin with nothing to heal."""
+        self._send = send
+        self._number = 0
+        self._members: frozenset[int] = frozenset()
+        self._inquiry: Inquiry | None = None
+        self._ask_until = 0.0
+        self._reform = False
+        self._waiting: set[int] = set()
+        self._errors: dict[int, str] = {}
+
+    def begin(self, members: Iterable[int], interruption: Interruption) -> None:
+        """Find out what the ranks need; they answer once they have ended the job."""
+        self._members = frozenset(members)
+        self._reform = interruption.cut
+        self._inquiry = Inquiry(self._members)
+        self._ask_until = time.monotonic() + _ANSWER_SECONDS
+        interruption.ask(self._inquiry)
+
+    def abandon(self) -> None:
+        """Expect no answer: the ranks are no more."""
+        self._inquiry, self._waiting = None, set()
+
+    def tick(self, now: float) -> None:
+        """Go on once all have answered, or have had the time to."""
+        inquiry = self._inquiry
+        if inquiry is None or not (inquiry.complete.is_set() or now >= self._ask_until):
+            return
+        self._inquiry = None
+        self._number += 1
+        self._reform = self._reform or not agree(inquiry.answers, self._members)
+        self._waiting, self._errors = set(self._members), {}
+        for rank in self._members:
+            self._send(rank, Heal(self._number, self._reform))
+
+    def healed(self, message: Healed) -> Outcome | None:
+        """Take one rank's answer; return the outcome with the last of them."""
+        if message.number != self._number or message.rank not in self._waiting:
+            return None
+        self._waiting.discard(message.rank)
+        if message.error:
+            self._errors[message.rank] = message.error
+        if self._waiting:
+            return None
+        failed = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self._errors.items()))
+        return Outcome(self._reform, failed)
+
+
+def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
+    """Return whether all ranks have done the same collectives, and have no operation open.
+
+    >>> agree({0: Where(rank=0, frames=(), pending=0)}, frozenset({0}))
+    True
+    """
+    if answers.keys() != members or any(answer.pending != 0 for answer in answers.values()):
+        return False
+    done: dict[str, dict[int, int]] = {_DEFAULT_GROUP: dict.fromkeys(members, 0)}
+    for rank, answer in answers.items():
+        for collective in answer.collectives:
+            done.setdefault(collective.group, {})[rank] = _sequence(collective)
+    return all(len(set(ranks.values())) == 1 for ranks in done.values())
+
+
+def _sequence(collective: Collective) -> int:
+    return collective.sequence

@@ -1,0 +1,94 @@
+"""One job of a worker group: what is known of it, its values, and its end.
+
+Everything here happens on the hub's thread; `state` is an immutable snapshot that any thread may read,
+`ended` an event that any thread may wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+from nblaunch._protocol import CellJob, Dispatch, Exited, FailureRecord, Message, Phase, Raised, Returned
+from nblaunch._reports import HangReport
+from nblaunch._state import RunState, State, advance, looked_at
+from nblaunch.job import shared
+from nblaunch.session.rank_logs import Logs
+
+
+class Job:
+    """A job that has been given to a group, or is about to be."""
+
+    def __init__(self, dispatch: Dispatch, state: RunState) -> None:
+        """Begin with `state`, in which nothing has happened."""
+        self.dispatch = dispatch
+        self.state = state
+        self.values: dict[int, tuple[memoryview, ...]] = {}
+        self.logs: Mapping[int, Mapping[int, Logs]] = {}
+        """Attempt -> rank -> where the output is."""
+        self.error: BaseException | None = None
+        self.launch_failure: tuple[str, str] | None = None
+        self.late: list[str] = []
+        """Warnings that came when the job had ended already."""
+        self.ended = threading.Event()
+        self.dispatched = False
+        self.settle_at: float | None = None
+        self.settled = False
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Return what the reader calls the files that this job's code was compiled under."""
+        titles = {filename: title for filename, (title, _) in self.dispatch.sources.items()}
+        job = self.dispatch.job
+        if isinstance(job, CellJob):
+            titles[job.filename] = job.title
+        return titles
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank has a value."""
+        return all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
+
+    def has_outcome(self, rank: int) -> bool:
+        """Whether there is nothing more to wait for from a rank."""
+        known = self.state.ranks.get(rank)
+        return known is None or known.state.final or self.ended.is_set()
+
+    def take_value(self, message: Returned) -> Returned | Raised | None:
+        """Map a value while its rank still holds it; return what is to be folded for it."""
+        if self.ended.is_set():
+            return None
+        try:
+            self.values[message.rank] = shared.get(message.value, private=False)
+        except (FileNotFoundError, ProcessLookupError):
+            return None  # the process is gone: its exit says so, and came first
+        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
+            failure = FailureRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=f"the notebook could not take the value over: {error}",
+                time=time.time(),
+                phase=Phase.VALUE,
+            )
+            return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
+        return message
+
+    def fold(self, message: Message) -> None:
+        """Take a message into account; after the end only what warns of a rank that left badly."""
+        before = self.state
+        after = advance(before, message)
+        if not self.ended.is_set():
+            self.state = after
+        elif isinstance(message, Exited) and message.rank in after.ranks:
+            warning = after.ranks[message.rank].warning
+            if warning and warning != before.ranks[message.rank].warning:
+                self.late.append(warning)
+
+    def keep(self, report: HangReport) -> None:
+        """Keep a report of where the ranks are."""
+        self.state = looked_at(self.state, report)
+
+    def begin_again(self) -> None:
+        """Forget what the attempt before this one has left undone."""
+        self.settle_at, self.settled, self.dispatched = None, False, False
+        self.values = {}
