@@ -64,7 +64,7 @@ class Session:
         `ranks` are those that take part; the others stay idle. Raises `RunFailedError` if a rank failed
         (with `check=False` the result is returned), `NblaunchError` while another job is running.
         """
-        return _given_back(self._live.call(fn, args, kwargs, ranks=ranks), check=check)
+        return _given_back(self._live.call(fn, args, kwargs, ranks=ranks)(None), check=check)
 
     def submit(
         self,
@@ -75,7 +75,9 @@ class Session:
         ranks: Sequence[int] | None = None,
     ) -> Handle:
         """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`."""
-        return Handle(lambda cancelled: self._live.call(fn, args, kwargs, ranks=ranks, cancelled=cancelled))
+        perform = self._live.call(fn, args, kwargs, ranks=ranks)
+        self._live.claim()
+        return Handle(perform)
 
     def cell(
         self,

@@ -125,8 +125,8 @@ class RunState:
             attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
         )
 
-    def seated(self, members: Mapping[int, RankState]) -> RunState:
-        """Return the state of a job that is given to `members`, which are there already."""
+    def seated(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
+        """Return the state of a job that is given to `members`, which are there already, in their attempt."""
         ranks = {
             number: replace(
                 rank,
@@ -140,7 +140,7 @@ class RunState:
             for number, rank in self.ranks.items()
             if number in members
         }
-        return replace(self, ranks=ranks)
+        return replace(self, ranks=ranks, attempt=replace(self.attempt, number=attempt))
 
     @property
     def finished(self) -> bool:
@@ -211,12 +211,14 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         }
         return replace(state, ranks=ranks)
     ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
-    number_of_ranks = max(message.world_size, 0)
+    # Those that take part: all there are, unless the job is for some of them.
+    some = len(state.ranks) < state.world_size
+    numbers = state.ranks if some else range(max(message.world_size, 0))
     return RunState(
         world_size=message.world_size,
         ranks={
             rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank))
-            for rank in range(number_of_ranks)
+            for rank in numbers
         },
         attempt=AttemptState(
             number=message.number,

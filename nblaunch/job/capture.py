@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # These are the rank's own; `open`, `exit` and `quit` are put into the namespace by IPython.
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
-_SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
+SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,20 @@ def capture_cell(
     transform: Callable[[str], str] = str,
     *,
     without: frozenset[str] = frozenset(),
+    outdated: Callable[[frozenset[str]], frozenset[str]] = lambda _: frozenset(),
 ) -> Captured:
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
 
     `transform` does that for cells within the cell (below a `%%time` of its own). `without` are names that
-    the ranks have already.
+    the ranks have already, `outdated(names)` says what functions among these use that has changed since.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
     names = cell_names(source, transform=transform)
-    available = namespace.keys() - RANK_NAMES - _SHELL_NAMES - without
+    available = namespace.keys() - RANK_NAMES - SHELL_NAMES - without
     needed = {name: namespace[name] for name in sorted(names.needed & available)}
-    maybe = {name: namespace[name] for name in sorted((names.maybe & available) - names.needed)}
+    wanted = names.maybe | outdated(names.needed | names.maybe)
+    maybe = {name: namespace[name] for name in sorted((wanted & available) - names.needed)}
     try:
         packed = payload.dumps({**needed, **maybe}, namespace)
     except Exception:  # noqa: BLE001 - whatever the objects raise

@@ -18,8 +18,8 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -39,6 +39,8 @@ class Packed:
     buffers: tuple[memoryview, ...]
     filenames: frozenset[str] = frozenset()
     """Where the code that it holds was compiled."""
+    carried: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the notebook that its functions use, and take along."""
 
     @property
     def parts(self) -> tuple[memoryview, ...]:
@@ -69,6 +71,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.filenames: set[str] = set()
+        self.carried: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
@@ -98,10 +101,17 @@ class _Outbound(_Pickler):
 
     def __init__(self, *arguments: Any, namespace: dict[str, Any] | None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        for globals_ in (namespace, main_globals()):
-            if globals_ is not None:
-                # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-                self.globals_ref[id(globals_)] = _MainGlobals()
+        notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
+        self._notebook = frozenset(map(id, notebook))
+        for each in self._notebook:
+            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+            self.globals_ref[each] = _MainGlobals()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
+            names = _cloudpickle._extract_code_globals(obj.__code__)  # noqa: SLF001 - what it will send itself
+            self.carried.update({name: obj.__globals__[name] for name in names if name in obj.__globals__})
+        return super().reducer_override(obj)
 
 
 class _Homebound(_Pickler):
@@ -162,7 +172,7 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
     stream = io.BytesIO()
     pickler = make(stream, protocol=5, buffer_callback=keep_inside)
     pickler.dump(value)
-    return Packed(stream.getbuffer(), tuple(buffers), frozenset(pickler.filenames))
+    return Packed(stream.getbuffer(), tuple(buffers), frozenset(pickler.filenames), pickler.carried)
 
 
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:

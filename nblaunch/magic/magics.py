@@ -63,6 +63,8 @@ class DistributedMagics(Magics):
         job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
         perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
         if options.background:
+            if session is not None:
+                session.claim()
             return self._in_background(perform, options)
         finished = perform(None)
         if finished.result is not None:

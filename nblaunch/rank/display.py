@@ -11,6 +11,8 @@ from IPython.core.displaypub import DisplayPublisher
 from nblaunch._protocol import Cleared, Displayed, FromRank
 from nblaunch.rank import streams
 
+_WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
+
 
 class _Outlet:
     """Where messages go, and for which rank; set once the rank is connected."""
@@ -37,6 +39,9 @@ class RankDisplayPublisher(DisplayPublisher):
         """Send one display, its data as the Jupyter protocol has it."""
         if outlet.send is None:
             return
+        if len(data) > 1:
+            # A widget lives in this rank, where no front end finds it: what is shown is its text.
+            data = {kind: content for kind, content in data.items() if kind != _WIDGET_TYPE}
         outlet.send(
             Displayed(
                 rank=outlet.rank,

@@ -207,6 +207,9 @@ class Rank:
 
     def _returned(self, value: object) -> None:
         self.phase = Phase.VALUE
+        if self.orders.keep:
+            # Before the value, with which the job ends: the next one is made of what is known then.
+            self._tell_names()
         text, html = shell.prepare().describe(value)
         try:
             packed = payload.dumps_home(value)

@@ -78,5 +78,5 @@ class Variables:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables, those of IPython's own left out."""
-        shown = (name for name in shell.namespace() if name not in self._hidden and not name.startswith("_"))
+        shown = (name for name in shell.namespace() if name not in self._hidden and not name.startswith("__"))
         return tuple(sorted(shown)[:_MOST_NAMES])

@@ -92,10 +92,11 @@ class Course:
         if self.closed.is_set():
             self._finish(job)
             return
-        job.state = job.state.seated(self.state.ranks)
-        notes, self._notes = self._notes, []
-        for note in notes:
-            job.fold(Noticed(text=note))
+        job.state = job.state.seated(self.state.ranks, self.attempt)
+        if not job.aside:
+            notes, self._notes = self._notes, []
+            for note in notes:
+                job.fold(Noticed(text=note))
         self._dispatch_when_ready()
 
     def _dispatch_when_ready(self) -> None:
@@ -170,8 +171,11 @@ class Course:
             job.fold(RunEnded(time=time.time(), stopped=job.error is None))
         job.ended.set()
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, asked: Job | None) -> None:
         job = self.job
+        if asked is not None and asked is not job:
+            self._finish(asked)  # the interrupt came before the job had been given to the ranks
+            return
         if job is None or job.ended.is_set():
             return
         self._interruption.begin(job.state)
@@ -190,8 +194,9 @@ class Course:
 
     def _note(self, text: str) -> None:
         """Tell what has happened to the ranks with the job that is there, or else with the next one."""
-        if self.job is not None and not self.job.ended.is_set():
-            self.job.fold(Noticed(text=text))
+        job = self.job
+        if job is not None and not job.ended.is_set() and not job.aside:
+            job.fold(Noticed(text=text))
         else:
             self._notes.append(text)
 

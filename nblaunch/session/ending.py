@@ -99,7 +99,7 @@ class Ending:
             report = self._group.where(_ASK_SECONDS)
             self._group.looked_at(report)
             where = report.summary or where
-            self._group.interrupt()
+            self._group.interrupt(self._job)
             if not self._drawing(self._options.grace):
                 self._group.hurry()
             self._drawing(_END_SECONDS)
@@ -117,7 +117,7 @@ class Ending:
         if self._job.ended.is_set():
             return
         if self._group.keep:
-            self._group.interrupt()
+            self._group.interrupt(self._job)
         else:
             self._group.stop()
         self._drawing(self._options.grace + _END_SECONDS)

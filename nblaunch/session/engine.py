@@ -45,6 +45,8 @@ class Launch:
     title: str
     cancelled: threading.Event | None = None
     """Whoever sets it interrupts the run, from any thread."""
+    aside: bool = False
+    """Whether its result is seen by nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
     """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
-        job = Job(_dispatch(launch, outgoing.payload), state)
+        job = Job(_dispatch(launch, outgoing.payload), state, aside=launch.aside)
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:

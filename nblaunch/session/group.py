@@ -110,9 +110,12 @@ class WorkerGroup(Course):
         """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
 
-    def interrupt(self) -> None:
-        """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective."""
-        self._hub.call(self._interrupt)
+    def interrupt(self, job: Job | None = None) -> None:
+        """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective.
+
+        With `job` only if that is what they are at work on.
+        """
+        self._hub.call(lambda: self._interrupt(job))
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""

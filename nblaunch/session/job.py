@@ -20,8 +20,9 @@ from nblaunch.session.rank_logs import Logs
 class Job:
     """A job that has been given to a group, or is about to be."""
 
-    def __init__(self, dispatch: Dispatch, state: RunState) -> None:
-        """Begin with `state`, in which nothing has happened."""
+    def __init__(self, dispatch: Dispatch, state: RunState, *, aside: bool = False) -> None:
+        """Begin with `state`, in which nothing has happened; nobody sees the result of one that is `aside`."""
+        self.aside = aside
         self.dispatch = dispatch
         self.state = state
         self.values: dict[int, tuple[memoryview, ...]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import threading
 import time
 import weakref
@@ -20,13 +21,15 @@ from nblaunch._results import RunResult
 from nblaunch._state import RunState, State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
-from nblaunch.job.capture import Captured, capture_call, capture_cell
+from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell
 from nblaunch.rank import introspection
 from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import Watcher
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.sent import Sent
 
 Watch = Callable[[str, str], Watcher]
+Perform = Callable[[threading.Event | None], engine.Outcome]
 _UNLIMITED = 2**31 - 1
 _CLOSE_SECONDS = 10.0
 
@@ -82,14 +85,6 @@ def silent(title: str, backend: str) -> Watcher:  # noqa: ARG001 - as every `Wat
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """A variable of the notebook's that ranks have: this object, these ranks."""
-
-    value: object
-    ranks: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
 class _Wish:
     """How a job is to be run; None is what the session does by itself."""
 
@@ -97,7 +92,10 @@ class _Wish:
     ranks: Sequence[int] | None = None
     options: LaunchOptions | None = None
     watch: Watch | None = None
+    aside: bool = False
+    """Nobody sees its result: what has happened to the ranks is told with the next job that is seen."""
     cancelled: threading.Event | None = None
+    """Of a job in the background, for which `claim` has been called."""
 
 
 class LiveSession:
@@ -109,8 +107,7 @@ class LiveSession:
         self.options = options
         self.watch = watch
         self._busy = threading.Lock()
-        self._sent: dict[str, _Sent] = {}
-        self._sent_to = 0
+        self._sent = Sent()
         self.placement, environ = engine.place(options)
         self._prepare = engine.prepare_of(options, self.placement, environ)
         forkserver.server.ensure_running()
@@ -148,16 +145,15 @@ class LiveSession:
         kwargs: Mapping[str, Any] | None = None,
         *,
         ranks: Sequence[int] | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> engine.Outcome:
-        """Call `fn` on the ranks."""
+    ) -> Perform:
+        """Capture a call of `fn`; it is made when what this returns is called."""
         target: object = fn
         if not callable(target):
             msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
             raise OptionError(msg)
         captured = capture_call(fn, tuple(args), dict(kwargs or {}), notebook.namespace())
         title = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
-        return self._perform(FunctionJob(name=title), captured, _Wish(title, ranks, cancelled=cancelled))
+        return self._later(FunctionJob(name=title), captured, _Wish(title, ranks))
 
     def prepared(  # noqa: PLR0913 - what a cell is
         self,
@@ -168,34 +164,35 @@ class LiveSession:
         *,
         ranks: Sequence[int] | None = None,
         options: LaunchOptions | None = None,
-    ) -> Callable[[threading.Event | None], engine.Outcome]:
+    ) -> Perform:
         """Capture what a cell uses; the cell itself runs when what this returns is called.
 
         `plain` is its source with magics transformed. Raises all that can be wrong with it.
         """
         chosen = self.chosen(ranks)
-        if self._busy.locked():
-            raise self._at_work()
-        captured = capture_cell(plain, namespace, transform, without=self._known(namespace, chosen))
+        present = self._sent.of(self.group.attempt)
+        captured = capture_cell(
+            plain,
+            namespace,
+            transform,
+            without=present.known(namespace, self.group.names, chosen),
+            outdated=lambda names: present.outdated(names, namespace, chosen),
+        )
         sent = {name: namespace[name] for name in captured.names if name in namespace}
-
-        def perform(cancelled: threading.Event | None) -> engine.Outcome:
-            finished = self._perform(job, captured, _Wish("cell", ranks, options, cancelled=cancelled))
-            self._remember(sent, chosen)
-            return finished
-
-        return perform
+        return self._later(job, captured, _Wish("cell", ranks, options), sent)
 
     def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
         """Give the ranks variables; names that refer to one object go on referring to one."""
         for name in variables:
-            if not str(name).isidentifier():
+            if not str(name).isidentifier() or keyword.iskeyword(name):
                 msg = f"push was given {name!r:.100} as a name, which is none. Give Python names."
                 raise OptionError(msg)
+            if name in RANK_NAMES or name in SHELL_NAMES:
+                msg = f"push was given {name!r}, but each rank has its own {name}. Use another name."
+                raise OptionError(msg)
         captured = capture_cell_values(dict(variables))
-        for name in variables:
-            self._sent.pop(name, None)
-        self._check(self._perform(PushJob(), captured, _Wish("push", ranks, watch=silent)))
+        self._sent.forget(variables)
+        self._check(self._perform(PushJob(), captured, _Wish("push", ranks, watch=silent, aside=True)))
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
@@ -204,7 +201,8 @@ class LiveSession:
             raise OptionError(msg)
         chosen = self.chosen(ranks)
         captured = Captured(payload.dumps(()), (), {})
-        finished = self._perform(PullJob(names=tuple(names)), captured, _Wish("pull", ranks, watch=silent))
+        wish = _Wish("pull", ranks, watch=silent, aside=True)
+        finished = self._perform(PullJob(names=tuple(names)), captured, wish)
         result = finished.result
         if (
             result is not None
@@ -225,8 +223,29 @@ class LiveSession:
         assert finished.result is not None  # noqa: S101 - without a result there is an error
         return finished.result
 
+    def _later(
+        self,
+        job: CellJob | FunctionJob,
+        captured: Captured,
+        wish: _Wish,
+        sent: Mapping[str, Any] | None = None,
+    ) -> Perform:
+        self.chosen(wish.ranks)
+        self._refuse_if(at_work=self._busy.locked())
+        return lambda cancelled: self._perform(
+            job, captured, dataclasses.replace(wish, cancelled=cancelled), sent
+        )
+
+    def claim(self) -> None:
+        """Take the ranks for a job in the background, before its thread begins; its end gives them back."""
+        self._refuse_if(at_work=not self._busy.acquire(blocking=False))
+
     def _perform(
-        self, job: CellJob | FunctionJob | PushJob | PullJob, captured: Captured, wish: _Wish
+        self,
+        job: CellJob | FunctionJob | PushJob | PullJob,
+        captured: Captured,
+        wish: _Wish,
+        sent: Mapping[str, Any] | None = None,
     ) -> engine.Outcome:
         chosen = self.chosen(wish.ranks)
         launch = engine.Launch(
@@ -237,25 +256,26 @@ class LiveSession:
             environ={},
             title=wish.title,
             cancelled=wish.cancelled,
+            aside=wish.aside,
         )
-        if not self._busy.acquire(blocking=False):
-            raise self._at_work()
+        if wish.cancelled is None:
+            self.claim()
+        present = self._sent.of(self.group.attempt)
         try:
-            if not self.open:
-                msg = f"session {self.name!r} has ended. Start another one (%distributed start)."
-                raise LaunchError(msg, phase="job")
+            self._refuse_if_ended()
             watcher = (wish.watch or self.watch)(wish.title, self.placement.backend)
             subset = None if wish.ranks is None else chosen
             return engine.conduct(
                 self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
             )
         finally:
+            present.remember(sent or {}, captured.packed.carried, chosen)
             self._busy.release()
 
     def inspect(self, name: str, *, rank: int = 0) -> str:
         """Return what `name?` shows on a rank."""
         captured = capture_call(introspection.describe, (name,), {}, None)
-        wish = _Wish("inspect", [rank], watch=silent)
+        wish = _Wish("inspect", [rank], watch=silent, aside=True)
         text: str = self._check(self._perform(FunctionJob(name="inspect"), captured, wish)).values[0]
         if not text:
             msg = f"inspect: name {name!r} is not defined on rank {rank}."
@@ -267,17 +287,24 @@ class LiveSession:
         if self._busy.locked() or not self.open:
             return 0, []
         captured = capture_call(introspection.complete, (code, position), {}, None)
-        wish = _Wish("complete", [0], self.options, watch=silent)
+        wish = _Wish("complete", [0], watch=silent, aside=True)
         found: tuple[int, list[str]] = self._check(
             self._perform(FunctionJob(name="complete"), captured, wish)
         ).values[0]
         return found
 
-    def _at_work(self) -> NblaunchError:
-        return NblaunchError(
-            f"a job was given to session {self.name!r}, whose ranks are at work on another one. Wait for "
-            "it (handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."
-        )
+    def _refuse_if(self, *, at_work: bool) -> None:
+        if at_work:
+            msg = (
+                f"a job was given to session {self.name!r}, whose ranks are at work on another one. Wait for "
+                "it (handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."
+            )
+            raise NblaunchError(msg)
+
+    def _refuse_if_ended(self) -> None:
+        if not self.open:
+            msg = f"session {self.name!r} has ended. Start another one (%distributed start)."
+            raise LaunchError(msg, phase="job")
 
     # --- what the ranks have -------------------------------------------------------------------------
 
@@ -300,28 +327,6 @@ class LiveSession:
         """Return the names of the variables that rank 0 has."""
         return self.group.names.get(0, ())
 
-    def _known(self, namespace: Mapping[str, Any], chosen: tuple[int, ...]) -> frozenset[str]:
-        """Return the names that need not be sent: the ranks' own, and what they have from the notebook."""
-        if self._sent_to != self.group.attempt:
-            # Other processes than those that were sent it.
-            self._sent, self._sent_to = {}, self.group.attempt
-        everywhere = frozenset.intersection(*(frozenset(self.group.names.get(rank, ())) for rank in chosen))
-        known = set()
-        for name in everywhere:
-            sent = self._sent.get(name)
-            same = sent is not None and sent.value is namespace.get(name) and sent.ranks.issuperset(chosen)
-            if sent is None or same:
-                known.add(name)
-        return frozenset(known)
-
-    def _remember(self, sent: Mapping[str, Any], chosen: tuple[int, ...]) -> None:
-        for name, value in sent.items():
-            before = self._sent.get(name)
-            ranks = frozenset(chosen)
-            if before is not None and before.value is value:
-                ranks |= before.ranks
-            self._sent[name] = _Sent(value, ranks)
-
     # --- the ranks themselves ------------------------------------------------------------------------
 
     def interrupt(self) -> None:
@@ -330,6 +335,7 @@ class LiveSession:
 
     def restart(self) -> None:
         """Start all ranks anew; all of their variables are gone."""
+        self._refuse_if_ended()
         before = self.group.attempt
         self.group.restart("a restart was asked for")
         deadline = time.monotonic() + self.options.grace + _CLOSE_SECONDS
@@ -340,6 +346,7 @@ class LiveSession:
 
     def stacks(self) -> HangReport:
         """Return where each rank is, and in which collective."""
+        self._refuse_if_ended()
         return self.group.where()
 
     def status(self) -> SessionStatus:
@@ -377,7 +384,7 @@ class LiveSession:
             self.group.stop()
             self.group.closed.wait(_CLOSE_SECONDS)
         self.group.close()
-        self._sent = {}
+        self._sent = Sent()
         self._finalizer.detach()
 
     def _start(self) -> None:
@@ -390,6 +397,7 @@ class LiveSession:
             placement=self.placement,
             environ={},
             title="start",
+            aside=True,
         )
         finished = engine.conduct(self.group, launch, self._prepare, SilentWatcher(), private=self._private)
         error = finished.error

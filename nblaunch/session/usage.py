@@ -26,6 +26,7 @@ _SECONDS = 1.0
 # A run that is over by then is not measured at all; ranks that have no process yet are looked for as often.
 _FIRST_SECONDS = 0.15
 _REST = 19
+_YOUNG_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -96,7 +97,11 @@ class _Process:
 
 
 class Meter:
-    """Measures processes; CPU is what they computed since they were measured last, or since they began."""
+    """Measures processes; CPU is what they computed since the last look.
+
+    Of a process that has just begun, that is since its beginning. One that is older (a session's rank has
+    a life before this job) is measured from the second look on.
+    """
 
     def __init__(self) -> None:
         """Begin with no process."""
@@ -104,16 +109,20 @@ class Meter:
         self._known: dict[int, _Process] = {}
 
     def measure(self, pid: int, device: str = "") -> Usage | None:
-        """Return what a process uses, None if it cannot be asked; `device` is the one it has been given."""
+        """Return what a process uses, None if it cannot be told; `device` is the one it has been given."""
         try:
-            known = self._known.get(pid) or self._begin(pid)
-            with known.process.oneshot():
-                times = known.process.cpu_times()
-                memory = known.process.memory_full_info().uss
+            known = self._known.get(pid)
+            if known is None:
+                known = self._known[pid] = _begin(pid)
+                if known.at - known.process.create_time() > _YOUNG_SECONDS:
+                    return None
+                known.seconds, known.at = 0.0, known.process.create_time()
+            seconds = _computed(known.process)
+            memory = known.process.memory_full_info().uss
         except (psutil.Error, OSError):
             self._known.pop(pid, None)
             return None
-        seconds, now = times.user + times.system, time.time()
+        now = time.time()
         percent = 100 * (seconds - known.seconds) / max(now - known.at, 0.01)
         known.seconds, known.at = seconds, now
         gpu = self.gpus.of(pid, device)
@@ -125,10 +134,15 @@ class Meter:
             gpu_percent=gpu.percent,
         )
 
-    def _begin(self, pid: int) -> _Process:
-        process = psutil.Process(pid)
-        self._known[pid] = known = _Process(process, 0.0, process.create_time())
-        return known
+
+def _begin(pid: int) -> _Process:
+    process = psutil.Process(pid)
+    return _Process(process, _computed(process), time.time())
+
+
+def _computed(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 @dataclass(slots=True)

@@ -161,6 +161,7 @@ class WidgetView:
             delta = self._drawing.changes(state, now, stop=self._panel.heard)
             if delta is not None:
                 self._panel.show(delta)
+            self._panel.repeat()
         if self._panel.stop_wanted() and self._stops < _STOPS:
             self._stops += 1
             raise KeyboardInterrupt

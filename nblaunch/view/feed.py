@@ -8,9 +8,9 @@ from nblaunch._state import RunState
 from nblaunch.view.cost import fair_limit
 from nblaunch.view.tail import Piece, Tail
 
-READ_CHARACTERS = 40_000
+READ_CHARACTERS = 20_000
 """Text of all ranks together that is drawn in one tick; of more only the end."""
-SENT_CHARACTERS = 24_000
+SENT_CHARACTERS = 16_000
 """Lines of all ranks together that are sent in one tick."""
 WHOLE_CHARACTERS = 1_500_000
 """Pieces of all ranks together that a page gets which begins anew; of more the latest."""

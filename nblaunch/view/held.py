@@ -46,7 +46,7 @@ class Held:
             # A progress bar that has drawn itself often: what it has drawn over is not needed.
             rest = rest[max(rest.rfind("\r", 0, len(rest) - 1), 0) :]
         self._text = rest
-        return plain(whole) if newline else None
+        return plain(whole + newline).removesuffix(newline) if newline else None
 
     def _finished_above_bars(self, text: str) -> str | None:
         screen = _Block()

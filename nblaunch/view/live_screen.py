@@ -65,6 +65,24 @@ class LiveScreen(Screen):
             else:
                 cursor.row -= gone
 
+    def _write_plain(self, stream: Stream, cursor: Cursor, text: str) -> None:
+        """Draw whole lines at the end, which is what programs print, without looking for their place."""
+        if cursor.column or cursor.row != len(cursor.rows):
+            first, newline, text = text.partition("\n")
+            super()._write_plain(stream, cursor, first + newline)
+        if cursor.column or cursor.row != len(cursor.rows):
+            super()._write_plain(stream, cursor, text)
+            return
+        *lines, last = text.split("\n")
+        rows = [Row(stream, line[:WIDEST], number=number) for number, line in enumerate(lines, self._made)]
+        self._made += len(rows)
+        self._rows += rows
+        cursor.rows += rows
+        cursor.row = len(cursor.rows)
+        self._touched.update((row.number, row) for row in rows)
+        if last:
+            self._put(stream, cursor, last)
+
     def _row(self, stream: Stream, cursor: Cursor) -> Row:
         row = super()._row(stream, cursor)
         self._touched[row.number] = row

@@ -249,7 +249,7 @@ def display_text(display: Display) -> str:
         text = display.data.get(kind)
         if isinstance(text, str) and text.strip():
             return plain(text).rstrip("\n")
-    return f"<{', '.join(sorted(display.data)) or 'empty display'}>"
+    return plain(f"<{', '.join(sorted(display.data)) or 'empty display'}>")
 
 
 def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple[int, ...], str]]:

@@ -362,6 +362,7 @@ class Store {
     this.attempt = 0;
     this.sequence = -1;
     this.stop = false;
+    this.missed = false;
     this.began = performance.now() - (whole?.age ?? 0) * 1000;
     this.drawn = performance.now();
     if (!whole || whole.sequence === undefined) return;
@@ -372,8 +373,17 @@ class Store {
     this.takeOutput(whole.output, false);
   }
 
+  // Begins anew with everything, unless all of it is known.
+  begin(whole) {
+    if (whole?.sequence === undefined || (!this.missed && whole.sequence <= this.sequence)) return;
+    const { listeners, drawn } = this;
+    Object.assign(this, new Store(whole), { listeners, drawn });
+    for (const listener of this.listeners) listener();
+  }
+
   take(delta) {
     if (delta?.sequence === undefined || delta.sequence <= this.sequence) return;
+    this.missed ||= delta.sequence > this.sequence + 1;
     this.sequence = delta.sequence;
     this.stop = delta.stop;
     if (delta.ranks) this.takeRanks(delta.ranks);
@@ -1060,8 +1070,16 @@ function initialize({ model }) {
   const name = model.get("name");
   const store = new Store(model.get("whole"));
   stores.set(name, store);
-  const take = () => store.take(model.get("delta"));
+  let asked = 0;
+  const take = () => {
+    store.take(model.get("delta"));
+    if (!store.missed || performance.now() - asked < 2000) return;
+    asked = performance.now();
+    model.send("again");
+  };
+  const begin = () => store.begin(model.get("whole"));
   model.on("change:delta", take);
+  model.on("change:whole", begin);
   take();
   // If the kernel hears this while it is busy, it can be stopped from here. JupyterLab makes the channel that
   // a busy kernel listens to only now, and what is said before it is there is heard after the run.
@@ -1071,6 +1089,7 @@ function initialize({ model }) {
   return () => {
     calls.forEach(clearTimeout);
     model.off("change:delta", take);
+    model.off("change:whole", begin);
     stores.delete(name);
   };
 }

@@ -79,16 +79,21 @@ class Tail:
     def lines(self, room: int) -> Iterator[tuple[int, Piece]]:
         """Yield the lines that changed, as many of the latest as `room` allows; the others are left out.
 
-        Those that the page has in an older state come first: of these none is left out for good.
+        Those that the page has in an older state come first: of these none is left out for good. Then the
+        last line of each stream: a progress bar beside thousands of lines.
         """
         changed, self._changed = self._changed, {}
         known = [number for number in changed if number in self.kept]
-        new = [number for number in reversed(changed) if number not in self.kept]
+        last = {changed[number].stream: number for number in sorted(changed)}.values()
         told: list[tuple[int, Piece]] = []
-        for place, number in enumerate(chain(known, new)):
+        seen: set[int] = set()
+        for place, number in enumerate(chain(known, last, reversed(changed))):
             if room <= 0:
                 self._changed = {number: changed[number] for number in known[place:]}
                 break
+            if number in seen:
+                continue
+            seen.add(number)
             piece = _rendered(changed[number])
             if self.kept.get(number) != piece:
                 room -= len(changed[number].text) + _OVERHEAD

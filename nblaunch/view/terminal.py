@@ -195,7 +195,9 @@ class Screen:
         elif control == "\b":
             cursor.column = max(cursor.column - 1, 0)
         else:
-            self._put(stream, cursor, " " * (_TAB - cursor.column % _TAB))
+            # A tab only moves the cursor: what it passes over stays.
+            self._row(stream, cursor)
+            cursor.column += _TAB - cursor.column % _TAB
 
     def _sequence(self, stream: Stream, cursor: Cursor, final: str, arguments: str) -> None:
         count = min(int(arguments), MAXIMUM_COLUMN) if _is_count(arguments) else 0

@@ -17,14 +17,17 @@ import traitlets
 
 from nblaunch.view.drawing import Delta, Drawing
 
+# When a page that cannot be heard is told everything once more: what came while it was loading the panel's
+# script is lost to it.
+_AGAIN_AFTER = (0.5, 1.5, 4.0)
 _HERE = Path(__file__).parent
 
 
 class Panel(anywidget.AnyWidget):
     """Shows a drawing. Only `delta` is sent while the run lasts: what has changed.
 
-    `whole` is all there is to see. It is put together when a page asks for it: at the beginning, and when
-    the page is loaded again.
+    `whole` is all there is to see. It is put together when a page asks for it: at the beginning, when the
+    page is loaded again, and when it has missed something.
     """
 
     _esm = (_HERE / "panel.js").read_text(encoding="utf-8")
@@ -40,6 +43,9 @@ class Panel(anywidget.AnyWidget):
         self._clock = clock
         self._heard = threading.Event()
         self._stop = threading.Event()
+        self._again = threading.Event()
+        self._opened = clock()
+        self._repeats = list(_AGAIN_AFTER)
         super().__init__(name=uuid.uuid4().hex)
         self._answer_while_busy()
         self.on_msg(self._take)
@@ -58,6 +64,15 @@ class Panel(anywidget.AnyWidget):
     def show(self, delta: Delta) -> None:
         """Show what has changed, with one message."""
         self.delta = dict(delta)
+
+    def repeat(self) -> None:
+        """Show everything once more, if the page has missed something, or may have."""
+        due = bool(self._repeats) and self._clock() - self._opened >= self._repeats[0]
+        if due:
+            self._repeats.pop(0)
+        if self._again.is_set() or (due and not self.heard):
+            self._again.clear()
+            self.send_state("whole")
 
     def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
         """Return what a page is told; ipywidgets calls this, maybe on another thread than draws."""
@@ -81,6 +96,8 @@ class Panel(anywidget.AnyWidget):
         """
         if content == "hello":
             self._heard.set()
+        elif content == "again":
+            self._again.set()
         elif content == "stop":
             self._stop.set()
 

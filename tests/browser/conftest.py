@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # tests import these, and are skipped where there is no Playw
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCREENSHOTS = HERE / "screenshots"
-KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox",
@@ -69,8 +68,7 @@ def chromium(home):
 @pytest.fixture(scope="package")
 def server(home, chromium, eventually):  # noqa: ARG001 - without a browser there is no need for one
     """Start a Jupyter server that serves both front ends."""
-    environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", KERNEL_MARK: "browser"}
-    started = Server(home / "server", environment)
+    started = Server(home / "server", {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
     try:
         eventually(started.is_up, "the Jupyter server answers", 60)
         yield started
@@ -79,15 +77,15 @@ def server(home, chromium, eventually):  # noqa: ARG001 - without a browser ther
 
 
 @pytest.fixture(scope="package", params=["lab", "notebook7"])
-def page_of_front(request, chromium, server):
+def page_of_front(request, chromium, server, gates):
     """Open a page of each front end, with a notebook and its kernel."""
-    context = chromium.new_context(viewport={"width": 1200, "height": 1400})
+    context = chromium.new_context(viewport={"width": 1200, "height": 1000})
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     from .front import Front
 
     front = Front(request.param, context.new_page(), server, SCREENSHOTS)
     front.open_new(f"{request.param}.ipynb")
-    front.run("%load_ext nblaunch")
+    assert front.run("%load_ext nblaunch", gates.waiting).inner_text() == ""
     yield front
     server.end_kernels()
     context.close()
@@ -113,23 +111,55 @@ class Gate:
     def __init__(self, folder: Path) -> None:
         """All gates are shut."""
         self._folder = folder
+        self._names: set[str] = set()
 
     def wait(self, name: str = "end") -> str:
         """Return the line of a cell that waits at a gate."""
-        path = str(self._folder / name)
-        return f"while not __import__('os').path.exists({path!r}): __import__('time').sleep(0.01)"
+        self._names.add(name)
+        return f"wait_for({name!r})"
 
     def open(self, name: str = "end") -> None:
         """Let the ranks go on."""
         (self._folder / name).touch()
 
+    def open_all(self) -> None:
+        """Let everybody go on, also those of a test that has failed."""
+        for name in self._names:
+            self.open(name)
+
+    def shut_all(self) -> None:
+        """Let nobody pass any more: the next test has gates of the same names."""
+        for each in self._folder.iterdir():
+            each.unlink()
+
+    @property
+    def waiting(self) -> str:
+        """The function of the notebook that `wait` calls; it travels to the ranks with their cells."""
+        return f"""
+import time
+from pathlib import Path
+
+def wait_for(gate):
+    while not Path({str(self._folder)!r}, gate).exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="package")
+def gates(home):
+    """Give the gates of all tests."""
+    folder = home / "gates"
+    folder.mkdir()
+    return Gate(folder)
+
 
 @pytest.fixture
-def gate(front, tmp_path):  # noqa: ARG001 - opened before the page waits for the cell's end
-    """Give the gate; at the test's end nobody waits at it any more."""
-    kept = Gate(tmp_path)
-    yield kept
-    kept.open()
+def gate(front, gates):
+    """Give the gates, shut; at the test's end nobody waits at one any more."""
+    yield gates
+    gates.open_all()
+    front.finished()
+    gates.shut_all()
 
 
 @pytest.fixture(scope="package")
@@ -164,4 +194,4 @@ def axe(front, axe_source):
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """A browser starts and ends processes as it likes: that kernels go is looked at when the server does."""
+    """Browsers start and end processes as they like: whether all are gone is looked at after all tests."""

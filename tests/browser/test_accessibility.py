@@ -6,7 +6,7 @@ import pytest
 
 from .front import DARK, LIGHT, expect
 
-COLOURS = """
+COLOURS = r"""
 import sys
 for number, name in enumerate(["black", "red", "green", "yellow", "blue", "magenta", "cyan", "white"]):
     print(f"\x1b[3{number}m{name} \x1b[9{number}mbright \x1b[4{number}mbehind\x1b[0m")

@@ -155,16 +155,11 @@ def test_64_ranks_are_calm_and_readable(front, gate):
 
 
 def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(front, gate):
-    body = f"""
-if rank == 1:
-    raise ValueError("the first to fail")
-{gate.wait()}
-"""
-    front.start(f"%%distributed -n 3 --grace 2\n{body}")
-    front.finished()
+    body = f"if rank == 1:\n    raise ValueError('the first to fail')\n{gate.wait()}"
+    front.run(cell(3, body))
     shown = front.outputs.last
     expect(shown).to_contain_text("ValueError: the first to fail")
-    expect(shown).to_contain_text('raise ValueError("the first to fail")')
+    expect(shown).to_contain_text("raise ValueError('the first to fail')")
     expect(shown).to_contain_text("STOPPED")
 
 
@@ -185,6 +180,7 @@ def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
     expect(front.output).to_contain_text("err")
     ink, paper = front.output.evaluate(
         """(log) => {
+          const style = (element, name) => getComputedStyle(element)[name];
           const style = (element, name) => getComputedStyle(element)[name];
           let behind = log;
           while (style(behind, 'backgroundColor') === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
@@ -228,3 +224,31 @@ def test_a_run_is_stopped_from_the_panel_or_the_panel_says_how(front, gate):
         front.interrupt()
     front.finished(timeout=SOON)
     expect(front.outputs.last).to_contain_text("STOPPED")
+
+
+LINES = 200_000
+FLOOD = f"""
+%%distributed -n 2 --out flood
+import sys
+sys.stdout.writelines(f"line {{number}} of rank {{rank}}\\n" for number in range({LINES}))
+"""
+
+
+def test_200_000_lines_of_each_rank_cost_neither_the_page_nor_the_result_nor_the_file(front):
+    front.page.evaluate(
+        """() => {
+          window.slowest = 0;
+          let last = performance.now();
+          window.watching = setInterval(() => {
+            window.slowest = Math.max(window.slowest, performance.now() - last);
+            last = performance.now();
+          }, 20);
+        }"""
+    )
+    front.run(FLOOD, "[len(flood.ranks[rank].stdout.splitlines()) for rank in (0, 1)]")
+    slowest = front.page.evaluate("() => { clearInterval(window.watching); return window.slowest; }")
+    expect(front.outputs.last).to_contain_text(f"[{LINES}, {LINES}]")
+    expect(front.outputs.first).to_contain_text("line 0 of rank 1")
+    expect(front.outputs.first).to_contain_text(f"line {LINES - 1} of rank 1")
+    assert slowest < 2_000
+    assert front.save().stat().st_size < 1_000_000

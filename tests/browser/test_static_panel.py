@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import nbformat
+
 from .front import DARK, expect
 
-EVERYTHING = """
+EVERYTHING = r"""
 %%distributed -n 2
 import sys
 import matplotlib.pyplot as plt
@@ -16,7 +17,7 @@ from tqdm import tqdm
 for _ in tqdm(range(20), desc="bar"):
     pass
 print("both say this")
-print(f"\\x1b[32mgreen from {rank}\\x1b[0m")
+print(f"\x1b[32mgreen from {rank}\x1b[0m")
 print("a warning", file=sys.stderr)
 print("<script>document.title = 'broken'</script>")
 if rank == 1:
@@ -24,7 +25,7 @@ if rank == 1:
     axis.plot([1, 3, 2])
     display(figure)
     plt.close(figure)
-    display(HTML("<b>bold</b>"), Math(r"\\frac{a}{b}"))
+    display(HTML("<b>bold</b>"), Math(r"\frac{a}{b}"))
 pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25]})
 """
 FAILS = """

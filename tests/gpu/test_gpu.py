@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from nblaunch.session.usage import Gpus
+
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
 """What the tests' kernels see; other tests' kernels see no GPU."""
@@ -275,3 +277,25 @@ def test_a_function_on_gpus_from_a_plain_script(script):
     assert done.returncode == 0, done.stderr
     expected = [(True, "cpu", [3.0 * GPUS] * 3)] * GPUS
     assert done.stdout == f"{expected} {dict(enumerate(DEVICES))}\n"
+
+
+def test_a_large_tensor_on_a_gpu_is_shown_by_its_statistics(kernel):
+    ran = kernel.ok(
+        """
+        %%distributed -n 1 --backend nccl --out res
+        import torch
+        torch.full((64, 64), 2.0, device=device)
+        """,
+        timeout=120,
+    )
+    assert "tensor(shape=(64, 64), dtype=float32, device=cuda, min=2, max=2, mean=2)" in ran.text
+
+
+def test_what_a_process_holds_on_its_gpu_is_measured_without_cuda(used_kernel):
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    gpus = Gpus({"CUDA_VISIBLE_DEVICES": VISIBLE})
+    used = gpus.of(used_kernel.pid, "cuda:0")
+    gpus.close()
+    assert used.memory is not None
+    assert used.memory > 0
+    assert used.percent is None or 0 <= used.percent <= 100
