@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-import html
-import json
-import re
-
 import pyte
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from nblaunch._protocol import (
-    AttemptStarted,
-    Displayed,
-    Entered,
-    FailureRecord,
-    FrameRecord,
-    Message,
-    Noticed,
-    Payload,
-    Phase,
-    Printed,
-    Raised,
-    Returned,
-    Started,
     Stream,
 )
-from nblaunch._reports import format_ranks
-from nblaunch._state import RunState, advance
 from nblaunch._transcript import Transcript, printed
-from nblaunch.view.cost import clipped, cost_of_text
 from nblaunch.view.header import Header
-from nblaunch.view.held import Held
-from nblaunch.view.html import render_html
-from nblaunch.view.live import LiveLines
-from nblaunch.view.output import folded, last_line, read
+from nblaunch.view.output import last_line, read
 from nblaunch.view.terminal import Line, Screen, colored, plain
-from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")
 

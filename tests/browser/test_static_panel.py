@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import nbformat
+
 from .front import DARK, expect
 
 EVERYTHING = """
