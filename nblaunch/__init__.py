@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nblaunch.diagnose.doctor import doctor
     from nblaunch.diagnose.report import DoctorReport
     from nblaunch.session.background import Handle
-    from nblaunch.session.session import RankStatus, SessionStatus
+    from nblaunch.session.status import RankStatus, SessionStatus
 
 __version__ = "0.1.0"
 
@@ -49,12 +49,12 @@ _HOMES = {
     "OptionError": "_errors",
     "RankFailure": "_results",
     "RankResult": "_results",
-    "RankStatus": "session.session",
+    "RankStatus": "session.status",
     "RunFailedError": "_errors",
     "RunResult": "_results",
     "RunTimeoutError": "_errors",
     "Session": "_session_api",
-    "SessionStatus": "session.session",
+    "SessionStatus": "session.status",
     # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
     "doctor": "diagnose.doctor",
     "run": "_api",

@@ -7,84 +7,22 @@ the sender (see `nblaunch.session.hub`).
 
 from __future__ import annotations
 
-import enum
 from typing import Any
 
 import msgspec
+
+from nblaunch._records import FailureRecord as FailureRecord  # noqa: PLC0414 - exported
+from nblaunch._records import FrameRecord as FrameRecord  # noqa: PLC0414 - exported
+from nblaunch._records import Offsets as Offsets  # noqa: PLC0414 - exported
+from nblaunch._records import Payload as Payload  # noqa: PLC0414 - exported
+from nblaunch._records import Phase as Phase  # noqa: PLC0414 - exported
+from nblaunch._records import Stream as Stream  # noqa: PLC0414 - exported
 
 PROTOCOL_VERSION = 1
 
 
 class ProtocolError(Exception):
     """Bytes that are no message of ours; says who sent them."""
-
-
-class Phase(enum.StrEnum):
-    """How far a rank has come; the names are those that error messages use."""
-
-    FORK = "fork"
-    CONNECT = "connect"
-    PROCESS_GROUP = "process group"
-    READY = "ready"
-    JOB = "job"
-    VALUE = "value transfer"
-    LEAVE = "leave"
-
-
-class Stream(enum.StrEnum):
-    """A rank's standard streams."""
-
-    STDOUT = "stdout"
-    STDERR = "stderr"
-
-
-class Offsets(msgspec.Struct, frozen=True):
-    """How many bytes a rank had written to its two log files at some moment."""
-
-    stdout: int = 0
-    stderr: int = 0
-
-
-class Payload(msgspec.Struct, frozen=True):
-    """A pickle (protocol 5) and its large buffers.
-
-    `sizes` are the byte lengths of the parts: the pickle stream first, then each out-of-band buffer.
-    The parts lie one after the other, each start aligned to 64 bytes: in `inline`, in the memory
-    file `fd` of process `pid`, or in the file `path`.
-    """
-
-    sizes: tuple[int, ...]
-    inline: bytes | None = None
-    pid: int = 0
-    fd: int = -1
-    path: str = ""
-
-
-class FrameRecord(msgspec.Struct, frozen=True):
-    """One frame of a traceback; `lines` are the user's own line numbers (the magic is line 1)."""
-
-    filename: str
-    line: int
-    function: str
-    source: str
-    variables: dict[str, str] = {}
-
-
-class FailureRecord(msgspec.Struct, frozen=True):
-    """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
-
-    `traceback` is plain text, `shown` the same as IPython shows it, in colours.
-    """
-
-    type: str
-    message: str
-    traceback: str = ""
-    shown: str = ""
-    frames: tuple[FrameRecord, ...] = ()
-    exception: bytes | None = None
-    exitcode: int = 1
-    time: float = 0.0
-    phase: Phase = Phase.JOB
 
 
 # --- from a rank ---------------------------------------------------------------------------------

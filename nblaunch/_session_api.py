@@ -13,7 +13,8 @@ from nblaunch._reports import HangReport
 from nblaunch._results import RunResult
 from nblaunch.session import engine, notebook
 from nblaunch.session.background import Handle
-from nblaunch.session.session import LiveSession, SessionStatus, silent
+from nblaunch.session.session import LiveSession, silent
+from nblaunch.session.status import SessionStatus
 from nblaunch.view.watch import watcher
 
 

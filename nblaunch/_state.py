@@ -216,10 +216,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
     numbers = state.ranks if some else range(max(message.world_size, 0))
     return RunState(
         world_size=message.world_size,
-        ranks={
-            rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank))
-            for rank in numbers
-        },
+        ranks={rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank)) for rank in numbers},
         attempt=AttemptState(
             number=message.number,
             world_size=message.world_size,

@@ -81,6 +81,8 @@ def pytest_configure() -> None:
     private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp"))
     for name in [name for name in os.environ if name.startswith(("PET_", "NBLAUNCH_", "TORCHELASTIC_"))]:
         del os.environ[name]
+    # Its own tests switch it on; elsewhere processes that nobody has asked for are in the way.
+    os.environ["NBLAUNCH_STANDBY"] = "0"
     os.environ["TMPDIR"] = tempfile.tempdir = str(private)
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         (private / name).mkdir()

@@ -16,10 +16,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server import local_elastic_agent
@@ -33,58 +31,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from nblaunch.agent import forkserver
+from nblaunch.agent.contract import AgentEvents, AgentSettings, Worker
+from nblaunch.agent.waking import Waker
 
 StoppedError = SignalException
 """What ends an agent that was told to stop: torchelastic ends its ranks on the way out."""
 
 _LOOPBACK = "127.0.0.1"
 _EXIT_BARRIER_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _KILL_WAIT_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 0.1
-
-
-class AgentEvents(Protocol):
-    """What the agent tells; called on the agent's thread."""
-
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Take note: a worker group is about to be started."""
-
-    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Take note: its processes have been forked."""
-
-    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Take note: one of them is gone; `expected` if the agent itself stopped it, `reason` if known."""
-
-    def others_stopped(self) -> None:
-        """Take note: the ranks that were still at work are gone."""
-
-    def agent_ended(self, error: BaseException | None) -> None:
-        """Take note: the agent is done; `error` is set if it broke."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker process: its ranks, and where its output goes."""
-
-    rank: int
-    local_rank: int
-    pid: int
-    stdout: str
-    stderr: str
-
-
-@dataclass(frozen=True, slots=True)
-class AgentSettings:
-    """What the agent needs to know of the options."""
-
-    nproc: int
-    role: str
-    max_restarts: int
-    monitor_interval: float
-    grace: float
-    shutdown_timeout: int
-    run_id: str
-    log_dir: Path
 
 
 class LoopbackRendezvous(DynamicRendezvousHandler):
@@ -182,6 +139,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._reason = "started"
         self._stop = threading.Event()
         self._restart = threading.Event()
+        self._waker = Waker()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
         self._stopped: set[int] = set()
@@ -194,10 +152,12 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def stop(self) -> None:
         """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
         self._stop.set()
+        self._waker.ring()
 
     def restart(self) -> None:
         """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
         self._restart.set()
+        self._waker.ring()
 
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
@@ -216,6 +176,11 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         if context is not None:
             for slot in context._ret_vals.values():  # type: ignore[attr-defined]  # noqa: SLF001
                 slot.released = True
+        self._waker.ring()
+
+    def close(self) -> None:
+        """Let go of what the agent holds, once it has run."""
+        self._waker.close()
 
     # --- torchelastic's own steps ----------------------------------------------------------------
 
@@ -255,6 +220,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Ranks that are idle, or at work, cost nothing here.
+        alive = (process.sentinel for process in self._processes() if process.exitcode is None)
+        self._waker.wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
         if self._stop.is_set():
             self._interrupted()
         if self._restart.is_set():

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.agent.elastic import AgentEvents, AgentSettings, RankAgent, StoppedError
+from nblaunch.agent.contract import AgentEvents, AgentSettings
+from nblaunch.agent.elastic import RankAgent, StoppedError
 
 THREAD_PREFIX = "nblaunch-agent"
 
@@ -50,6 +51,7 @@ class AgentThread:
             error = caught
         with contextlib.suppress(Exception):
             agent.rendezvous.shutdown()
+        agent.close()
         del agent
         self._agent = None
         # The agent, its rendezvous and the store's server threads refer to each other.
@@ -63,8 +65,16 @@ class AgentThread:
             agent.stop()
         if self._begun.acquire(blocking=False):
             # An interrupt came before the thread was started.
+            if agent is not None:
+                agent.close()
             self._agent = None
             self._events.agent_ended(None)
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Go on with these settings."""
+        agent = self._agent
+        if agent is not None:
+            agent.settings = settings
 
     def restart(self) -> None:
         """End the worker group, and start another."""

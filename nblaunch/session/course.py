@@ -23,7 +23,7 @@ from nblaunch._protocol import (
     RunEnded,
 )
 from nblaunch._state import RunState, State, advance
-from nblaunch.agent.elastic import AgentSettings
+from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.thread import AgentThread
 from nblaunch.session.departures import Departures
 from nblaunch.session.healing import Healing

@@ -28,6 +28,11 @@ class Departures:
         self._waiting: dict[int, tuple[float, Exited]] = {}
         self._oom_before = oom_kills()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether last words are being waited for."""
+        return bool(self._waiting)
+
     def forget(self) -> None:
         """Begin another attempt."""
         self.ranks, self._waiting = set(), {}

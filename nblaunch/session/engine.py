@@ -10,7 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
@@ -20,14 +20,15 @@ from nblaunch._reports import format_ranks
 from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
 from nblaunch.agent import devices, forkserver, runtime
+from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.devices import Placement
-from nblaunch.agent.elastic import AgentSettings
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
 from nblaunch.session import hub, notebook, outcome
 from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
+from nblaunch.session.standby import Seat, Standby
 from nblaunch.session.usage import measuring
 
 _END_SECONDS = 30.0
@@ -82,13 +83,39 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
     forkserver.server.ensure_running()
     wait_for_gpus(launch.placement)
-    settings = settings_of(launch.options, launch.placement)
-    private = None if launch.options.log_dir else outcome.LogDirectory(settings.log_dir)
-    group = WorkerGroup(hub.get(), settings)
-    _leaving.append(weakref.ref(group))
-    return conduct(
-        group, launch, prepare_of(launch.options, launch.placement, launch.environ), watcher, private=private
-    )
+    options = launch.options
+    settings = settings_of(options, launch.placement)
+    shape = replace(settings, grace=0.0) if options.log_dir is None else None
+    prepare = prepare_of(options, launch.placement, launch.environ)
+    seat = standby.take(shape)
+    try:
+        if seat is not None:
+            seat.group.adopt(settings)
+        else:
+            seat = _seat(with_logs(settings, options), private=options.log_dir is None)
+        _leaving.append(weakref.ref(seat.group))
+        return conduct(seat.group, launch, prepare, watcher, private=seat.private)
+    finally:
+        standby.used(shape)
+
+
+def _seat(settings: AgentSettings, *, private: bool) -> Seat:
+    """Make a group; it is not started yet."""
+    kept = outcome.LogDirectory(settings.log_dir) if private else None
+    return Seat(WorkerGroup(hub.get(), settings), kept)
+
+
+def _ahead(shape: AgentSettings) -> Seat:
+    """Start a group before it is asked for."""
+    forkserver.server.ensure_running()
+    seat = _seat(with_logs(shape), private=True)
+    keep(seat.group)
+    seat.group.start()
+    return seat
+
+
+standby = Standby(_ahead)
+"""This kernel's group that is ready before it is asked for."""
 
 
 def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
@@ -161,8 +188,26 @@ def _collect(job: Job, launch: Launch, private: object) -> RunResult:
 
 
 def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
-    """Return what the agent needs to know; makes the log directory, or raises `OptionError`."""
-    directory = Path(options.log_dir).absolute() if options.log_dir else runtime.make_directory("logs-")
+    """Return what the agent needs to know, but for what each group has for itself."""
+    return AgentSettings(
+        nproc=placement.nproc,
+        role=options.role,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        grace=options.grace,
+        shutdown_timeout=options.shutdown_timeout,
+        run_id="",
+        log_dir=Path(),
+    )
+
+
+def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> AgentSettings:
+    """Return the settings with an id, and a log directory of its own or the one that the options ask for.
+
+    Raises `OptionError` if that cannot be made.
+    """
+    wanted = options.log_dir if options is not None else None
+    directory = Path(wanted).absolute() if wanted else runtime.make_directory("logs-")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,16 +216,7 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
             "Give a directory that you can write to."
         )
         raise OptionError(msg) from error
-    return AgentSettings(
-        nproc=placement.nproc,
-        role=options.role,
-        max_restarts=options.max_restarts,
-        monitor_interval=options.monitor_interval,
-        grace=options.grace,
-        shutdown_timeout=options.shutdown_timeout,
-        run_id=uuid.uuid4().hex[:12],
-        log_dir=directory,
-    )
+    return replace(settings, run_id=uuid.uuid4().hex[:12], log_dir=directory)
 
 
 def prepare_of(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> Prepare:
@@ -288,6 +324,7 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
 
 def close() -> None:
     """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
+    standby.close()
     groups = [group for group in _kept if not group.closed.is_set()]
     for group in groups:
         # Before the fork server: an agent whose ranks are lost would start others.

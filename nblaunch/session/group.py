@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from dataclasses import replace
 
 from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
@@ -32,7 +33,7 @@ from nblaunch._protocol import (
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState
 from nblaunch.agent import runtime
-from nblaunch.agent.elastic import AgentSettings, Worker
+from nblaunch.agent.contract import AgentSettings, Worker
 from nblaunch.agent.thread import AgentThread
 from nblaunch.rank.main import Orders
 from nblaunch.session.course import Course
@@ -133,8 +134,19 @@ class WorkerGroup(Course):
         else:
             self._agent.stop()
 
+    @property
+    def waiting(self) -> bool:
+        """Whether all ranks are connected, and have nothing to do."""
+        known = self.state.ranks.values()
+        return self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Let the next job have its own grace period."""
+        self.settings = replace(self.settings, grace=settings.grace)
+        self._agent.adopt(self.settings)
+
     def leave(self) -> None:
-        """Let the ranks of a kept group end in order."""
+        """Let the ranks of a group without a job end in order."""
         self._hub.call(self._dismiss)
 
     def close(self) -> None:
@@ -227,6 +239,19 @@ class WorkerGroup(Course):
         self._interruption.answered(message, job.state if job is not None else self.state)
 
     # --- on the hub's thread: what the agent says ------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due until a rank, the agent or the caller speaks."""
+        job = self.job
+        return (
+            (job is None or job.ended.is_set())
+            and self._restart_at is None
+            and self._phases.without_limit
+            and not self._healing.busy
+            and not self._interruption.busy
+            and not self._departures.waiting
+        )
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""

@@ -41,6 +41,11 @@ class Healing:
         self._waiting: set[int] = set()
         self._errors: dict[int, str] = {}
 
+    @property
+    def busy(self) -> bool:
+        """Whether answers are being waited for."""
+        return self._inquiry is not None or bool(self._waiting)
+
     def begin(self, members: Iterable[int], interruption: Interruption) -> None:
         """Find out what the ranks need; they answer once they have ended the job."""
         self._members = frozenset(members)

@@ -41,6 +41,10 @@ class Member(Addressee, Protocol):
 
     token: str
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due until somebody speaks."""
+
     def receive(self, message: FromRank) -> None:
         """Take a message from an authenticated rank of the present attempt."""
 
@@ -167,7 +171,8 @@ class Hub:
         poller.register(self._wake_read, zmq.POLLIN)
         next_tick = 0.0
         while not self._closing:
-            wait = max(0, int((next_tick - time.monotonic()) * 1000)) if self._members else None
+            quiet = all(member.quiet for member in self._members.values())
+            wait = None if quiet else max(0, int((next_tick - time.monotonic()) * 1000))
             if self._socket.closed:
                 # A poller would take it for descriptor 0.
                 raise zmq.ZMQError(zmq.ENOTSOCK)

@@ -44,6 +44,11 @@ class Interruption:
         self.begun = self.cut = False
         self._free_at = self._cut = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is due."""
+        return self._free_at is not None or self._cut is not None
+
     def ask(self, inquiry: Inquiry) -> None:
         """Ask every rank that `inquiry` expects an answer of."""
         self._inquiries.append(inquiry)

@@ -21,7 +21,7 @@ class Job:
     """A job that has been given to a group, or is about to be."""
 
     def __init__(self, dispatch: Dispatch, state: RunState, *, aside: bool = False) -> None:
-        """Begin with `state`, in which nothing has happened; nobody sees the result of one that is `aside`."""
+        """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result."""
         self.aside = aside
         self.dispatch = dispatch
         self.state = state

@@ -21,6 +21,11 @@ class Phases:
         self._deadline = float("inf")
         self._reached: dict[Phase, set[int]] = {Phase.CONNECT: set(), Phase.PROCESS_GROUP: set()}
 
+    @property
+    def without_limit(self) -> bool:
+        """Whether nothing becomes overdue."""
+        return self._deadline == float("inf")
+
     def begin_connect(self) -> None:
         """Limit the time until ranks that have been forked are heard, if they have not been already."""
         if self._phase is None:

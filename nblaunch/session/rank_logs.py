@@ -17,7 +17,7 @@ from nblaunch._protocol import (
     Switched,
 )
 from nblaunch._state import RankState
-from nblaunch.agent.elastic import Worker
+from nblaunch.agent.contract import Worker
 from nblaunch.agent.logs import LogTail
 
 

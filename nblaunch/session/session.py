@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, FunctionJob, PullJob, PushJob
@@ -27,41 +25,12 @@ from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.sent import Sent
+from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
 Watch = Callable[[str, str], Watcher]
 Perform = Callable[[threading.Event | None], engine.Outcome]
 _UNLIMITED = 2**31 - 1
 _CLOSE_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes."""
-
-    rank: int
-    state: str
-    pid: int | None
-    device: str
-    memory: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class SessionStatus:
-    """What a session is doing; `attempt` counts how often its ranks were started anew."""
-
-    name: str
-    world_size: int
-    backend: str
-    attempt: int
-    ranks: tuple[RankStatus, ...]
-
-    def __str__(self) -> str:
-        """Return a line for the session, and one for each rank."""
-        lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
-        for each in self.ranks:
-            memory = f", {each.memory / 1e6:.0f} MB" if each.memory is not None else ""
-            lines.append(f"  rank {each.rank}: {each.state}, {each.device}{memory}")
-        return "\n".join(lines)
 
 
 class SilentWatcher:
@@ -113,7 +82,7 @@ class LiveSession:
         forkserver.server.ensure_running()
         engine.wait_for_gpus(self.placement)
         settings = dataclasses.replace(
-            engine.settings_of(options, self.placement),
+            engine.with_logs(engine.settings_of(options, self.placement), options),
             max_restarts=options.max_restarts or _UNLIMITED,
         )
         self._private = None if options.log_dir else outcome.LogDirectory(settings.log_dir)
@@ -364,7 +333,7 @@ class LiveSession:
                     state=self._word(known.node, running.get(rank)),
                     pid=known.pid,
                     device=known.device,
-                    memory=_memory(known.pid),
+                    memory=own_memory(known.pid),
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
@@ -412,15 +381,6 @@ def capture_cell_values(values: dict[str, Any]) -> Captured:
     """Capture variables that are to be pushed; raises `CaptureError` for one that cannot be sent."""
     source = "(" + ", ".join(values) + ",)" if values else "()"
     return capture_cell(source, values)
-
-
-def _memory(pid: int | None) -> int | None:
-    if pid is None:
-        return None
-    try:
-        return int(psutil.Process(pid).memory_full_info().uss)
-    except psutil.Error:
-        return None
 
 
 def _end(group: WorkerGroup) -> None:

@@ -40,7 +40,7 @@ STATE_COLORS = {
 MONOSPACE = "font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)"
 _PRE = f"margin:2px 0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
 _CODE = f"padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
-_STDERR = "background:rgba(220,64,59,.12)"
+_STDERR = f"background:rgba(220,64,59,.12);border-left:3px solid {RED};padding-left:4px"
 
 
 def escaped(text: str) -> str:

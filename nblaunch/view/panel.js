@@ -96,24 +96,35 @@ function styledRuns(runs) {
 function fillLine(target, piece) {
   target.classList.toggle("nblaunch-stderr", Array.isArray(piece) && piece[0] === 1);
   if (typeof piece === "string") target.textContent = piece || " ";
-  else if (isDisplay(piece)) target.replaceChildren(drawDisplay(piece));
+  else if (isDisplay(piece)) fillDisplay(target, piece);
   else if (typeof piece[1] === "string") target.textContent = piece[1] || " ";
   else target.replaceChildren(...styledRuns(piece[1]));
 }
 
+// What is drawn again and again, a progress bar in HTML or a growing plot, keeps its element: a new one
+// would be blank until it is loaded.
+function fillDisplay(target, piece) {
+  const shown = target.firstElementChild;
+  if (piece[0] === "image" && shown?.tagName === "IMG") fillImage(shown, piece);
+  else if (piece[0] === "html" && shown?.tagName === "IFRAME" && shown.refill) shown.refill(piece[1]);
+  else target.replaceChildren(drawDisplay(piece));
+}
+
 function drawDisplay(piece) {
-  if (piece[0] === "image") {
-    const [, type, data, text, width, height] = piece;
-    const image = element("img", "nblaunch-image");
-    image.src = `data:${type};base64,${data}`;
-    image.alt = text;
-    if (width) image.width = Number(width);
-    if (height) image.height = Number(height);
-    return image;
-  }
+  if (piece[0] === "image") return fillImage(element("img", "nblaunch-image"), piece);
   if (piece[0] === "html") return sandboxed(piece[1]);
   if (piece[0] === "waiting") return element("em", "", "… a display that is on its way …");
   return element("span", "", piece[1]);
+}
+
+function fillImage(image, [, type, data, text, width, height]) {
+  image.src = `data:${type};base64,${data}`;
+  image.alt = text;
+  for (const [name, value] of [["width", width], ["height", height]]) {
+    if (value) image.setAttribute(name, value);
+    else image.removeAttribute(name);
+  }
+  return image;
 }
 
 const FRAME_STYLE = `
@@ -137,7 +148,14 @@ function sandboxed(markup) {
     Object.assign(page.documentElement.style, { color, colorScheme, fontFamily, fontSize });
     frame.style.height = `${Math.min(page.documentElement.scrollHeight + 2, 480)}px`;
   };
-  frame.addEventListener("load", fit);
+  frame.addEventListener("load", () => {
+    fit();
+    frame.refill = (other) => {
+      const { head, body } = new DOMParser().parseFromString(other, "text/html");
+      frame.contentDocument.body.replaceChildren(...head.childNodes, ...body.childNodes);
+      fit();
+    };
+  });
   frame.srcdoc =
     "<!doctype html><meta http-equiv='Content-Security-Policy' " +
     "content=\"default-src 'none'; img-src data: blob: http: https:; style-src 'unsafe-inline'\">" +
@@ -703,7 +721,7 @@ class Card {
       this.result.classList.toggle("nblaunch-wrong", Boolean(row.failure));
       this.result.title = row.failure ?? value?.text ?? "";
       // A line's height is kept for it, so that cards do not grow and shrink.
-      setText(this.usage, usageOf(row) || (result ? "" : "\u00a0"));
+      setText(this.usage, usageOf(row) || (row.phase ? "\u00a0" : ""));
     }
     const last = tail?.last ?? "";
     setText(this.last, last || "\u00a0");

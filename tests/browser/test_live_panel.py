@@ -181,7 +181,6 @@ def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
     ink, paper = front.output.evaluate(
         """(log) => {
           const style = (element, name) => getComputedStyle(element)[name];
-          const style = (element, name) => getComputedStyle(element)[name];
           let behind = log;
           while (style(behind, 'backgroundColor') === 'rgba(0, 0, 0, 0)') behind = behind.parentElement;
           const light = (color) => Math.max(...color.match(/[\\d.]+/g).slice(0, 3).map(Number));
