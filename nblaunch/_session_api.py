@@ -153,8 +153,11 @@ class Session:
 
 def _plain(source: str) -> str:
     running = notebook.shell()
-    transformed: str = running.transform_cell(source) if running is not None else source
-    return transformed
+    if running is not None:
+        return str(running.transform_cell(source))
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    return str(TransformerManager().transform_cell(source))
 
 
 def _given_back(finished: engine.Outcome, *, check: bool) -> RunResult:

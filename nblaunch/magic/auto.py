@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.magic import sessions
 from nblaunch.session import notebook
 
 _STAYS = re.compile(r"\s*(%|!|\?)")
+_LOCAL = re.compile(r"%%local\s*$")
 
 
 class _State:
@@ -22,6 +24,8 @@ class _State:
 
     suspended = False
     inserted = False
+    running = False
+    """Whether a cell is being run: what is transformed then is part of it, as the statement of `%timeit`."""
 
 
 _state = _State()
@@ -53,15 +57,38 @@ def transform(lines: list[str]) -> list[str]:
     """Put the magic above a cell's lines."""
     _state.inserted = _state.inserted and _state.suspended
     first = next((line for line in lines if line.strip()), "")
-    if not first or _state.suspended or not sessions.opened():
+    if not first or _state.suspended or _state.running or not sessions.opened():
         return lines
-    if first.startswith("%%local"):
-        index = lines.index(first)
-        return [*lines[:index], *lines[index + 1 :]]
     if _STAYS.match(first) or all(not line.strip() or _STAYS.match(line) for line in lines):
         return lines
     _state.inserted = True
     return ["%%distributed\n", *lines]
+
+
+def without_local(lines: list[str]) -> list[str]:
+    """Take `%%local` away: in the notebook, where the cell runs then, it means nothing."""
+    if not lines or not _LOCAL.match(lines[0]):
+        return lines
+    following = next((line for line in lines[1:] if line.strip()), "")
+    # An empty line keeps the numbers of those below; a magic must be the first line.
+    return lines[1:] if following.startswith("%%") else ["\n", *lines[1:]]
+
+
+def install(shell: Any) -> None:
+    """Have a shell understand `%%local`, and say when it runs a cell."""
+    transformers: list[object] = shell.input_transformers_cleanup
+    if without_local not in transformers:
+        transformers.append(without_local)
+        shell.events.register("pre_execute", _begun)
+        shell.events.register("post_execute", _ended)
+
+
+def _begun() -> None:
+    _state.running = True
+
+
+def _ended() -> None:
+    _state.running = False
 
 
 def switch(line: str) -> str:
@@ -80,7 +107,7 @@ def switch(line: str) -> str:
         msg = "cells were to run on a session's ranks, but none is open. %distributed start -n 2 opens one."
         raise NblaunchError(msg)
     if transform not in transformers:
-        transformers.append(transform)
+        transformers.insert(transformers.index(without_local), transform)
     session = sessions.named(None)
     return (
         f"every cell runs on the {session.world_size} ranks of session {session.name!r} until "

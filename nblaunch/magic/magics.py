@@ -46,8 +46,9 @@ class DistributedMagics(Magics):
     @cell_magic
     def local(self, line: str, cell: str) -> None:  # noqa: ARG002 - a magic takes it
         """Run the cell in the notebook, also while `%distributed auto` is on."""
+        # Only below another magic does it come this far; `auto` takes it away from a cell's first line.
         with auto.suspended():
-            self.shell.run_cell(cell)
+            self.shell.run_cell(cell).raise_error()
 
     def _run_cell(self, line: str, cell: str) -> Handle | None:
         parsed = parse_line(self._expanded(line))
@@ -153,6 +154,7 @@ def register(shell: InteractiveShell) -> None:
     method: Any = DistributedMagics.distributed
     method.__doc__ = f"{options_help('%%distributed')}"
     shell.register_magics(magics)
+    auto.install(shell)
     completer: Any = shell.Completer
     completer.custom_matchers = [
         *(each for each in completer.custom_matchers if each.__name__ != "session_matcher"),

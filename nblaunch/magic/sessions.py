@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._option_row import nearest
-from nblaunch._options import OPTIONS, LaunchOptions
+from nblaunch._options import OPTIONS, LaunchOptions, parse_line
 from nblaunch.session.session import LiveSession
 from nblaunch.view.watch import watcher
 
@@ -55,7 +55,7 @@ def chosen(options: LaunchOptions) -> LiveSession | None:
         return named(options.session)
     if DEFAULT in sessions:
         return sessions[DEFAULT]
-    return next(iter(sessions.values())) if len(sessions) == 1 else None
+    return named(None) if sessions else None
 
 
 def named(name: str | None) -> LiveSession:
@@ -81,9 +81,11 @@ def named(name: str | None) -> LiveSession:
 
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
     """Raise `OptionError` for an option of the group that differs from the session's own."""
+    # What a `PET_` variable says holds for fresh ranks; the line has not asked for it.
+    by_itself = parse_line("").options
     for option in OPTIONS:
         value, own = getattr(options, option.name), getattr(session.options, option.name)
-        if option.name in _OF_A_CELL or value in (option.default, own):
+        if option.name in _OF_A_CELL or value in (option.default, own, getattr(by_itself, option.name)):
             continue
         if option.name == "nproc_per_node" and value == session.world_size:
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -31,8 +32,10 @@ class Handle:
         self._future: Future[RunResult] = Future()
         self._cancelled = threading.Event()
         self._hand_over = hand_over
+        # In the context of the cell that began it: what it shows belongs there, not to a later cell.
+        context = contextvars.copy_context()
         self._thread = threading.Thread(
-            target=self._run, args=(perform,), name="nblaunch-background", daemon=True
+            target=context.run, args=(self._run, perform), name="nblaunch-background", daemon=True
         )
         self._thread.start()
 

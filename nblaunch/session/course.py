@@ -178,6 +178,7 @@ class Course:
             return
         if job is None or job.ended.is_set():
             return
+        job.interrupted = True
         self._interruption.begin(job.state)
         if self.keep and job.dispatched:
             self._restart_at = time.monotonic() + self.settings.grace

@@ -269,7 +269,9 @@ def _error(job: Job, result: RunResult, options: LaunchOptions) -> BaseException
         return error
     root = result.root_cause
     if root is None:
-        return None if result.ok else _unfinished(result)
+        if result.ok:
+            return None
+        return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
     if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
         error = LaunchError(
             f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"

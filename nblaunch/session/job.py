@@ -34,6 +34,7 @@ class Job:
         """Warnings that came when the job had ended already."""
         self.ended = threading.Event()
         self.dispatched = False
+        self.interrupted = False
         self.settle_at: float | None = None
         self.settled = False
 

@@ -348,6 +348,10 @@ class LiveSession:
 
     def close(self) -> None:
         """End the ranks and wait until they are gone; does nothing the second time."""
+        job = self.group.job
+        if job is not None and not job.ended.is_set():
+            self.group.interrupt()
+            job.ended.wait(self.options.grace)
         self.group.leave()
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()

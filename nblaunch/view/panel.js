@@ -46,10 +46,16 @@ function formatRanks(ranks) {
   return `rank${numbers.length === 1 ? "" : "s"} ${parts.join(",")}`;
 }
 
-// What stands before a line of several ranks.
-function prefixOf(ranks) {
-  const said = formatRanks(ranks);
-  return `[${said.length > LONGEST_PREFIX ? plural(ranks.size, "rank") : said}]`;
+// What stands before a line; worked out when it is drawn, not each time that one more rank has the line.
+function prefixOf(entry) {
+  if (!entry.members || entry.isGap) return "";
+  if (entry.named !== entry.version) {
+    entry.named = entry.version;
+    entry.ranks = formatRanks(entry.members);
+    const isShort = entry.ranks.length <= LONGEST_PREFIX;
+    entry.prefix = `[${isShort ? entry.ranks : plural(entry.members.size, "rank")}]`;
+  }
+  return entry.prefix;
 }
 
 function formatBytes(bytes) {
@@ -209,8 +215,7 @@ class Tail {
     for (const number of this.order) {
       const item = this.items.get(number);
       const missing = number - expected;
-      if (missing > 0) entries.push((item.gap = updated(item.gap, { missing, prefix: "", piece: gapText(missing) })));
-      item.prefix = "";
+      if (missing > 0) entries.push((item.gap = gapBefore(item, missing)));
       entries.push(item);
       expected = number + 1;
     }
@@ -222,9 +227,9 @@ function gapText(missing, ranks) {
   return `… ${plural(missing, "line")}${ranks ? ` of ${formatRanks(ranks)}` : ""} left out …`;
 }
 
-function updated(known, { missing, prefix, piece }) {
-  if (known?.missing === missing) return known;
-  return { missing, prefix, piece, isGap: true, version: (known?.version ?? 0) + 1 };
+function gapBefore({ gap }, missing) {
+  if (gap?.missing === missing) return gap;
+  return { missing, piece: gapText(missing), isGap: true, version: 0 };
 }
 
 // The output of all ranks as one list in which each rank's lines keep their order; what several ranks wrote
@@ -284,7 +289,7 @@ class Fold {
     if (!gaps.size) return;
     let row = this.rows[this.rows.length - 1];
     if (!row?.isGap) {
-      row = { key: "", piece: "", members: new Set(), prefix: "", isGap: true, missing: 0, version: 0 };
+      row = { key: "", piece: "", members: new Set(), isGap: true, missing: 0, version: 0 };
       row.order = this.made += 1;
       this.rows.push(row);
     }
@@ -324,7 +329,7 @@ class Fold {
   }
 
   insert(key, piece, after, upper) {
-    const row = { key, piece, members: new Set(), prefix: "", version: 0 };
+    const row = { key, piece, members: new Set(), version: 0 };
     let place = this.rows.length;
     if (after && this.rows.includes(after)) place = this.rows.indexOf(after) + 1;
     else if (upper !== Infinity) place = this.rows.findIndex((each) => each.order >= upper);
@@ -341,14 +346,12 @@ class Fold {
 
   join(row, rank) {
     row.members.add(rank);
-    row.prefix = prefixOf(row.members);
     row.version += 1;
   }
 
   leave(row, rank) {
     row.members.delete(rank);
     if (row.members.size) {
-      row.prefix = prefixOf(row.members);
       row.version += 1;
     } else {
       this.forget(row);
@@ -829,13 +832,14 @@ class Ranks {
     tile.element.tabIndex = isFocused ? 0 : -1;
     setAttribute(tile.element, "aria-pressed", String(this.choice.shown === row.rank));
     tile.element.classList.toggle("nblaunch-focused", isFocused);
-    if (tile.row === row) return;
-    tile.row = row;
+    const name = `Rank ${row.rank}, ${row.state}${row.mark ? `, ${STRAGGLER} ${row.mark}` : ""}`;
+    const title = row.failure ? `${name}: ${row.failure}` : name;
+    if (tile.title === title) return;
+    tile.title = title;
     const names = ["nblaunch-tile", `nblaunch-${row.state}`, isFocused ? "nblaunch-focused" : ""];
     tile.element.className = names.filter(Boolean).join(" ");
-    const mark = row.mark ? `, ${STRAGGLER} ${row.mark}` : "";
-    setAttribute(tile.element, "aria-label", `Rank ${row.rank}, ${row.state}${mark}`);
-    tile.element.title = `Rank ${row.rank}, ${row.state}${mark}${row.failure ? `: ${row.failure}` : ""}`;
+    tile.element.setAttribute("aria-label", name);
+    tile.element.title = title;
     tile.element.replaceChildren(
       element("span", "nblaunch-icon", row.mark ? STRAGGLER : row.icon),
       element("span", "", String(row.rank)),
@@ -916,7 +920,7 @@ class Output {
     const entries = this.store.entries(this.choice.shown);
     if (!wanted) return entries;
     return entries.filter(
-      (each) => !each.isGap && `${each.prefix} ${textOf(each.piece)}`.toLowerCase().includes(wanted),
+      (each) => !each.isGap && `${prefixOf(each)} ${textOf(each.piece)}`.toLowerCase().includes(wanted),
     );
   }
 
@@ -969,9 +973,10 @@ class Output {
 
   drawLine(line, entry) {
     line.version = entry.version;
-    setText(line.prefix, entry.prefix);
-    line.prefix.hidden = !entry.prefix;
-    line.prefix.title = entry.members ? formatRanks(entry.members) : "";
+    const prefix = prefixOf(entry);
+    setText(line.prefix, prefix);
+    line.prefix.hidden = !prefix;
+    line.prefix.title = entry.ranks ?? "";
     line.element.classList.toggle("nblaunch-gap", Boolean(entry.isGap));
     if (line.piece === entry.piece) return;
     line.piece = entry.piece;
@@ -979,7 +984,7 @@ class Output {
   }
 
   async copyText() {
-    const lines = this.entries().map((each) => `${each.prefix}${each.prefix && " "}${textOf(each.piece)}`);
+    const lines = this.entries().map((each) => `${prefixOf(each)} ${textOf(each.piece)}`.trimStart());
     const done = await copied(`${lines.join("\n")}\n`, this.element);
     setText(this.said, done ? `copied ${plural(lines.length, "line")}` : "this page may not copy");
     setTimeout(() => setText(this.said, ""), 2000);

@@ -24,6 +24,7 @@ __all__ = ["DARK", "LIGHT", "Front", "Locator", "expect"]
 
 PATIENCE = 20_000
 """Milliseconds that something which must happen may take; only a failure waits as long."""
+expect.set_options(timeout=PATIENCE)
 DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
 
 _READY = """() => window.jupyterapp?.shell.currentWidget?.context?.isReady"""
@@ -116,7 +117,7 @@ class Front:
         """Choose a theme, and wait until the page has it."""
         self.command("apputils:change-theme", theme=name)
         light = "false" if name == DARK else "true"
-        expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light, timeout=PATIENCE)
+        expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light)
 
     # --- cells ---
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 
 import pytest
 
 from .front import DARK, expect
-
-SOON = 5_000
-"""Milliseconds: what is to be seen before the cell ends must not take as long as the cell may."""
 
 
 def cell(ranks: int, body: str) -> str:
@@ -192,36 +190,37 @@ def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
 
 def test_the_panel_can_be_used_with_the_keyboard_alone(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
+    # The notebook's own shortcuts, which hold where no text is edited, must not take the panel's keys.
+    front.command("notebook:enter-command-mode")
     front.panel.get_by_role("button", name="Rank 0, RUNNING").focus()
     for _ in range(3):
         front.page.keyboard.press("ArrowRight")
     front.page.keyboard.press("Enter")
     expect(front.panel.get_by_role("article", name="Rank 3", exact=True)).to_contain_text("from 3")
-    names = set()
-    for _ in range(20):
+    reached = []
+    while len(reached) < 30 and "Output" not in reached:
         front.page.keyboard.press("Tab")
-        names.add(
-            front.page.evaluate(
-                """() => {
-                  const now = document.activeElement;
-                  const ours = now.closest('.nblaunch-panel');
-                  return ours ? now.getAttribute('aria-label') ?? now.textContent : '';
-                }"""
-            )
-        )
-    assert {"Show output of", "Filter output", "Copy output", "Output"} <= names
+        name = "() => document.activeElement.getAttribute('aria-label') ?? document.activeElement.textContent"
+        reached.append(front.page.evaluate(name))
+        if reached[-1] == "Follow output":
+            front.page.keyboard.press("Enter")
+    assert [name for name in ("Show output of", "Filter output", "Copy output") if name not in reached] == []
+    follow = front.panel.get_by_role("button", name="Follow output")
+    expect(follow).to_have_attribute("aria-pressed", "false")
 
 
 def test_a_run_is_stopped_from_the_panel_or_the_panel_says_how(front, gate):
     front.start(cell(2, f"print('here')\n{gate.wait()}"))
     expect(front.output).to_contain_text("here")
     stop = front.panel.get_by_role("button", name="Stop", exact=True)
-    expect(stop.or_(front.panel.get_by_text("interrupt the kernel to stop"))).to_have_count(1)
-    if stop.count():
+    hint = front.panel.get_by_text("interrupt the kernel to stop")
+    if int(version("ipykernel").split(".")[0]) >= 7:
+        expect(stop).to_be_visible()
         stop.click()
     else:
+        expect(hint).to_be_visible()
         front.interrupt()
-    front.finished(timeout=SOON)
+    front.finished()
     expect(front.outputs.last).to_contain_text("STOPPED")
 
 

@@ -1,0 +1,230 @@
+"""What is wrong with a session, or with a cell in one, is said before any process starts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import nblaunch
+from nblaunch._options import OPTIONS, LaunchOptions, parse_line
+from nblaunch.agent import forkserver
+from nblaunch.magic import auto, commands, sessions
+from nblaunch.session import session as live
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    """Fail if anything is started."""
+
+    def refused(*_: object, **__: object) -> None:
+        pytest.fail("a process was to be started")
+
+    monkeypatch.setattr(forkserver.server, "ensure_running", refused)
+    monkeypatch.setattr(live, "WorkerGroup", refused)
+
+
+# --- Session(...) ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"nproc": 0}, "nproc=0"),
+        ({"nproc": -1}, "nproc=-1"),
+        ({"nproc": True}, "nproc=True"),
+        ({"nproc": "many"}, "nproc='many'"),
+        ({"time_out": 3}, "timeout="),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"env": {"RANK": "1"}}, "RANK"),
+        ({"ranks": (0,)}, "ranks="),
+        ({"out": "x"}, "out="),
+        ({"fresh": True}, "fresh="),
+        ({"background": True}, "background="),
+        ({"session": "a"}, "session="),
+        ({"nproc": 2, "nproc_per_node": 2}, "same option"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_of_a_session_is_an_option_error(keywords, said):
+    with pytest.raises(nblaunch.OptionError, match=said):
+        nblaunch.Session(**keywords)
+
+
+def test_a_session_that_needs_gpus_where_there_are_none_says_so(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(nblaunch.OptionError, match="gpu"):
+        nblaunch.Session("gpu")
+
+
+# --- a cell in a session ---------------------------------------------------------------------------
+
+OF_A_CELL = ["--timeout 5", "--grace 1", "--hang-after 3", "--out res", "--ranks 0", "--background", ""]
+OF_THE_GROUP = {
+    "nproc_per_node": "-n 8",
+    "backend": "--backend nccl",
+    "init_process_group": "--no-init",
+    "env": "--env A=B",
+    "max_restarts": "--max-restarts 2",
+    "monitor_interval": "--monitor-interval 1",
+    "role": "--role trainer",
+    "log_dir": "--log-dir .",
+    "shutdown_timeout": "--shutdown-timeout 9",
+    "standalone": "--standalone=false",
+}
+
+
+def opened(world_size: int = 2, **options: Any) -> Any:
+    """Return what `check_cell_options` looks at."""
+    return SimpleNamespace(
+        name="default",
+        world_size=world_size,
+        options=LaunchOptions.from_keywords(nproc=world_size, **options),
+    )
+
+
+@pytest.mark.parametrize("line", OF_A_CELL)
+def test_what_may_differ_from_cell_to_cell(line):
+    sessions.check_cell_options(opened(), parse_line(line).options)
+
+
+@pytest.mark.parametrize("option", OF_THE_GROUP)
+def test_what_is_decided_with_the_session_cannot_be_changed_by_a_cell(option):
+    flag = OF_THE_GROUP[option].split("=")[0].split()[0]
+    with pytest.raises(nblaunch.OptionError) as caught:
+        sessions.check_cell_options(opened(), parse_line(OF_THE_GROUP[option]).options)
+    assert "--fresh" in str(caught.value)
+    assert "session 'default'" in str(caught.value)
+    assert flag in ("-n", "--standalone") or flag in str(caught.value)
+
+
+def test_every_option_is_either_of_the_cell_or_of_the_group():
+    """A new option must not be forgotten here."""
+    assert {option.name for option in OPTIONS} == OF_THE_GROUP.keys() | sessions._OF_A_CELL
+
+
+def test_the_option_that_the_session_has_may_be_repeated():
+    sessions.check_cell_options(opened(4, role="trainer"), parse_line("-n 4 --role trainer").options)
+
+
+def test_a_variable_of_the_environment_is_no_wish_of_the_cells(monkeypatch):
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    sessions.check_cell_options(opened(2, max_restarts=0), parse_line("").options)
+    with pytest.raises(nblaunch.OptionError, match="4 was asked for"):
+        sessions.check_cell_options(opened(2, max_restarts=0), parse_line("-n 4").options)
+
+
+# --- %distributed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "it needs a command"),
+        ("strat -n 2", "Did you mean %distributed start?"),
+        ("frobnicate", "There are: start, stop"),
+        ("start -n 0", "-n 0"),
+        ("start --nporc 2", "--nproc"),
+        ("start --fresh", "--fresh"),
+        ("start --background", "--background"),
+        ("start --ranks 0", "--ranks"),
+        ("start --out x", "--out"),
+        ("start --session 'not a name'", "--session"),
+        ("push", "no name"),
+        ("pull", "no name"),
+        ("pull --ranks 0", "no name"),
+        ("pull x --ranks nobody", "--ranks"),
+        ("status now", "'now'"),
+        ("stop it", "'it'"),
+        ("auto", "on or off"),
+        ("doctor now", "nothing after it"),
+    ],
+)
+def test_a_wrong_command_says_what_is_right(line, said):
+    with pytest.raises(nblaunch.OptionError) as caught:
+        commands.command(line, {})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "stop",
+        "restart",
+        "stacks",
+        "interrupt",
+        "pull x",
+        "inspect x",
+        "stop --session a",
+        "status --session a",
+    ],
+)
+def test_without_a_session_a_command_says_how_to_start_one(line):
+    name = line.partition("--session ")[2]
+    with pytest.raises(nblaunch.NblaunchError) as caught:
+        commands.command(line, {})
+    assert "no session is open" in str(caught.value)
+    assert f"%distributed start -n 2{' --session a' if name else ''}" in str(caught.value)
+
+
+def test_the_status_of_no_session_is_no_error():
+    assert str(commands.command("status", {})) == "no session is open; %distributed start -n 2 opens one"
+
+
+def test_a_variable_that_the_notebook_lacks_cannot_be_pushed():
+    with pytest.raises(
+        nblaunch.NblaunchError, match="no variable 'lss' in the notebook. Did you mean 'loss'?"
+    ):
+        commands.command("push lss", {"loss": 1})
+
+
+# --- what `%%local` and `auto` make of a cell ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "runs"),
+    [
+        ("%%local\nx\n", "\nx\n"),
+        ("%%local  \nx\n", "\nx\n"),
+        ("%%local\n%%time\nx\n", "%%time\nx\n"),
+        ("%%local\n\n%%time\nx\n", "\n%%time\nx\n"),
+        ("x\n%%local\n", "x\n%%local\n"),
+        ("%%localhost\nx\n", "%%localhost\nx\n"),
+        ("", ""),
+    ],
+)
+def test_local_is_taken_away_and_the_lines_keep_their_numbers(cell, runs):
+    assert "".join(auto.without_local(cell.splitlines(keepends=True))) == runs
+
+
+def test_without_a_session_no_cell_is_sent_to_ranks():
+    assert auto.transform(["x\n"]) == ["x\n"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "sent"),
+    [
+        ("x = 1\nx\n", True),
+        ("# a comment first\nx\n", True),
+        ("\n\nx\n", True),
+        ("w = !ls\nw\n", True),
+        ("%time x\n", False),
+        ("%%bash\nls\n", False),
+        ("!ls\n", False),
+        ("?x\n", False),
+        ("%%local\nx\n", False),
+        ("%%distributed\nx\n", False),
+        ("%distributed status\n%distributed stacks\n", False),
+        ("\n", False),
+    ],
+)
+def test_which_cells_auto_sends_to_the_ranks(cell, sent, monkeypatch):
+    monkeypatch.setitem(sessions._sessions, "default", SimpleNamespace(open=True))
+    lines = cell.splitlines(keepends=True)
+    try:
+        assert auto.transform(lines) == (["%%distributed\n", *lines] if sent else lines)
+        assert auto.take_inserted() is sent
+    finally:
+        sessions._sessions.clear()
