@@ -143,6 +143,15 @@ class Names(_FromRank, frozen=True):
     names: tuple[str, ...]
 
 
+class Asked(_FromRank, frozen=True):
+    """The rank waits for a line that the user is to type: `input()`, `getpass()`, a debugger's prompt."""
+
+    number: int
+    prompt: str
+    password: bool = False
+    offsets: Offsets = Offsets()
+
+
 class Healed(_FromRank, frozen=True):
     """The rank is ready for another job: its default process group works, or `error` says why not."""
 
@@ -227,6 +236,7 @@ FromRank = (
     | Shown
     | Where
     | Names
+    | Asked
     | Healed
 )
 AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | RunEnded
@@ -251,6 +261,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     backend: str | None = None
     device_type: str = "cpu"
     accelerators: int = 0
+    timeout: float | None = None
+    """Seconds that a collective of the default group may take; None is torch's own limit."""
 
 
 class CellJob(msgspec.Struct, frozen=True, tag=True):
@@ -310,6 +322,14 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     fds: tuple[int, ...] = ()
 
 
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What the user has typed; with `error`, why nobody could be asked."""
+
+    number: int
+    text: str = ""
+    error: str = ""
+
+
 class Heal(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Healed`; with `reform`, form the default process group again before."""
 
@@ -323,7 +343,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Heal | Leave
+ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Answer | Heal | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -16,6 +16,7 @@ import msgspec
 
 from nblaunch import _transcript
 from nblaunch._protocol import (
+    Asked,
     AttemptStarted,
     Cleared,
     Displayed,
@@ -261,6 +262,7 @@ def _advance_rank(
     | Shown
     | Where
     | Names
+    | Asked
     | Healed,
 ) -> RankState:
     match message:
@@ -287,7 +289,7 @@ def _advance_rank(
             return replace(known, transcript=_transcript.displayed(known.transcript, message))
         case Cleared():
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
-        case Switched() | Where() | Names() | Healed():
+        case Switched() | Where() | Names() | Asked() | Healed():
             return known
         case Returned():
             if known.state.final:

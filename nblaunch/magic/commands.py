@@ -12,6 +12,7 @@ from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
 from nblaunch.magic import auto, sessions
+from nblaunch.session import looking
 
 Namespace = dict[str, Any]
 
@@ -109,7 +110,15 @@ def _pull(line: str, namespace: Namespace) -> object:
 
 def _inspect(line: str, _: Namespace) -> object:
     names, options = _names_in(line, "inspect")
-    return Said(sessions.named(options.session).inspect(names[0], rank=(options.ranks or (0,))[0]))
+    return Said(looking.inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
+
+
+def _debug(line: str, _: Namespace) -> object:
+    words = split_words(line)
+    number = words.pop(0) if words and words[0].isdigit() else None
+    session = sessions.named(_only_session(" ".join(words), "debug").session)
+    looking.debug(session, session.failed_last if number is None else int(number))
+    return None
 
 
 def _doctor(line: str, _: Namespace) -> object:
@@ -134,6 +143,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "push": _push,
     "pull": _pull,
     "inspect": _inspect,
+    "debug": _debug,
     "stacks": _stacks,
     "interrupt": _interrupt,
     "auto": _auto,

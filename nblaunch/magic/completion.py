@@ -9,6 +9,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 
 from nblaunch._options import parse_line
 from nblaunch.magic import auto, sessions
+from nblaunch.session import looking
 
 _MAGIC = re.compile(r"\s*%%distributed\b([^\n]*)\n")
 
@@ -35,7 +36,7 @@ def _completed(context: CompletionContext) -> SimpleMatcherResult:
         return SimpleMatcherResult(completions=[])
     lines = context.full_text.split("\n")
     position = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
-    length, texts = session.complete(context.full_text[skipped:], position - skipped)
+    length, texts = looking.complete(session, context.full_text[skipped:], position - skipped)
     # IPython replaces its own token; ours may begin elsewhere.
     before = context.token[: max(len(context.token) - length, 0)]
     return SimpleMatcherResult(completions=[SimpleCompletion(before + text) for text in texts])

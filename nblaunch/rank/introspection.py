@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.rank import shell
+from nblaunch.rank import questions, shell
 
 _MOST = 500
+
+last_error: BaseException | None = None
+"""What the last job that failed here raised."""
+
+
+def debug() -> None:
+    """Look at the frames of the last exception, as `%debug` does. Raises `LookupError` if there was none."""
+    if last_error is None or last_error.__traceback__ is None:
+        msg = "no job has failed on this rank since it was started"
+        raise LookupError(msg)
+    questions.post_mortem(last_error.__traceback__)
 
 
 def describe(name: str) -> str:

@@ -8,11 +8,13 @@ import queue
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 
 from nblaunch._protocol import (
+    Answer,
     Dispatch,
     FreeCollective,
     FromRank,
@@ -55,6 +57,8 @@ class Link:
         """Connect to the hub at `address`; say nothing yet."""
         self._inspector = inspector
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Heal | Leave] = queue.SimpleQueue()
+        self.on_answer: Callable[[Answer], None] | None = None
+        """Takes answers to questions; called on the control thread."""
         self._working = False
         self._interrupted = False
         self._lock = threading.Lock()
@@ -157,6 +161,9 @@ class Link:
                 # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
                 with contextlib.suppress(Exception):
                     self._socket.send(encode(self._inspector.where()))
+            case Answer():
+                if self.on_answer is not None:
+                    self.on_answer(message)
             case FreeCollective():
                 with contextlib.suppress(Exception):
                     self._inspector.free(message.fds)

@@ -43,10 +43,11 @@ from nblaunch._protocol import (
     Started,
 )
 from nblaunch.job import payload, shared
-from nblaunch.rank import environment, failure, inspection, process_group, shell, streams
+from nblaunch.rank import environment, failure, inspection, introspection, process_group, shell, streams
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
+from nblaunch.rank.questions import Questions
 from nblaunch.rank.variables import Variables
 
 _ERROR_CHARACTERS = 2000
@@ -88,6 +89,9 @@ class Rank:
         streams.capture_descriptors()
         streams.install(self.link.switched)
         outlet.send, outlet.rank = self.link.send, self.rank
+        questions = Questions(self.rank, self.link.send)
+        self.link.on_answer = questions.answers.put
+        questions.install()
         self.link.start(
             Hello(
                 rank=self.rank,
@@ -144,7 +148,7 @@ class Rank:
         self.device = environment.choose_device(prepare)
         self._enter(Phase.PROCESS_GROUP)
         if prepare.backend is not None:
-            process_group.form(prepare.backend, self.device)
+            process_group.form(prepare.backend, self.device, prepare.timeout)
         process_group.accept_user_calls()
         self._enter(Phase.READY)
 
@@ -243,7 +247,9 @@ class Rank:
 
     def _failed(self, error: BaseException, exitcode: int) -> None:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
-        if not self.orders.keep:
+        if self.orders.keep:
+            introspection.last_error = error
+        else:
             failure.write_error_file(error)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))

@@ -33,10 +33,12 @@ _formed_with: dict[str, Any] | None = None
 """What the default group was made with, so that another one can take its place."""
 
 
-def form(backend: str, device: torch.device) -> None:
+def form(backend: str, device: torch.device, timeout: float | None = None) -> None:
     """Form the default group of all ranks over the agent's store."""
     global _formed_with, _ours
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    if timeout is not None:
+        keywords["timeout"] = timedelta(seconds=timeout)
     _original(
         backend=backend,
         store=_store("default", 0),

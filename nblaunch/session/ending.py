@@ -11,6 +11,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._protocol import Prepare
 from nblaunch._reports import format_ranks
 from nblaunch._state import RunState, State
+from nblaunch.session.answers import Answers
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.hang_watch import HangWatch
 from nblaunch.session.job import Job
@@ -59,6 +60,7 @@ class Ending:
         self._options = options
         self._watcher = watcher
         self._hang_watch = HangWatch(options.hang_after, group.where)
+        self._answers = Answers(job, group.answer)
 
     def wait(self) -> BaseException | None:
         """Wait until all is over; return what ended it early: an interrupt or the timeout."""
@@ -69,6 +71,11 @@ class Ending:
             self._group.start()
             while not self._job.ended.wait(_DRAW_SECONDS):
                 self._watcher.draw(self._job.state)
+                asked = time.monotonic()
+                if self._answers.give():
+                    # Whoever types is not to be hurried by a limit for the ranks.
+                    self._hang_watch = HangWatch(self._options.hang_after, self._group.where)
+                    deadline = None if deadline is None else deadline + time.monotonic() - asked
                 hanging = self._hang_watch.look(self._job.state)
                 if hanging is not None:
                     self._group.looked_at(hanging)

@@ -219,7 +219,13 @@ def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> 
     return replace(settings, run_id=uuid.uuid4().hex[:12], log_dir=directory)
 
 
-def prepare_of(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> Prepare:
+def prepare_of(
+    options: LaunchOptions,
+    placement: Placement,
+    environ: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+) -> Prepare:
     """Return what makes processes the ranks of this notebook, as it is now."""
     return Prepare(
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
@@ -229,6 +235,7 @@ def prepare_of(options: LaunchOptions, placement: Placement, environ: Mapping[st
         backend=placement.backend if options.init_process_group else None,
         device_type=placement.device_type,
         accelerators=placement.accelerators,
+        timeout=timeout,
     )
 
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 
 from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._protocol import (
+    Answer,
+    Asked,
     AttemptStarted,
     Entered,
     Exited,
@@ -110,6 +112,10 @@ class WorkerGroup(Course):
     def notice(self, text: str) -> None:
         """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
+
+    def answer(self, rank: int, answer: Answer) -> None:
+        """Tell a rank what the user has typed."""
+        self._hub.call(lambda: self._hub.send(self, rank, answer))
 
     def interrupt(self, job: Job | None = None) -> None:
         """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective.
@@ -210,6 +216,10 @@ class WorkerGroup(Course):
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
             case Names():
                 self.names[message.rank] = message.names
+                return
+            case Asked():
+                if self.job is not None:
+                    self.job.questions.append(message)
                 return
             case Healed():
                 self._on_healed(message)

@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 
-from nblaunch._protocol import CellJob, Dispatch, Exited, FailureRecord, Message, Phase, Raised, Returned
+from nblaunch._protocol import (
+    Asked,
+    CellJob,
+    Dispatch,
+    Exited,
+    FailureRecord,
+    Message,
+    Phase,
+    Raised,
+    Returned,
+)
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State, advance, looked_at
 from nblaunch.job import shared
@@ -32,6 +43,8 @@ class Job:
         self.launch_failure: tuple[str, str] | None = None
         self.late: list[str] = []
         """Warnings that came when the job had ended already."""
+        self.questions: deque[Asked] = deque()
+        """What ranks want to be told by the user, the oldest first."""
         self.ended = threading.Event()
         self.dispatched = False
         self.interrupted = False

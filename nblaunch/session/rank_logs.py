@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nblaunch._protocol import (
+    Asked,
     Cleared,
     Displayed,
     FromRank,
@@ -75,7 +76,7 @@ class RankLogs:
             case Switched(moments=moments):
                 for offsets in moments:
                     yield from tail.up_to(offsets)
-            case Displayed(offsets=offsets) | Cleared(offsets=offsets):
+            case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Asked(offsets=offsets):
                 yield from tail.up_to(offsets)
             case Returned(offsets=offsets) | Raised(offsets=offsets):
                 self._present[message.rank] = Logs(known.worker, known.started, offsets)

@@ -20,7 +20,6 @@ from nblaunch._state import RunState, State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell
-from nblaunch.rank import introspection
 from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import Watcher
 from nblaunch.session.group import WorkerGroup
@@ -31,6 +30,8 @@ Watch = Callable[[str, str], Watcher]
 Perform = Callable[[threading.Event | None], engine.Outcome]
 _UNLIMITED = 2**31 - 1
 _CLOSE_SECONDS = 10.0
+# Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
+_COLLECTIVE_SECONDS = 86_400.0
 
 
 class SilentWatcher:
@@ -75,10 +76,12 @@ class LiveSession:
         self.name = name
         self.options = options
         self.watch = watch
+        self.failed_last = 0
+        """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
         self._sent = Sent()
         self.placement, environ = engine.place(options)
-        self._prepare = engine.prepare_of(options, self.placement, environ)
+        self._prepare = engine.prepare_of(options, self.placement, environ, timeout=_COLLECTIVE_SECONDS)
         forkserver.server.ensure_running()
         engine.wait_for_gpus(self.placement)
         settings = dataclasses.replace(
@@ -234,33 +237,28 @@ class LiveSession:
             self._refuse_if_ended()
             watcher = (wish.watch or self.watch)(wish.title, self.placement.backend)
             subset = None if wish.ranks is None else chosen
-            return engine.conduct(
+            finished = engine.conduct(
                 self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
             )
+            if finished.result is not None and finished.result.root_cause is not None and not wish.aside:
+                self.failed_last = finished.result.root_cause.rank
+            return finished
         finally:
             present.remember(sent or {}, captured.packed.carried, chosen)
             self._busy.release()
 
-    def inspect(self, name: str, *, rank: int = 0) -> str:
-        """Return what `name?` shows on a rank."""
-        captured = capture_call(introspection.describe, (name,), {}, None)
-        wish = _Wish("inspect", [rank], watch=silent, aside=True)
-        text: str = self._check(self._perform(FunctionJob(name="inspect"), captured, wish)).values[0]
-        if not text:
-            msg = f"inspect: name {name!r} is not defined on rank {rank}."
-            raise NblaunchError(msg)
-        return text
+    def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
+        """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""
+        self.chosen([rank])
+        captured = capture_call(fn, args, {}, None)
+        return self._perform(
+            FunctionJob(name=title), captured, _Wish(title, [rank], watch=silent, aside=True)
+        )
 
-    def complete(self, code: str, position: int) -> tuple[int, list[str]]:
-        """Return how many characters before `position` rank 0 would replace, and by what."""
-        if self._busy.locked() or not self.open:
-            return 0, []
-        captured = capture_call(introspection.complete, (code, position), {}, None)
-        wish = _Wish("complete", [0], watch=silent, aside=True)
-        found: tuple[int, list[str]] = self._check(
-            self._perform(FunctionJob(name="complete"), captured, wish)
-        ).values[0]
-        return found
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running."""
+        return self._busy.locked()
 
     def _refuse_if(self, *, at_work: bool) -> None:
         if at_work:

@@ -157,6 +157,8 @@ def gates(home):
 def gate(front, gates):
     """Give the gates, shut; at the test's end nobody waits at one any more."""
     yield gates
+    if front.is_running():
+        front.screenshot("live")
     gates.open_all()
     front.finished()
     gates.shut_all()
