@@ -7,6 +7,7 @@ with `%%local`, and lines of magics alone, stay in the notebook.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -69,9 +70,9 @@ def without_local(lines: list[str]) -> list[str]:
     """Take `%%local` away: in the notebook, where the cell runs then, it means nothing."""
     if not lines or not _LOCAL.match(lines[0]):
         return lines
-    following = next((line for line in lines[1:] if line.strip()), "")
+    rest = list(itertools.dropwhile(lambda line: not line.strip(), lines[1:]))
     # An empty line keeps the numbers of those below; a magic must be the first line.
-    return lines[1:] if following.startswith("%%") else ["\n", *lines[1:]]
+    return rest if rest and rest[0].startswith("%%") else ["\n", *lines[1:]]
 
 
 def install(shell: Any) -> None:

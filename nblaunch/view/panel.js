@@ -3,7 +3,7 @@
 
 const MOST_CARDS = 8;
 const KEPT_PIECES = 500;
-const FOLDED_ROWS = 1000;
+const FOLDED_ROWS = 600;
 const LONGEST_PREFIX = 40;
 const NEAR_ROWS = 60;
 const NEXT_PIECES = 8;
@@ -238,7 +238,6 @@ class Fold {
   constructor() {
     this.rows = [];
     this.byKey = new Map();
-    this.placed = new Map();
     this.reached = new Map();
     this.made = 0;
   }
@@ -249,8 +248,8 @@ class Fold {
 
   // `coming` are the pieces that the same rank has told after this one.
   tell(rank, tail, number, piece, coming) {
-    const place = `${rank}:${number}`;
-    const before = this.placed.get(place);
+    const item = tail.items.get(number);
+    const before = item.row?.isGone ? undefined : item.row;
     const key = Fold.key(piece);
     if (before?.key === key) return;
     const [lower, upper] = this.bounds(rank, tail, number);
@@ -264,7 +263,7 @@ class Fold {
     if (before) this.leave(before, rank);
     const joined = row ?? this.insert(key, piece, before, before ? upper : this.ahead(rank, lower, upper, coming));
     this.join(joined, rank);
-    this.placed.set(place, joined);
+    item.row = joined;
     if (upper === Infinity) this.reached.set(rank, joined.order);
   }
 
@@ -306,22 +305,17 @@ class Fold {
     for (const row of [...this.rows]) {
       if (row.members.has(rank) && !row.isGap) this.leave(row, rank);
     }
-    for (const place of [...this.placed.keys()]) {
-      if (place.startsWith(`${rank}:`)) this.placed.delete(place);
-    }
   }
 
   trim() {
-    if (this.rows.length <= FOLDED_ROWS * 1.2) return;
-    const gone = new Set(this.rows.splice(0, this.rows.length - FOLDED_ROWS));
-    for (const row of gone) this.forget(row);
-    for (const [place, row] of this.placed) if (gone.has(row)) this.placed.delete(place);
+    if (this.rows.length <= FOLDED_ROWS * 1.3) return;
+    for (const row of this.rows.splice(0, this.rows.length - FOLDED_ROWS)) this.forget(row);
   }
 
   // Between which rows a rank's piece belongs: after its previous piece, before its next one.
   bounds(rank, tail, number) {
     const index = tail.order.lastIndexOf(number);
-    const order = (neighbour) => this.placed.get(`${rank}:${neighbour}`)?.order;
+    const order = (neighbour) => tail.items.get(neighbour).row?.order;
     const isLast = index === tail.order.length - 1;
     const lower = index > 0 ? order(tail.order[index - 1]) : undefined;
     const upper = isLast ? Infinity : order(tail.order[index + 1]);
@@ -360,14 +354,17 @@ class Fold {
   }
 
   remember(row) {
+    row.isGone = false;
     if (!this.byKey.has(row.key)) this.byKey.set(row.key, []);
     this.byKey.get(row.key).push(row);
   }
 
   forget(row) {
-    const others = (this.byKey.get(row.key) ?? []).filter((each) => each !== row);
-    if (others.length) this.byKey.set(row.key, others);
-    else this.byKey.delete(row.key);
+    row.isGone = true;
+    const rows = this.byKey.get(row.key);
+    const place = rows?.indexOf(row) ?? -1;
+    if (place >= 0) rows.splice(place, 1);
+    if (rows?.length === 0) this.byKey.delete(row.key);
   }
 }
 
@@ -1132,19 +1129,29 @@ function render({ model, el }) {
   const draw = () => {
     for (const part of parts) part.draw();
   };
-  // A page in the background draws nothing, and everything when it comes back.
+  // A page in the background draws nothing, and everything when it comes back. On a machine that is busy
+  // with the ranks drawing takes a quarter of the time at most: the page has to answer its reader.
   let due = 0;
+  let timer = 0;
+  let rested = 0;
   const drawSoon = () => {
-    due ||= requestAnimationFrame(() => {
-      due = 0;
-      draw();
-    });
+    if (due || timer) return;
+    const wait = rested - performance.now();
+    if (wait > 0) timer = setTimeout(() => ((timer = 0), drawSoon()), wait);
+    else due = requestAnimationFrame(drawNow);
+  };
+  const drawNow = () => {
+    const begun = performance.now();
+    due = 0;
+    draw();
+    rested = performance.now() + 3 * (performance.now() - begun);
   };
   const clock = setInterval(() => head.tick(), 500);
   store.listeners.add(drawSoon);
   draw();
   return () => {
     clearInterval(clock);
+    clearTimeout(timer);
     cancelAnimationFrame(due);
     store.listeners.delete(drawSoon);
   };

@@ -123,6 +123,49 @@ if rank == 1:
     expect(front.outputs.last.locator("img")).to_have_count(1)
 
 
+def test_displays_are_drawn_live_and_change_in_place_but_run_no_script(front, gate):
+    body = f"""
+from IPython.display import HTML, clear_output, display
+print("will be wiped")
+clear_output()
+shown = display(HTML("<b>first</b>"), display_id=True)
+display(HTML("<i>slanted</i><script>parent.document.title = 'broken'</script>"))
+{gate.wait("second")}
+shown.update(HTML("<b>second</b>"))
+{gate.wait()}
+"""
+    front.start(cell(1, body))
+    frames = front.output.locator("iframe")
+    expect(frames).to_have_count(2)
+    expect(frames.nth(0).content_frame.locator("b")).to_have_text("first")
+    expect(frames.nth(1).content_frame.locator("i")).to_have_text("slanted")
+    gate.open("second")
+    expect(frames.nth(0).content_frame.locator("b")).to_have_text("second")
+    expect(frames).to_have_count(2)
+    expect(front.output).not_to_contain_text("will be wiped")
+    assert front.page.title() != "broken"
+
+
+def test_each_attempt_of_a_run_that_restarts_has_a_tab(front, gate):
+    body = f"""
+import os
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
+    raise ValueError("the first attempt")
+print("the second attempt")
+{gate.wait()}
+"""
+    front.start(f"%%distributed -n 2 --max-restarts 1\n{body}")
+    expect(front.output).to_contain_text("the second attempt")
+    tabs = front.panel.get_by_role("tab")
+    expect(tabs).to_have_count(2)
+    tabs.first.click()
+    expect(front.panel.get_by_role("tabpanel")).to_contain_text("ValueError: the first attempt")
+    expect(front.output).not_to_be_visible()
+    tabs.last.click()
+    expect(front.output).to_be_visible()
+    assert front.is_running()
+
+
 def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
     tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
