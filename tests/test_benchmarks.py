@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 LAUNCH = Path(__file__).parent / "benchmarks" / "bench_launch.py"
+PANEL = Path(__file__).parent / "benchmarks" / "bench_panel.py"
 
 
 def ratios(*arguments: str) -> dict[str, float]:
@@ -33,3 +34,26 @@ def test_fresh_ranks_cost_little_more_than_a_fork_and_far_less_than_spawn():
     found = ratios("--repeats", "7")
     assert found["nblaunch / fork"] <= 2.5
     assert found["spawn / nblaunch"] >= 8
+
+
+def panel_costs(*arguments: str) -> dict[str, tuple[float, float, float]]:
+    """Return for each scene the share of a core in percent, messages and kB, both a second."""
+    done = subprocess.run(
+        [sys.executable, str(PANEL), *arguments], check=False, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^  (\d.+?) +([\d.]+)% +([\d.]+) +([\d.]+)$", done.stdout, flags=re.MULTILINE)
+    return {name: (float(share), float(messages), float(size)) for name, share, messages, size in found}
+
+
+def test_the_panel_benchmark_prints_what_drawing_costs():
+    found = panel_costs("--seconds", "0.3", "--lines", "100")
+    assert {"8 ranks", "64 ranks", "256 ranks"} <= found.keys()
+
+
+@pytest.mark.slow
+def test_drawing_takes_little_of_the_kernel_and_far_less_than_the_server_lets_through():
+    found = panel_costs()
+    assert found["8 ranks"][0] < 5
+    assert found["64 ranks"][0] < 20
+    assert all(messages < 15 and size < 600 for _, messages, size in found.values())

@@ -96,7 +96,7 @@ def test_every_message_is_in_a_union():
         and issubclass(each, msgspec.Struct)
         and each.__struct_config__.tag is not None
     }
-    inside = {_protocol.CellJob, _protocol.FunctionJob}
+    inside = {_protocol.CellJob, _protocol.FunctionJob, _protocol.PushJob, _protocol.PullJob}
     assert tagged - bases - {_protocol._FromRank} - inside == {
         *FROM_RANK,
         *TO_RANK,
@@ -220,6 +220,7 @@ class Group:
     """Stands where a worker group stands, and writes down what it is given."""
 
     group, token, attempt = "a1b2c3d4", "the right token", 1
+    quiet = False
 
     def __init__(self):
         self.received = []

@@ -18,7 +18,9 @@ import time
 import pyte
 import pytest
 
-from nblaunch.view.live import elapsed
+from nblaunch._protocol import AttemptStarted, Exited, Payload, Printed, Returned, Started, Stream
+from nblaunch._state import RunState, advance
+from nblaunch.view.live import Terminal, elapsed
 
 STATUS = re.compile(r"^\[nblaunch\] (.*)$", re.MULTILINE)
 PATIENCE = 60.0
@@ -117,10 +119,14 @@ def terminal_of(tmp_path):
 TALK = """
 def job(path):
     import os, time, torch.distributed as dist
-    print("hello")
-    while not os.path.exists(path):
-        time.sleep(0.01)
-    print("good-bye")
+    for word in ("hello", "good-bye"):
+        if dist.get_rank() == 0:
+            print(word)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            print(word)
+        while not os.path.exists(path):
+            time.sleep(0.01)
     return dist.get_rank()
 print("before", end="", flush=True)
 nblaunch.run(job, (path,), nproc=2, display=True)
@@ -150,18 +156,6 @@ def test_lines_come_live_above_a_status_line_that_is_gone_in_the_end(terminal_of
         "rank 1: 1",
         "after",
     ]
-
-
-def test_where_there_is_next_to_no_room_the_status_is_cut(terminal_of, tmp_path):
-    end = tmp_path / "end"
-    session = terminal_of(f"path = {str(end)!r}\n{TALK}", columns=15, lines=24)
-    session.read_until(lambda: "hello" in session.text, "a rank says hello")
-    session.read_until(lambda: session.seen, "there is a status line")
-    assert {len(each) for each in session.seen} <= {len("2 r"), len("2 s")}
-    end.touch()
-    assert session.end() == 0
-    assert "[nblaunch]" not in session.text
-    assert session.text.endswith("after")
 
 
 BARS = """
@@ -229,15 +223,6 @@ def test_what_the_program_prints_meanwhile_stands_on_lines_of_its_own(terminal_o
     assert "[nblaunch]" not in session.text
 
 
-def test_a_terminal_without_cursor_movements_has_no_status_line(terminal_of, tmp_path):
-    end = tmp_path / "end"
-    end.touch()
-    session = terminal_of(f"path = {str(end)!r}\n{TALK}", TERM="dumb")
-    assert session.end() == 0
-    assert b"\x1b" not in session.raw
-    assert "[rank 1] good-bye" in session.text
-
-
 def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
     (tmp_path / "end").touch()
     ran = script(f"import nblaunch\npath = {str(tmp_path / 'end')!r}\n{TALK}", env={"TERM": "xterm"})
@@ -245,17 +230,6 @@ def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
     assert "\x1b" not in ran.stdout + ran.stderr
     assert "[ranks 0-1] good-bye" in ran.stdout
     assert "[nblaunch]" not in ran.stdout
-
-
-def test_a_terminal_that_knows_few_characters_shows_the_others_as_question_marks(terminal_of):
-    source = """
-    def job():
-        print("caf\\u00e9 \\u2588")
-    nblaunch.run(job, nproc=1, display=True)
-    """
-    session = terminal_of(textwrap.dedent(source), PYTHONUTF8="0", PYTHONIOENCODING="ascii")
-    assert session.end() == 0
-    assert session.text.startswith("[rank 0] caf? ?\n")
 
 
 def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(tmp_path):
@@ -277,6 +251,118 @@ def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(
         assert session.end() == 0
     finally:
         session.close()
+
+
+# --- the terminal alone ----------------------------------------------------------------------------
+
+
+class Screen:
+    """A pseudo-terminal with nobody else in it: what is written there, and how that looks."""
+
+    def __init__(self, columns, encoding):
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(slave, "w", encoding=encoding)
+        self.emulator = pyte.Screen(columns, 24)
+        self._feed = pyte.ByteStream(self.emulator)
+        self.raw = b""
+
+    @property
+    def lines(self):
+        """Return the lines that are to be seen now."""
+        while select.select([self._master], [], [], 0)[0]:
+            data = os.read(self._master, 65536)
+            self.raw += data
+            self._feed.feed(data)
+        return "\n".join(line.rstrip() for line in self.emulator.display).rstrip().split("\n")
+
+    def close(self):
+        self.stream.close()
+        os.close(self._master)
+
+
+@pytest.fixture
+def screen_of(monkeypatch):
+    """Give `screen_of(columns, encoding)`."""
+    monkeypatch.setenv("TERM", "xterm")
+    made = []
+
+    def make(columns=80, encoding="utf-8"):
+        made.append(Screen(columns, encoding))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def state_after(*texts, world_size=2):
+    state = RunState.fresh(world_size)
+    for rank in range(world_size):
+        state = advance(state, Started(rank=rank, time=1.0))
+    for text in texts:
+        state = advance(state, Printed(rank=0, stream=Stream.STDERR, text=text))
+    return state
+
+
+def test_the_status_says_how_many_ranks_are_how_far_since_when_and_in_which_attempt(screen_of):
+    screen, seconds = screen_of(), iter([0.0, 75.9, 76.0, 77.0])
+    terminal = Terminal(screen.stream, clock=lambda: next(seconds))
+    state = advance(state_after(world_size=4), Returned(rank=1, value=Payload(sizes=()), time=2.0))
+    terminal.draw(advance(state, Exited(rank=2, exitcode=-9, time=2.0)))
+    assert screen.lines == ["", "[nblaunch] 2 running, 1 succeeded, 1 failed, 1 min 15 s"]
+    state = advance(state, AttemptStarted(number=1, world_size=4, time=3.0, reason="failure"))
+    terminal.draw(state)
+    assert screen.lines[-1] == "[nblaunch] 4 starting, attempt 1, 1 min 16 s"
+    terminal.draw(state)
+    terminal.close(state, "the end")
+    assert screen.lines == ["attempt 0: restarted: the worker group changed", "the end"]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 12, 30, 60])
+def test_the_status_is_one_line_however_narrow_the_terminal_is(screen_of, columns):
+    screen = screen_of(columns)
+    terminal = Terminal(screen.stream, clock=lambda: 0.0)
+    state = state_after("\r世界 50%|█████     |")
+    terminal.draw(state)
+    whole = "[nblaunch] 2 running, 0 s | rank 0: 世界 50%|█████     |"
+    (blank, *status) = screen.lines
+    assert blank == ""
+    assert len(status) <= 1
+    # A wide character takes two places, the second of which the emulator leaves empty.
+    shown = "".join(status).rstrip()
+    assert whole.startswith(shown)
+    assert shown or columns < 3
+    terminal.close(state, "the end")
+    assert "nblaunch" not in "".join(screen.lines)
+
+
+@pytest.mark.parametrize("name", ["dumb", ""])
+def test_a_terminal_without_cursor_movements_has_no_status_line(screen_of, monkeypatch, name):
+    monkeypatch.setenv("TERM", name)
+    screen = screen_of()
+    terminal = Terminal(screen.stream)
+    terminal.draw(state_after("hello\n"))
+    terminal.close(state_after("hello\n", "more"), "the end")
+    assert screen.lines == ["[rank 0] hello", "[rank 0] more", "the end"]
+    assert b"\x1b" not in screen.raw
+
+
+def test_what_a_terminal_has_no_characters_for_is_a_question_mark(screen_of):
+    screen = screen_of(encoding="ascii")
+    terminal = Terminal(screen.stream)
+    terminal.draw(state_after("caf\u00e9 \u2588\n"))
+    assert screen.lines[0] == "[rank 0] caf? ?"
+
+
+def test_nothing_is_written_while_there_is_nothing_new(screen_of):
+    screen = screen_of()
+    terminal = Terminal(screen.stream, clock=lambda: 0.0)
+    state = state_after("hello\n")
+    terminal.draw(state)
+    before = (screen.lines, screen.raw)
+    terminal.draw(state)
+    assert (screen.lines, screen.raw) == before
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from nblaunch._state import RunState, advance
 from nblaunch.session import notebook
 from nblaunch.view import display
 from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, WidgetView, choose_view
+from nblaunch.view.drawing import Drawing
 from nblaunch.view.header import Header
 from nblaunch.view.text import render_text
 from nblaunch.view.watch import watcher
@@ -156,7 +157,7 @@ def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
 
 @pytest.mark.oldest
 def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
-    messages = kernel.execute("run(0.7)")
+    messages = kernel.execute("run(2.0)")
     ((shown),) = [content for kind, content in messages if kind == "display_data"]
     assert set(shown["data"]) == {WIDGET, "text/html", "text/plain"}
     ((updated),) = [content for kind, content in messages if kind == "update_display_data"]
@@ -437,6 +438,87 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
     view.close(state)
     assert shown == [shown[0], shown[0]]
     assert panel.closed == 1
+
+
+class StoppedPanel:
+    """A panel whose reader has pressed Stop again and again."""
+
+    model_id, heard = "1", True
+
+    def __init__(self, *_):
+        pass
+
+    def show(self, _):
+        pass
+
+    def repeat(self):
+        pass
+
+    def stop_wanted(self):
+        return True
+
+    def close(self):
+        pass
+
+
+def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_nothing(monkeypatch):
+    module = type(sys)("nblaunch.view.widget")
+    vars(module)["Panel"] = StoppedPanel
+    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
+    now = [0.0]
+    view = WidgetView(HEADER, clock=lambda: now[0])
+    state = run_of(1)
+    view.open(state)
+    now[0] = 0.2
+    view.draw(state)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            view.draw(state)
+    view.draw(state)
+    view.close(state)
+
+
+@pytest.fixture
+def panel(monkeypatch):
+    from nblaunch.view.widget import Panel
+
+    now = [0.0]
+    made = Panel(Drawing(HEADER, 0.0), lambda: now[0])
+    made.now, made.told = now, []
+    monkeypatch.setattr(made, "send_state", made.told.append)
+    yield made
+    made.close()
+
+
+def test_what_the_page_says_is_kept_until_the_run_asks(panel):
+    assert not panel.heard
+    panel._take(panel, "hello", [])
+    assert panel.heard
+    assert not panel.stop_wanted()
+    panel._take(panel, "stop", [])
+    assert panel.stop_wanted()
+    assert not panel.stop_wanted()
+    panel._take(panel, {"no": "word of ours"}, [])
+
+
+def test_a_page_that_missed_something_is_told_everything_once_more(panel):
+    panel._take(panel, "hello", [])
+    panel.now[0] = 10.0
+    panel.repeat()
+    assert panel.told == []
+    panel._take(panel, "again", [])
+    panel.repeat()
+    panel.repeat()
+    assert panel.told == ["whole"]
+
+
+def test_a_page_that_cannot_be_heard_is_told_everything_a_few_times(panel):
+    for tenth in range(100):
+        panel.now[0] = tenth / 10
+        panel.repeat()
+    assert panel.told == ["whole"] * 3
 
 
 def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():

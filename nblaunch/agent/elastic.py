@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -158,6 +159,11 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
         self._restart.set()
         self._waker.ring()
+
+    def all_alive(self) -> bool:
+        """Whether no process of this attempt has ended, as far as the system has told."""
+        sentinels = [process.sentinel for process in self._processes()]
+        return bool(sentinels) and not connection.wait(sentinels, timeout=0)
 
     def hurry(self) -> None:
         """Skip what is left of the grace period."""

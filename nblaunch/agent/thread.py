@@ -70,6 +70,11 @@ class AgentThread:
             self._agent = None
             self._events.agent_ended(None)
 
+    def all_alive(self) -> bool:
+        """Whether no process of this attempt has ended."""
+        agent = self._agent
+        return agent is not None and agent.all_alive()
+
     def adopt(self, settings: AgentSettings) -> None:
         """Go on with these settings."""
         agent = self._agent

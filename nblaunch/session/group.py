@@ -144,7 +144,8 @@ class WorkerGroup(Course):
     def waiting(self) -> bool:
         """Whether all ranks are connected, and have nothing to do."""
         known = self.state.ranks.values()
-        return self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
+        connected = self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
+        return connected and self._agent.all_alive()
 
     def adopt(self, settings: AgentSettings) -> None:
         """Let the next job have its own grace period."""

@@ -355,7 +355,8 @@ class LiveSession:
             self.group.stop()
             self.group.closed.wait(_CLOSE_SECONDS)
         self.group.close()
-        self._sent = Sent()
+        # The logs go with the last result that refers to them, not with this object.
+        self._sent, self._private = Sent(), None
         self._finalizer.detach()
 
     def _start(self) -> None:

@@ -90,10 +90,13 @@ class Standby:
         with self._lock:
             self._after_fork()
             seat, self._seat, self._shape = self._seat, None, None
+            thread = self._thread
             self._changed.notify_all()
         if seat is not None:
-            seat.group.stop()
-            seat.group.closed.wait(_CLOSE_SECONDS)
+            _end(seat)
+        if thread is not None:
+            # It may be preparing one at this moment, in a directory that is about to be removed.
+            thread.join(_CLOSE_SECONDS)
 
     def _after_fork(self) -> None:
         if self._owner != os.getpid():
@@ -143,7 +146,12 @@ class Standby:
             if self._shape == shape and self._running == 0:
                 self._seat, seat = seat, None
         if seat is not None:
-            seat.group.leave()
+            _end(seat)
+
+
+def _end(seat: Seat) -> None:
+    seat.group.stop()
+    seat.group.closed.wait(_CLOSE_SECONDS)
 
 
 def wanted() -> bool:

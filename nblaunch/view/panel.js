@@ -2,6 +2,7 @@
 // exception is HTML that a rank displays: that goes into a frame in which no script runs.
 
 const MOST_CARDS = 8;
+const DENSE_TILES = 64;
 const KEPT_PIECES = 500;
 const FOLDED_ROWS = 600;
 const LONGEST_PREFIX = 40;
@@ -772,6 +773,7 @@ class Ranks {
     const many = rows.size > MOST_CARDS;
     this.grid.hidden = !many;
     this.element.classList.toggle("nblaunch-many", many);
+    this.grid.classList.toggle("nblaunch-dense", rows.size > DENSE_TILES);
     if (many) this.drawTiles(rows);
     this.drawCards(many ? [this.inFocus()] : [...rows.keys()]);
   }

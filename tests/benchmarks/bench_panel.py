@@ -44,8 +44,8 @@ def draw(ranks, line, lines, seconds):
         due = int(passed * lines) if line else int(passed * 10)
         for rank in range(ranks):
             if line:
-                text = "".join(line.format(step=at, rank=rank, loss=1 / (at + 1)) + "\\n" for at in range(step, due))
-                stream = Stream.STDOUT
+                said = (line.format(step=at, rank=rank, loss=1 / (at + 1)) for at in range(step, due))
+                text, stream = "".join(f"{each}\\n" for each in said), Stream.STDOUT
             else:
                 text = "".join(f"\\r{at % 100:3}%|{'#' * (at % 20):20}| {at}/1000 [00:00<00:09, 9.97it/s]"
                                for at in range(step, due))
