@@ -79,6 +79,13 @@ import psutil
 import nblaunch
 from nblaunch.agent import runtime
 
+def in_finalizer(frame):
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("weakref.py"):
+            return True
+        frame = frame.f_back
+    return False
+
 class Interrupt:
     # Raises KeyboardInterrupt before the line of ours that is the `at`-th to be executed.
     def __init__(self, at):
@@ -87,8 +94,9 @@ class Interrupt:
         return self.each if "/nblaunch/" in frame.f_code.co_filename else None
     def each(self, frame, event, arg):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        # Python asks for signals neither between a lock that is taken and its `with`, nor at the end of one.
-        if event == "line" and not line.strip().startswith("with "):
+        # Python asks for signals neither between a lock that is taken and its `with`, nor at the end of one;
+        # and what is raised in a finalizer it only prints.
+        if event == "line" and not line.strip().startswith("with ") and not in_finalizer(frame):
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -767,6 +767,30 @@ def test_a_fork_of_the_kernel_runs_ranks_with_things_of_its_own(finished, world)
     world.must_be_clean()
 
 
+def test_a_fork_of_a_kernel_with_a_session_ends_at_once_and_takes_nothing_along(finished, world):
+    seconds, status, values = finished(
+        """
+import json, os, sys, time
+import nblaunch
+session = nblaunch.Session(nproc=2)
+session.push({"kept": 7})
+began = time.monotonic()
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+status = os.waitpid(child, 0)[1]
+seconds = time.monotonic() - began
+values = session.pull("kept")["kept"]
+session.close()
+print(json.dumps([seconds, status, values]))
+""",
+        PYTHONWARNINGS="ignore",
+    )
+    assert (status, values) == (0, [7, 7])
+    assert seconds < 10
+    world.must_be_clean()
+
+
 def test_a_fork_that_outlives_the_kernel_does_not_keep_anything_alive(program, world):
     """A daemon that the user forked holds the kernel's descriptors; the keeper must not wait for it."""
     started = program(f"""

@@ -174,9 +174,7 @@ def test_the_status_of_no_session_is_no_error():
 
 
 def test_a_variable_that_the_notebook_lacks_cannot_be_pushed():
-    with pytest.raises(
-        nblaunch.NblaunchError, match=r"no variable 'lss' .* Did you mean 'loss'\?"
-    ):
+    with pytest.raises(nblaunch.NblaunchError, match=r"no variable 'lss' .* Did you mean 'loss'\?"):
         commands.command("push lss", {"loss": 1})
 
 

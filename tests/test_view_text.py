@@ -353,6 +353,14 @@ def test_what_only_stderr_said_is_looked_up_there():
     assert "see result.ranks[0].stderr" in text
 
 
+def test_the_last_line_of_a_long_drawn_bar_is_the_bar():
+    text = "".join(f"\r{step:3}%|{'#' * 20}|" for step in range(1_000))
+    transcript = printed(Transcript(), Stream.STDERR, text)
+    assert last_line(transcript) == f"999%|{'#' * 20}|"
+    endless = printed(Transcript(), Stream.STDOUT, "x" * 10_000 + "\r\n")
+    assert last_line(endless).startswith("… x")
+
+
 def test_the_last_line_is_the_last_that_is_not_blank():
     transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
     transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")

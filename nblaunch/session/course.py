@@ -164,6 +164,11 @@ class Course:
         if self._restart_at is None:
             self._restart_at = time.monotonic() + self.settings.grace
 
+    def _heard(self) -> None:
+        """Give ranks that are being healed, and speak, their time: a busy machine is slow, not broken."""
+        if self._restart_at is not None and self.job is not None and self.job.settled:
+            self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
+
     def _finish(self, job: Job) -> None:
         """End the job: its result can be made."""
         job.error, job.launch_failure = job.error or self._error, self._launch_failure

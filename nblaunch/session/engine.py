@@ -156,10 +156,16 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
 
 
 _kept: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+_keeper_pid = 0
 
 
 def keep(group: WorkerGroup) -> None:
     """Remember a group that outlives its runs: it must go before the fork server does."""
+    global _keeper_pid
+    if _keeper_pid != os.getpid():
+        # A fork of the kernel: the groups so far are its parent's.
+        _kept.clear()
+        _keeper_pid = os.getpid()
     _kept.add(group)
 
 
@@ -334,7 +340,8 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
 def close() -> None:
     """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
     standby.close()
-    groups = [group for group in _kept if not group.closed.is_set()]
+    ours = _keeper_pid == os.getpid()
+    groups = [group for group in _kept if ours and not group.closed.is_set()]
     for group in groups:
         # Before the fork server: an agent whose ranks are lost would start others.
         group.stop()

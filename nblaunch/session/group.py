@@ -206,6 +206,7 @@ class WorkerGroup(Course):
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
+        self._heard()
         for printed in self._logs.before(message):
             self._fold(printed)
         match message:

@@ -15,7 +15,8 @@ from nblaunch._protocol import Collective, Heal, Healed, ToRank, Where
 from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.interruption import Interruption
 
-_ANSWER_SECONDS = 0.5
+# Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
+_ANSWER_SECONDS = 2.0
 _DEFAULT_GROUP = "default_pg"
 
 

@@ -24,6 +24,8 @@ from nblaunch.session.inquiry import Inquiry, between_ranks
 
 # Python code answers an interrupt within milliseconds; who does not is stuck in C code.
 _FREE_SECONDS = 0.25
+# A busy machine may take its time; a connection is found only if both of its ends have been told.
+_ANSWER_SECONDS = 2.0
 
 
 class Interruption:
@@ -76,7 +78,7 @@ class Interruption:
             self._free_at = None
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             inquiry = Inquiry(rank.rank for rank in members.ranks.values() if rank.node)
-            self._cut = (inquiry, now + _FREE_SECONDS)
+            self._cut = (inquiry, now + _ANSWER_SECONDS)
             self.ask(inquiry)
         self._cut_connections(state, now)
 
@@ -84,7 +86,10 @@ class Interruption:
         """Cut the connections between ranks once it is known which these are."""
         if self._cut is None or not (self._cut[0].complete.is_set() or now >= self._cut[1]):
             return
-        answers, self._cut = self._cut[0].answers, None
+        answers = self._cut[0].answers
+        # Whoever has not answered may be the other end of what a stuck rank waits on: ask once more.
+        self._free_at = None if self._cut[0].complete.is_set() else now + _FREE_SECONDS
+        self._cut = None
         shared_ends = between_ranks(answers)
         for rank in answers:
             if rank in state.ranks and not state.ranks[rank].state.final:

@@ -365,7 +365,8 @@ class LiveSession:
         launch = engine.Launch(
             job=FunctionJob(name="start"),
             captured=captured,
-            options=self.options,
+            # The timeout is for what runs here; to come into being has limits of its own.
+            options=dataclasses.replace(self.options, timeout=None),
             placement=self.placement,
             environ={},
             title="start",

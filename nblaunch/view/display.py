@@ -83,8 +83,10 @@ class TextView:
         self._header = header
         self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
 
-    def open(self, state: RunState) -> None:
+    def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
         """Print nothing yet."""
+        if self._terminal is not None:
+            self._terminal.open()
 
     def draw(self, state: RunState) -> None:
         """Print the lines that are new, if somebody is watching."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import unicodedata
 from collections import Counter
@@ -13,6 +14,7 @@ from nblaunch._protocol import Stream
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State
 from nblaunch._transcript import Display, Text, Transcript
+from nblaunch.view.aside import StepAside
 from nblaunch.view.held import Held
 from nblaunch.view.outcome import attempt_lines, hang_lines
 from nblaunch.view.output import display_text
@@ -37,29 +39,48 @@ class Terminal:
         self._clock = clock
         self._began = clock()
         self._lines = LiveLines()
-        self._status = ""
+        self._lock = threading.RLock()
         self._drawn = False
+        self._aside: StepAside | None = None
+
+    def open(self) -> None:
+        """Begin; what the program's other threads print from now on has the status line erased before it."""
+        if _width(self._stream):
+            self._aside = StepAside(self._erase)
 
     def draw(self, state: RunState) -> None:
         """Print the lines that are new; say how the run is doing."""
         lines = list(self._lines.take(state))
-        width = _width(self._stream)
-        status = _clipped(self._say(state), width - 1)
-        if lines or status != self._status:
+        status = _clipped(self._say(state), _width(self._stream) - 1)
+        # Every time: somebody may have written over it past the streams that step aside.
+        if lines or status:
             self._print(lines, f"{_BELOW}{status}{_BACK}" if status else "")
-            self._status = status
 
     def close(self, state: RunState, ending: str) -> None:
         """Print what has not been printed, and the ending."""
+        if self._aside is not None:
+            self._aside.end()
         self._print([*self._lines.take(state), *self._lines.rest(), ending], "")
 
     def _print(self, lines: list[str], status: str) -> None:
         text = "".join(f"{line}\n" for line in lines)
-        # An interrupt may come between the two: what is noted is that there may be something to erase.
-        erase, self._drawn = _ERASE if self._drawn else "", self._drawn or bool(status)
+        with self._lock:
+            # An interrupt may come before all is written: from now on there may be something to erase.
+            erase, self._drawn = _ERASE if self._drawn else "", bool(status) or self._drawn
+            # In one piece, so that nothing flickers.
+            self._write(erase + text + status)
+            self._drawn = bool(status)
+
+    def _erase(self) -> None:
+        with self._lock:
+            if self._drawn:
+                self._write(_ERASE)
+                self._drawn = False
+
+    def _write(self, text: str) -> None:
+        # What the terminal has no characters for must not end the view.
         encoding = self._stream.encoding or "utf-8"
-        # In one piece: nothing flickers. And what the terminal has no characters for must not end the view.
-        self._stream.write((erase + text + status).encode(encoding, "replace").decode(encoding))
+        self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()
 
     def _say(self, state: RunState) -> str:

@@ -237,8 +237,9 @@ def last_line(transcript: Transcript) -> str:
     for entry in reversed(recent):
         screen.write(entry.stream, entry.text)
     lines = [line.text.strip() for line in screen.lines()]
-    if wanted < 0 and not any(lines[1:]):
-        # Only the end of this line was looked at.
+    drawn_anew = any("\r" in entry.text.replace("\r\n", "\n") for entry in recent)
+    if wanted < 0 and not any(lines[1:]) and not drawn_anew:
+        # Only the end of this line was looked at, and it was not drawn anew in there.
         return f"… {lines[0]}" if lines else ""
     return next(filter(None, reversed(lines)), "")
 

@@ -9,6 +9,7 @@ const LONGEST_PREFIX = 40;
 const NEAR_ROWS = 60;
 const NEXT_PIECES = 8;
 const HELLO_AFTER = [200, 600, 1500, 4000];
+const ASK_EVERY = 1000;
 const STATES = ["FAILED", "LOST", "STOPPED", "RUNNING", "STARTING", "INIT", "SUCCEEDED"];
 const STRAGGLER = "⚠";
 
@@ -247,8 +248,9 @@ class Fold {
     return typeof piece === "string" ? piece : JSON.stringify(piece);
   }
 
-  // `coming` are the pieces that the same rank has told after this one.
-  tell(rank, tail, number, piece, coming) {
+  // Takes `said[index]`; what follows it there is what the same rank has told after it.
+  tell(rank, tail, number, said, index) {
+    const piece = said[index];
     const item = tail.items.get(number);
     const before = item.row?.isGone ? undefined : item.row;
     const key = Fold.key(piece);
@@ -262,7 +264,11 @@ class Fold {
       return;
     }
     if (before) this.leave(before, rank);
-    const joined = row ?? this.insert(key, piece, before, before ? upper : this.ahead(rank, lower, upper, coming));
+    const joined =
+      row ??
+      (before
+        ? this.insert(key, piece, this.rows.indexOf(before) + Number(rank > Math.min(...before.members)))
+        : this.insert(key, piece, this.placeBelow(this.ahead(rank, lower, upper, said, index))));
     this.join(joined, rank);
     item.row = joined;
     if (upper === Infinity) this.reached.set(rank, joined.order);
@@ -275,10 +281,10 @@ class Fold {
 
   // A line that only this rank has goes before the next one that it shares with others, or that one could
   // not be shared any more; only close to the end, where the reader looks.
-  ahead(rank, lower, upper, coming) {
-    const near = this.rows[this.rows.length - NEAR_ROWS]?.order ?? -Infinity;
-    for (const piece of coming) {
-      const row = textOf(piece).trim() && this.find(Fold.key(piece), rank, Math.max(lower, near), upper);
+  ahead(rank, lower, upper, said, index) {
+    const near = Math.max(lower, this.rows[this.rows.length - NEAR_ROWS]?.order ?? -Infinity);
+    for (let next = index + 1; next < Math.min(said.length, index + NEXT_PIECES); next += 1) {
+      const row = textOf(said[next]).trim() && this.find(Fold.key(said[next]), rank, near, upper);
       if (row) return row.order;
     }
     return upper;
@@ -315,20 +321,23 @@ class Fold {
 
   // Between which rows a rank's piece belongs: after its previous piece, before its next one.
   bounds(rank, tail, number) {
-    const index = tail.order.lastIndexOf(number);
+    const place = tail.order.lastIndexOf(number);
     const order = (neighbour) => tail.items.get(neighbour).row?.order;
-    const isLast = index === tail.order.length - 1;
-    const lower = index > 0 ? order(tail.order[index - 1]) : undefined;
-    const upper = isLast ? Infinity : order(tail.order[index + 1]);
+    const isLast = place === tail.order.length - 1;
+    const lower = place > 0 ? order(tail.order[place - 1]) : undefined;
+    const upper = isLast ? Infinity : order(tail.order[place + 1]);
     return [lower ?? (isLast ? this.reached.get(rank) : undefined) ?? -Infinity, upper ?? Infinity];
   }
 
-  insert(key, piece, after, upper) {
+  placeBelow(order) {
+    if (order === Infinity) return this.rows.length;
+    const place = this.rows.findIndex((each) => each.order >= order);
+    return place < 0 ? this.rows.length : place;
+  }
+
+  insert(key, piece, place) {
     const row = { key, piece, members: new Set(), version: 0 };
-    let place = this.rows.length;
-    if (after && this.rows.includes(after)) place = this.rows.indexOf(after) + 1;
-    else if (upper !== Infinity) place = this.rows.findIndex((each) => each.order >= upper);
-    if (place === this.rows.length || place < 0) {
+    if (place === this.rows.length) {
       row.order = this.made += 1;
       this.rows.push(row);
     } else {
@@ -443,11 +452,11 @@ class Store {
     if (gapsAreNew) this.fold.leaveOut(gaps);
     for (const [rank, { told }] of news) {
       const tail = this.tails.get(rank);
-      for (let index = 0; index < told.length; index += 2) {
-        const coming = told.slice(index + 2, index + 2 + 2 * NEXT_PIECES).filter((_, place) => place % 2);
-        tail.tell(told[index], pieces[told[index + 1]]);
-        this.fold.tell(rank, tail, told[index], pieces[told[index + 1]], coming.map((place) => pieces[place]));
-      }
+      const said = told.filter((_, index) => index % 2).map((place) => pieces[place]);
+      said.forEach((piece, index) => {
+        tail.tell(told[2 * index], piece);
+        this.fold.tell(rank, tail, told[2 * index], said, index);
+      });
       tail.trim();
     }
     this.fold.trim();
@@ -1092,13 +1101,7 @@ function initialize({ model }) {
   const name = model.get("name");
   const store = new Store(model.get("whole"));
   stores.set(name, store);
-  let asked = 0;
-  const take = () => {
-    store.take(model.get("delta"));
-    if (!store.missed || performance.now() - asked < 2000) return;
-    asked = performance.now();
-    model.send("again");
-  };
+  const take = () => store.take(model.get("delta"));
   const begin = () => store.begin(model.get("whole"));
   model.on("change:delta", take);
   model.on("change:whole", begin);
@@ -1108,8 +1111,11 @@ function initialize({ model }) {
   const calls = HELLO_AFTER.map((milliseconds) =>
     setTimeout(() => store.stop || model.send("hello"), milliseconds),
   );
+  // Whoever has missed a delta asks for everything until it comes.
+  const asking = setInterval(() => store.missed && store.stop && model.send("again"), ASK_EVERY);
   return () => {
     calls.forEach(clearTimeout);
+    clearInterval(asking);
     model.off("change:delta", take);
     model.off("change:whole", begin);
     stores.delete(name);

@@ -95,6 +95,8 @@ class Panel(anywidget.AnyWidget):
         cell has ended (ipykernel 6, some front ends), nobody looks any more.
         """
         if content == "hello":
+            # What was told before the page's script was there, it has not heard.
+            self._again.set()
             self._heard.set()
         elif content == "again":
             self._again.set()

@@ -25,6 +25,7 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
+    "--disable-extensions",
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -32,6 +33,13 @@ FLAGS = (
     "--disable-sync",
     "--disable-dev-shm-usage",
 )
+
+
+def pytest_collection_modifyitems(items):
+    """Give the tests here more time: the first one of each front end waits for its page, too."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.timeout(300))
 
 
 def missing(what: str) -> NoReturn:

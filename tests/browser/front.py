@@ -22,8 +22,10 @@ from playwright.sync_api import Locator, Page, expect
 
 __all__ = ["DARK", "LIGHT", "Front", "Locator", "expect"]
 
-PATIENCE = 20_000
+PATIENCE = 30_000
 """Milliseconds that something which must happen may take; only a failure waits as long."""
+PATIENCE_WITH_PAGES = 4 * PATIENCE
+"""The same for a page and its kernel: tens of megabytes of scripts, on a machine that may be busy."""
 expect.set_options(timeout=PATIENCE)
 DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
 
@@ -76,15 +78,15 @@ class Front:
             where = f"lab/tree/{quote(path)}?token={self._server.token}&reset"
         else:
             where = f"notebooks/{quote(path)}?token={self._server.token}"
-        self.page.goto(f"{self._server.url}{where}", wait_until="domcontentloaded")
-        self.page.wait_for_function(_READY)
+        self.page.goto(f"{self._server.url}{where}", wait_until="commit")
+        self.page.wait_for_function(_READY, timeout=PATIENCE_WITH_PAGES)
 
     def open_new(self, path: str = "live.ipynb") -> None:
         """Make an empty notebook, open it, and wait for its kernel."""
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
         nbformat.write(nbformat.v4.new_notebook(metadata=kernel), self._server.files / path)
         self.open(path)
-        self.page.wait_for_function(_KERNEL_READY)
+        self.page.wait_for_function(_KERNEL_READY, timeout=PATIENCE_WITH_PAGES)
 
     @contextmanager
     def reopened(self, path: str, detail: str) -> Iterator[Locator]:

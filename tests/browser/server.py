@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -57,8 +58,8 @@ class Server:
     @property
     def url(self) -> str:
         """Where it serves; an empty string before it does."""
-        for path in self._runtime.glob(f"jpserver-{self._process.pid}.json"):
-            return str(json.loads(path.read_text())["url"])
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not yet, or half of it
+            return str(json.loads((self._runtime / f"jpserver-{self._process.pid}.json").read_text())["url"])
         return ""
 
     def is_up(self) -> bool:
