@@ -160,6 +160,20 @@ def test_a_variable_that_a_rank_has_bound_anew_is_its_own(session):
     assert session.cell("counter", namespace={"counter": 99}).values == [11 + r for r in range(size(session))]
 
 
+@pytest.mark.parametrize(
+    "bind", ["same = 1", "same: int = 1", "(same, [other]) = 1, [2]", "import os as same", "def same(): pass"]
+)
+def test_a_variable_is_the_ranks_own_also_where_it_was_bound_to_the_very_same_object(pair, bind):
+    pair.cell("globals().pop('same', None)")
+    there = {"same": pair.cell(bind + "\n1").values[0] if bind.startswith(("same", "(")) else os}
+    pair.cell("globals().pop('same', None)")
+    pair.cell("same", namespace=there)
+    pair.cell(bind)
+    kept = pair.cell("repr(same)").values
+    assert pair.cell("repr(same)", namespace={"same": 99}).values == kept
+    assert "99" not in kept
+
+
 def test_a_variable_of_the_notebook_that_is_bound_anew_is_sent_again(session):
     assert set(session.cell("sent", namespace={"sent": "one"}).values) == {"one"}
     assert set(session.cell("sent", namespace={"sent": "two"}).values) == {"two"}

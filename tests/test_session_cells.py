@@ -277,7 +277,7 @@ def test_a_cell_in_the_background_while_others_run(kernel, tmp_path):
     kernel.ok("%%distributed --fresh -n 2 --out res\nrank")
     assert kernel.value("res.values") == [0, 1]
     assert "running" in str(kernel.ok("%distributed status").result)
-    assert "time.sleep(0.01)" in str(kernel.ok("%distributed stacks").result) or True
+    assert "cell line " in str(kernel.ok("%distributed stacks").result)
     flag.touch()
     assert kernel.ok("(await handle).values").result == "[0, 10, 20, 30]"
     assert kernel.value("[handle.done(), handle.result().values]") == [True, [0, 10, 20, 30]]

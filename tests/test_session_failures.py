@@ -623,7 +623,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
     ("blow", "repair", "said"),
     [
         (
-            "broken = lambda *_: 1 / 0; whole = RankAgent._monitor_workers; RankAgent._monitor_workers = broken",
+            "whole = RankAgent._monitor_workers; RankAgent._monitor_workers = lambda *_: 1 / 0",
             "RankAgent._monitor_workers = whole",
             "LaunchError: phase 'job' broke: ZeroDivisionError",
         ),

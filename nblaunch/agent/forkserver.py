@@ -23,6 +23,7 @@ from typing import Any
 
 from nblaunch._errors import LaunchError
 from nblaunch.agent import keeper, runtime
+from nblaunch.agent.stand_ins import Released, ReturnSlot
 
 START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
@@ -192,8 +193,13 @@ class Server:
             self._keeper.returncode = 0
         self._keeper, self._control = None, None
 
+    def after_fork(self) -> None:
+        """Take a lock of our own: a thread of the parent's may have held the one there was."""
+        self._lock = threading.RLock()
+
 
 server = Server()
+os.register_at_fork(after_in_child=server.after_fork)
 
 
 def _absolute_path() -> list[str]:
@@ -314,42 +320,6 @@ class RankProcess(process.BaseProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
         return RankPopen(process_obj)
-
-
-class Released:
-    """Stands in for the `Event` by which torchelastic lets finished ranks end.
-
-    Ranks end when the hub tells them to, so nobody waits here; and no semaphore file is made.
-    """
-
-    def set(self) -> None:
-        """Do nothing."""
-
-    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the signature of Event
-        """Return at once."""
-        return True
-
-
-class ReturnSlot:
-    """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
-
-    It is full once the hub has released the rank. A rank that ends before that has ended without a
-    word (`os._exit(0)`), for which torchelastic would wait for ever.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.released = False
-
-    def put(self, value: object) -> None:
-        """Do nothing: runs in the rank, whose value has been sent."""
-
-    def empty(self) -> bool:
-        """Return whether the rank is still wanted."""
-        return not self.released
-
-    def get(self) -> None:
-        """Return the value torchelastic is to see."""
 
 
 class RankContext(context.BaseContext):

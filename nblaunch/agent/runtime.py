@@ -22,6 +22,15 @@ _root: Path | None = None
 _owner = 0
 
 
+def _after_fork() -> None:
+    # Another thread of the parent's may have held it: nobody here would ever let it go.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def root() -> Path:
     """Return this process's runtime directory (mode 0700, whatever the umask), made on first use.
 

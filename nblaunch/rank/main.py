@@ -202,6 +202,8 @@ class Rank:
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
             raise error
+        if self.orders.keep:
+            self.variables.bound_by(shell.prepare().transform_cell(job.source))
         return result.result
 
     @staticmethod

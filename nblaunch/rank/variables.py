@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import difflib
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,31 @@ from nblaunch.rank import shell
 _MOST_NAMES = 10_000
 _GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
 _MISSING = object()
+_CERTAIN = (
+    ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+)
+"""Statements that bind names wherever they are executed."""
+
+
+def _stored(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (each.asname or each.name.partition(".")[0] for each in names)
+        case ast.AnnAssign(value=None):
+            pass
+        case ast.Assign(targets=targets):
+            for target in targets:
+                yield from _names_in(target)
+        case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+            yield from _names_in(target)
+
+
+def _names_in(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 class Variables:
@@ -58,6 +84,16 @@ class Variables:
         for name, value in captured.items():
             if name not in own:
                 namespace[name] = self._came[name] = value
+
+    def bound_by(self, source: str) -> None:
+        """Take note of what a cell that has run to its end has bound for certain.
+
+        Also where it is the very object that came from the notebook: small numbers are all the same one.
+        """
+        for statement in ast.parse(source).body:
+            if isinstance(statement, _CERTAIN):
+                for name in _stored(statement):
+                    self._came.pop(name, None)
 
     def push(self, given: Mapping[str, object]) -> None:
         """Take variables that the notebook has pushed: they are the rank's own from here on."""

@@ -262,6 +262,15 @@ _lock = threading.Lock()
 _hub: Hub | None = None
 
 
+def _after_fork() -> None:
+    # Another thread of the parent's may have held it: nobody here would ever let it go.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def get() -> Hub:
     """Return this kernel's hub."""
     global _hub

@@ -45,15 +45,19 @@ class Standby:
     def __init__(self, make: Callable[[AgentSettings], Seat]) -> None:
         """Begin with none; `make(shape)` starts one."""
         self._make = make
+        self._idle_since = 0.0
+        self._used = 0.0
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        """Begin with none: after a fork the group is the parent's, whose threads may have held the lock."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._seat: Seat | None = None
         self._shape: AgentSettings | None = None
-        self._running = 0
-        self._idle_since = 0.0
-        self._used = 0.0
         self._thread: threading.Thread | None = None
-        self._owner = os.getpid()
+        self._running = 0
 
     def take(self, shape: AgentSettings | None) -> Seat | None:
         """Return the group of this shape that is ready, if there is one: it is the caller's then.
@@ -61,7 +65,6 @@ class Standby:
         Whoever calls this must call `used` once the run is over. None is a shape that nothing fits.
         """
         with self._lock:
-            self._after_fork()
             self._running += 1
             seat, fits = self._seat, self._seat is not None and shape is not None and self._shape == shape
             self._seat = None
@@ -75,7 +78,7 @@ class Standby:
     def used(self, shape: AgentSettings | None) -> None:
         """Take note that a run on fresh ranks is over: another one of this shape may follow."""
         with self._lock:
-            self._running -= 1
+            self._running = max(self._running - 1, 0)
             self._idle_since = self._used = time.monotonic()
             self._shape = shape if wanted() else None
             if self._shape is None:
@@ -88,7 +91,6 @@ class Standby:
     def close(self) -> None:
         """Drop the group, and prepare none until the next run is over."""
         with self._lock:
-            self._after_fork()
             seat, self._seat, self._shape = self._seat, None, None
             thread = self._thread
             self._changed.notify_all()
@@ -97,17 +99,6 @@ class Standby:
         if thread is not None:
             # It may be preparing one at this moment, in a directory that is about to be removed.
             thread.join(_CLOSE_SECONDS)
-
-    def _after_fork(self) -> None:
-        if self._owner != os.getpid():
-            # A fork of the kernel: the group is its parent's.
-            self._owner, self._seat, self._shape, self._thread, self._running = (
-                os.getpid(),
-                None,
-                None,
-                None,
-                0,
-            )
 
     def _serve(self) -> None:
         while True:

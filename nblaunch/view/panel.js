@@ -982,7 +982,7 @@ class Output {
   drawLine(line, entry) {
     line.version = entry.version;
     const prefix = prefixOf(entry);
-    setText(line.prefix, prefix);
+    setText(line.prefix, `${prefix} `);
     line.prefix.hidden = !prefix;
     line.prefix.title = entry.ranks ?? "";
     line.element.classList.toggle("nblaunch-gap", Boolean(entry.isGap));
