@@ -29,6 +29,10 @@ def session_kernel(module_kernel):
 def kernel(session_kernel):
     """Give the kernel with its session; the notebook's own variables are forgotten."""
     yield session_kernel
+    # What a test has left at work must not make all others fail.
+    session_kernel.run("%distributed auto off")
+    while background_threads(session_kernel):
+        session_kernel.ok("%distributed interrupt")
     session_kernel.forget()
 
 
@@ -271,7 +275,7 @@ def test_a_cell_in_the_background_while_others_run(kernel, tmp_path):
     assert began.result == "<Handle of a run that goes on>"
     assert kernel.ok("1 + 1").result == "2"
     assert kernel.value("handle.done()") is False
-    assert kernel.complete("%%distributed\nran") == [], "the ranks are at work: nothing is waited for"
+    assert "rank" not in kernel.complete("%%distributed\nran"), "the ranks are at work: nothing is waited for"
     for busy in ("%%distributed\n1", "%distributed pull rank", "%%distributed --background\n1"):
         assert "at work on another one" in kernel.fails(busy).evalue
     kernel.ok("%%distributed --fresh -n 2 --out res\nrank")
@@ -385,7 +389,7 @@ def test_with_auto_every_cell_runs_on_the_ranks(auto):
     assert "[ranks 0-3] said" in auto.ok("print('said')").text
     assert "[ranks 0-3] sh" in auto.ok("found = !echo sh\nprint(found[0])").text
     assert auto.value("'automatic' in globals()") is False
-    assert auto.complete("automa") == ["automatic"]
+    assert "automatic" in auto.complete("automa")
 
 
 def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto):

@@ -13,8 +13,13 @@ const ASK_EVERY = 1000;
 const STATES = ["FAILED", "LOST", "STOPPED", "RUNNING", "STARTING", "INIT", "SUCCEEDED"];
 const STRAGGLER = "⚠";
 
+// A key that is pressed on one of these is for it. The notebook's shortcuts, which match the focused element
+// itself, spare only those that say so themselves: it is not enough that something around them does.
+const TAKE_KEYS = new Set(["button", "select", "summary"]);
+
 function element(tag, className, text) {
   const made = document.createElement(tag);
+  if (TAKE_KEYS.has(tag)) made.dataset.lmSuppressShortcuts = "true";
   if (className) made.className = className;
   if (text !== undefined) made.textContent = text;
   return made;
