@@ -729,7 +729,6 @@ GROWTH = """
 """
 
 
-@pytest.mark.xfail(strict=False, reason="each group that is cut leaves a thread and a descriptor on rank 0")
 def test_heals_let_nothing_grow_in_the_ranks(session):
     def heal(times: int) -> list[tuple[int, int]]:
         for _ in range(times):

@@ -64,6 +64,12 @@ def capture_cell(
     return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent)
 
 
+def capture_values(values: dict[str, Any], namespace: dict[str, Any] | None = None) -> Captured:
+    """Capture variables that are to be pushed. Raises `CaptureError` for one that cannot be sent."""
+    packed = _pack(dict(values), values, namespace, "the push holds")
+    return Captured(packed, (), _sources(packed), frozenset(values))
+
+
 def capture_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -103,6 +103,7 @@ def switch(line: str) -> str:
     if word == "off":
         if transform in transformers:
             transformers.remove(transform)
+        _say_in_prompt(running, None)
         return "cells run in the notebook again"
     if not sessions.opened():
         msg = "cells were to run on a session's ranks, but none is open. %distributed start -n 2 opens one."
@@ -110,7 +111,30 @@ def switch(line: str) -> str:
     if transform not in transformers:
         transformers.insert(transformers.index(without_local), transform)
     session = sessions.named(None)
+    _say_in_prompt(running, f"[{session.world_size} ranks] ")
     return (
         f"every cell runs on the {session.world_size} ranks of session {session.name!r} until "
         "%distributed auto off; magics, and cells that begin with %%local, stay in the notebook"
     )
+
+
+def _say_in_prompt(running: Any, text: str | None) -> None:
+    """Put `text` before the prompts of a terminal, or take it away; a notebook has none that could say it."""
+    prompts = getattr(running, "prompts", None)
+    if prompts is None:
+        return
+    plain = getattr(prompts, "without_ranks", None) or prompts
+    if text is None:
+        running.prompts = plain
+        return
+
+    said = text
+
+    class WithRanks(type(plain)):  # type: ignore[misc] # whichever prompts the user has
+        without_ranks = plain
+
+        def in_prompt_tokens(self) -> list[tuple[Any, str]]:
+            tokens: list[tuple[Any, str]] = super().in_prompt_tokens()
+            return [(tokens[0][0], said), *tokens]
+
+    running.prompts = WithRanks(running)

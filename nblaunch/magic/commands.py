@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
 from nblaunch.magic import auto, sessions
+from nblaunch.magic.line import option_completions
 from nblaunch.session import looking
 
 Namespace = dict[str, Any]
@@ -102,9 +104,25 @@ def _push(line: str, namespace: Namespace) -> object:
     return None
 
 
+_ONE_RANK = re.compile(r"(?:^|\s)--rank(?:\s+|=)(\S+)")
+
+
 def _pull(line: str, namespace: Namespace) -> object:
-    names, options = _names_in(line, "pull")
-    namespace.update(sessions.named(options.session).pull(*names, ranks=options.ranks))
+    """Assign a list of all ranks' values, with `--rank 0` the value of that rank."""
+    one = _ONE_RANK.search(line)
+    names, options = _names_in(_ONE_RANK.sub(" ", line), "pull")
+    session = sessions.named(options.session)
+    if one is None:
+        namespace.update(session.pull(*names, ranks=options.ranks))
+        return None
+    if not one[1].isdigit() or options.ranks is not None:
+        msg = (
+            f"'%distributed pull {line.strip()}' was asked for, but --rank takes the number of one rank, and "
+            "no --ranks beside it. Write --rank 0, or --ranks 0,2 for a list."
+        )
+        raise OptionError(msg)
+    found = session.pull(*names, ranks=[int(one[1])])
+    namespace.update({name: values[0] for name, values in found.items()})
     return None
 
 
@@ -150,6 +168,20 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "doctor": _doctor,
 }
 """What `%distributed` can be followed by; a call returns what the line shows."""
+
+
+def command_completions(text_so_far: str) -> list[str]:
+    """Return what the last word of `%distributed ...` can become: a command, then options or session names.
+
+    >>> command_completions("%distributed sto")
+    ['stop']
+    """
+    before, _, word = text_so_far.rpartition(" ")
+    if len(before.split()) <= 1:
+        return [name for name in COMMANDS if name.startswith(word)]
+    if before.split()[-1] == "--session":
+        return [name for name in sessions.opened() if name.startswith(word)]
+    return option_completions(f"%%distributed {word}")
 
 
 def command(line: str, namespace: Namespace) -> object:

@@ -16,7 +16,7 @@ from nblaunch._protocol import CellJob
 from nblaunch._results import RunResult
 from nblaunch.job.capture import capture_cell
 from nblaunch.magic import auto, sessions
-from nblaunch.magic.commands import command
+from nblaunch.magic.commands import command, command_completions
 from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.line import option_completions
 from nblaunch.session import engine, notebook
@@ -164,4 +164,9 @@ def register(shell: InteractiveShell) -> None:
         "complete_command",
         lambda _shell, event: option_completions(event.text_until_cursor),
         str_key="%%distributed",
+    )
+    shell.set_hook(
+        "complete_command",
+        lambda _shell, event: command_completions(event.text_until_cursor),
+        str_key="%distributed",
     )

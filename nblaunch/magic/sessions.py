@@ -13,12 +13,15 @@ _OF_A_CELL = frozenset({"out", "session", "fresh", "background", "ranks", "timeo
 """Options that may differ from cell to cell; all others are the session's."""
 
 _sessions: dict[str, LiveSession] = {}
+_lost: set[str] = set()
+"""Sessions that have ended without having been stopped, and whose user does not know yet."""
 
 
 def opened() -> dict[str, LiveSession]:
     """Return the sessions that are open, by name."""
     for name in [name for name, session in _sessions.items() if not session.open]:
         del _sessions[name]
+        _lost.add(name)
     return _sessions
 
 
@@ -36,6 +39,7 @@ def start(options: LaunchOptions) -> LiveSession:
         if getattr(options, option):
             msg = f"--{option} was given to %distributed start, but it is for a cell. Leave it out here."
             raise OptionError(msg)
+    _lost.discard(name)
     session = LiveSession(options, name=name, watch=watcher)
     _sessions[name] = session
     return session
@@ -53,6 +57,14 @@ def chosen(options: LaunchOptions) -> LiveSession | None:
         return None
     if options.session is not None:
         return named(options.session)
+    if _lost and not sessions:
+        # Once: a cell that was meant for ranks with variables must not run on fresh ones unasked.
+        name = _lost.pop()
+        msg = (
+            f"the cell was to run in session {name!r}, but its ranks have ended and could not be started "
+            f"anew. Start it again (%distributed start{_named(name)}), or run the cell again for fresh ranks."
+        )
+        raise NblaunchError(msg)
     if DEFAULT in sessions:
         return sessions[DEFAULT]
     return named(None) if sessions else None
@@ -101,8 +113,8 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
 def stop(name: str | None) -> str:
     """End a session."""
     session = named(name)
-    session.close()
     _sessions.pop(session.name, None)
+    session.close()
     return f"session {session.name!r} has ended"
 
 

@@ -9,6 +9,7 @@ a prefix of its own: keys of a group that is gone (an earlier attempt, an earlie
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -57,6 +58,9 @@ def form_again(number: int, device: torch.device) -> None:
     """
     global _ours
     leave()
+    _ours = None
+    # What was raised in the old group holds it in cycles: its threads and connections stay until they go.
+    gc.collect()
     if _formed_with is None:
         return
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

@@ -19,7 +19,7 @@ from nblaunch._results import RunResult
 from nblaunch._state import RunState, State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
-from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell
+from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
 from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import Watcher
 from nblaunch.session.group import WorkerGroup
@@ -162,7 +162,7 @@ class LiveSession:
             if name in RANK_NAMES or name in SHELL_NAMES:
                 msg = f"push was given {name!r}, but each rank has its own {name}. Use another name."
                 raise OptionError(msg)
-        captured = capture_cell_values(dict(variables))
+        captured = capture_values(dict(variables), notebook.namespace())
         self._sent.forget(variables)
         self._check(self._perform(PushJob(), captured, _Wish("push", ranks, watch=silent, aside=True)))
 
@@ -379,12 +379,6 @@ class LiveSession:
             raise LaunchError(msg, phase="job") from error
         if error is not None:
             raise error
-
-
-def capture_cell_values(values: dict[str, Any]) -> Captured:
-    """Capture variables that are to be pushed; raises `CaptureError` for one that cannot be sent."""
-    source = "(" + ", ".join(values) + ",)" if values else "()"
-    return capture_cell(source, values)
 
 
 def _end(group: WorkerGroup) -> None:
