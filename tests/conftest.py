@@ -529,6 +529,10 @@ class Kernel:
         self.manager.context.destroy(linger=0)
         all_gone("a kernel was shut down", KERNEL_MARK, self.mark)
 
+    def all_gone(self, what: str) -> None:
+        """Wait until no process of this kernel's is alive, its own included."""
+        all_gone(what, KERNEL_MARK, self.mark)
+
     def kill(self) -> None:
         """Kill the kernel, and nothing else, with SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import queue
+import textwrap
 import time
 from typing import Any
 
 import psutil
 import pytest
-from conftest import KERNEL_MARK, Kernel, all_gone, tidy
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def kernel(session_kernel):
     session_kernel.forget()
 
 
-def background_threads(kernel: Kernel) -> Any:
+def background_threads(kernel: Any) -> Any:
     return kernel.value(
         "[each.name for each in __import__('threading').enumerate() if each.name == 'nblaunch-background']"
     )
@@ -179,7 +179,7 @@ def test_sessions_by_name_and_fresh_ranks_beside_them(kernel):
     wait_until_fresh_ranks_have_left(kernel)
 
 
-def wait_until_fresh_ranks_have_left(kernel: Kernel) -> None:
+def wait_until_fresh_ranks_have_left(kernel: Any) -> None:
     deadline = time.monotonic() + 30
     threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch-agent')]"
     while len(kernel.value(threads)) > 1:
@@ -299,7 +299,7 @@ def test_what_a_background_cell_shows_is_shown_by_that_cell(kernel, tmp_path):
         print("from the background")
         """
     client = kernel.client
-    cell = client.execute(tidy(source), allow_stdin=False, stop_on_error=False)
+    cell = client.execute(textwrap.dedent(source).strip("\n"), allow_stdin=False, stop_on_error=False)
     other = client.execute(
         f"import pathlib; pathlib.Path({str(flag)!r}).touch(); handle.result(60); 'it is over'",
         allow_stdin=False,
@@ -373,10 +373,10 @@ def auto(kernel):
     kernel.ok("%distributed auto off")
 
 
-def reply_of(kernel: Kernel, code: str) -> str:
+def reply_of(kernel: Any, code: str) -> str:
     """Return whether a cell counts as failed: what decides if "run all" goes on."""
     kernel.drain()
-    message = kernel.client.execute(tidy(code), allow_stdin=False, stop_on_error=False)
+    message = kernel.client.execute(textwrap.dedent(code).strip("\n"), allow_stdin=False, stop_on_error=False)
     while True:
         reply = kernel.client.get_shell_msg(timeout=60)
         if reply["parent_header"].get("msg_id") == message:
@@ -483,7 +483,7 @@ def test_a_kernel_that_ends_with_a_session_leaves_nothing(start_kernel, doing, e
         eventually(lambda: len(list(tmp_path.iterdir())) == 2, "the ranks are at work", 60)
     if end == "SIGKILL":
         kernel.kill()
-        all_gone("a kernel was killed", KERNEL_MARK, kernel.mark)
+        kernel.all_gone("a kernel was killed")
     # A kernel that runs a cell does not hear that it is to shut down: it is killed after a while.
     kernel.manager.shutdown_wait_time = 2.0
 
