@@ -19,7 +19,7 @@ class Dialogue:
         self.kernel = kernel
         self.asked: list[tuple[str, bool]] = []
         self.said = ""
-        self.error: str | None = None
+        self.error: Any = None
 
     def run(self, code, *typed, allow_stdin=True):
         """Execute a cell; give one of `typed` for each question; return what was asked."""
