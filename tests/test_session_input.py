@@ -53,7 +53,7 @@ def dialogue(kernel):
 @pytest.fixture
 def session(dialogue):
     dialogue.run("%distributed start -n 2")
-    assert dialogue.error is None
+    assert not dialogue.error
     yield dialogue
     dialogue.run("%distributed stop")
 
@@ -64,7 +64,7 @@ def test_each_rank_that_asks_is_answered_and_named(dialogue):
         "name, getpass.getpass() if rank == 1 else None",
         *("first", "second", "secret"),
     )
-    assert dialogue.error is None
+    assert not dialogue.error
     assert sorted(asked) == [
         ("[rank 0] name? ", False),
         ("[rank 1] Password: ", True),
@@ -77,7 +77,7 @@ def test_each_rank_that_asks_is_answered_and_named(dialogue):
 
 def test_where_nobody_can_be_asked_the_rank_is_told_so(dialogue):
     dialogue.run("%%distributed -n 2\ninput()", allow_stdin=False)
-    assert dialogue.error is not None
+    assert dialogue.error
     assert "EOFError: nobody could be asked" in dialogue.error
 
 
@@ -105,7 +105,7 @@ def test_a_breakpoint_stops_in_the_cell_while_the_others_wait(session):
         "    x = 6\ndist.barrier()\nx",
         *("p x", "x = 7", "n", "c"),
     )
-    assert session.error is None
+    assert not session.error
     assert asked == [("[rank 1] (Pdb) ", False)] * 4
     assert "[rank 1] -> x = 6" in session.said
     assert "[rank 1] 5" in session.said
@@ -116,13 +116,13 @@ def test_the_frames_of_a_ranks_last_exception_can_be_looked_at_where_they_are(se
     session.run(
         "%%distributed\nsecret = 40 + rank\ndef divide(by):\n    return secret / by\ndivide(1 - rank)"
     )
-    assert session.error is not None
+    assert session.error
     asked = session.run("%distributed debug", "p secret, by", "up", "p rank", "q")
-    assert session.error is None
+    assert not session.error
     assert asked == [("[rank 1] (Pdb) ", False)] * 4
     assert "[rank 1] (41, 0)" in session.said
     session.run("%distributed debug 0")
-    assert session.error is not None
+    assert session.error
     assert "no job has failed on this rank" in session.error
     session.run("%%distributed --out res\nsecret")
     assert session.kernel.value("res.values") == [40, 41]
@@ -142,5 +142,5 @@ def test_an_interrupt_ends_a_question(session):
             reply = client.get_shell_msg(timeout=1)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
     session.run("%%distributed --out res\ny")
-    assert session.error is None
+    assert not session.error
     assert session.kernel.value("res.values") == [1, 1]
