@@ -129,7 +129,7 @@ from IPython.display import HTML, clear_output, display
 print("will be wiped")
 clear_output()
 shown = display(HTML("<b>first</b>"), display_id=True)
-display(HTML("<i>slanted</i><script>parent.document.title = 'broken'</script>"))
+display(HTML("<i>slanted</i><script>parent.document.title = 'displayed'</script>"))
 {gate.wait("second")}
 shown.update(HTML("<b>second</b>"))
 {gate.wait()}
@@ -143,7 +143,7 @@ shown.update(HTML("<b>second</b>"))
     expect(frames.nth(0).content_frame.locator("b")).to_have_text("second")
     expect(frames).to_have_count(2)
     expect(front.output).not_to_contain_text("will be wiped")
-    assert front.page.title() != "broken"
+    assert front.page.title() != "displayed"
 
 
 def test_each_attempt_of_a_run_that_restarts_has_a_tab(front, gate):
@@ -205,14 +205,14 @@ def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(f
 
 
 def test_a_script_that_a_rank_prints_stays_text(front, gate):
-    script = "<script>document.title = 'broken'</script><img src=x onerror='document.title=1'>"
+    script = "<script>document.title = 'printed'</script><img src=x onerror='document.title=1'>"
     front.start(cell(2, f"print({script!r})\n{gate.wait()}"))
     expect(front.output).to_contain_text(script)
     expect(front.panel.locator("img")).to_have_count(0)
     gate.open()
     front.finished()
     expect(front.outputs.last).to_contain_text(script)
-    assert "ipynb" in front.page.title() or front.name in front.page.title()
+    assert front.page.title() not in ("printed", "1")
 
 
 def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
