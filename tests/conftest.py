@@ -293,7 +293,10 @@ class Leftovers:
                 if logs:
                     yield f"{path} is there, though no result needs it"
             elif not any(str(path) in each for each in commands):
-                yield f"{path} is there"
+                inside = (
+                    sorted(str(each.relative_to(path)) for each in path.rglob("*")) if path.is_dir() else []
+                )
+                yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
 
 
 def nothing_left(before: Leftovers, *, logs: bool = True) -> None:

@@ -347,6 +347,8 @@ def close() -> None:
         group.stop()
     for group in groups:
         group.closed.wait(_END_SECONDS)
+    # While the keeper lives: whoever kills this process from here on leaves nothing that it would not remove.
+    runtime.remove_root()
     forkserver.server.stop()
     hub.close()
     runtime.remove_root()
