@@ -227,8 +227,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Ranks that are idle, or at work, cost nothing here.
-        alive = (process.sentinel for process in self._processes() if process.exitcode is None)
-        self._waker.wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
+        alive = [process.sentinel for process in self._processes() if process.exitcode is None]
+        if len(alive) == len(self._processes()) or (alive and self._released()):
+            self._waker.wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
         if self._stop.is_set():
             self._interrupted()
         if self._restart.is_set():
