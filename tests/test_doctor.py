@@ -207,7 +207,7 @@ def test_a_command_that_is_not_there_names_the_nearest(kernel):
     assert error.ename == "OptionError"
     assert error.evalue.endswith("there is no such command. Did you mean %distributed doctor?")
     assert "begin it with %%distributed" in kernel.fails("%distributed -n 2").evalue
-    assert "it needs a command. There are: doctor" in kernel.fails("%distributed").evalue
+    assert "it needs a command. There are: start, stop, " in kernel.fails("%distributed").evalue
     assert kernel.fails("%distributed doctor now").evalue.endswith("Write %distributed doctor.")
 
 

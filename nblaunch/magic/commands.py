@@ -140,7 +140,7 @@ def _debug(line: str, _: Namespace) -> object:
 
 
 def _doctor(line: str, _: Namespace) -> object:
-    if line.strip():
+    if split_words(line):
         msg = (
             f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it. "
             "Write %distributed doctor."
