@@ -44,6 +44,7 @@ from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.job import Job
 from nblaunch.session.phases import Phases
+from nblaunch.session.status import alive
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
@@ -145,7 +146,8 @@ class WorkerGroup(Course):
         """Whether all ranks are connected, and have nothing to do."""
         known = self.state.ranks.values()
         connected = self.job is None and not self.closed.is_set() and all(rank.node for rank in known)
-        return connected and self._agent.all_alive()
+        # The system knows of a death before the agent does.
+        return connected and self._agent.all_alive() and all(alive(rank.pid) for rank in known)
 
     def adopt(self, settings: AgentSettings) -> None:
         """Let the next job have its own grace period."""

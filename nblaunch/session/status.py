@@ -42,6 +42,14 @@ class SessionStatus:
         return "\n".join(lines)
 
 
+def alive(pid: int | None) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return pid is not None and bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def own_memory(pid: int | None) -> int | None:
     """Return the bytes that belong to a process alone, None if that cannot be told."""
     if pid is None:
