@@ -101,6 +101,8 @@ def test_a_group_that_has_died_is_passed_over(watched, waiting, who):
     victims = {"one rank": ranks[:1], "all ranks": ranks, "the fork server": [ranks[0].parent()]}[who]
     for victim in victims:
         victim.send_signal(signal.SIGKILL)
+    # A fork server takes a moment to go, and its ranks with it.
+    psutil.wait_procs([*victims, *ranks] if who == "the fork server" else victims, timeout=10)
     assert watched.run(body="rank + 1") == [1, 2]
 
 
