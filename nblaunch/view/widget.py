@@ -84,6 +84,9 @@ class Panel(anywidget.AnyWidget):
     def close(self) -> None:
         """Close the panel and what ipywidgets made along with it, so that no comm stays open."""
         layout = self.layout
+        if self.comm is not None:
+            # Programs that run notebooks save the last state they have heard of, of closed widgets too.
+            self._send({"method": "update", "state": {"whole": {}, "delta": {}}, "buffer_paths": []})
         super().close()
         if layout is not None:
             layout.close()
