@@ -9,8 +9,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._results import RunResult
 from nblaunch.session import notebook
 from nblaunch.session import run as session_run
-from nblaunch.session.ending import Watcher
-from nblaunch.view.display import SilentView
+from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.view.watch import watcher
 
 
@@ -57,6 +56,6 @@ def run(  # noqa: PLR0913 - the options of a run
     shown = notebook.shell() is not None if display is None else display
 
     def watch(title: str, backend: str) -> Watcher:
-        return watcher(title, backend) if shown else SilentView()
+        return watcher(title, backend) if shown else SilentWatcher()
 
     return session_run.call(fn, args, kwargs, check=check, options=launch_options, watch=watch)

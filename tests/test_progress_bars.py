@@ -10,7 +10,7 @@ import pytest
 
 from nblaunch._options import LaunchOptions
 from nblaunch.session import run as session_run
-from nblaunch.view.display import SilentView
+from nblaunch.session.ending import SilentWatcher
 from nblaunch.view.output import last_line, read
 from nblaunch.view.terminal import Line
 
@@ -26,7 +26,7 @@ IMPORTS = ["from tqdm import tqdm", "from tqdm.auto import tqdm", "from tqdm.not
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-class Watching(SilentView):
+class Watching(SilentWatcher):
     """Keeps the last line of each rank, and how many lines there are, at every draw."""
 
     def __init__(self):

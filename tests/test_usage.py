@@ -19,14 +19,14 @@ from nblaunch._protocol import Measured
 from nblaunch._state import AttemptState, RankState, RunState, State
 from nblaunch.session import run as session_run
 from nblaunch.session import usage
+from nblaunch.session.ending import SilentWatcher
 from nblaunch.session.usage import Gpus, Meter
-from nblaunch.view.display import SilentView
 
 MEGABYTE = 1 << 20
 HELD = 200 * MEGABYTE
 
 
-class Watching(SilentView):
+class Watching(SilentWatcher):
     """Keeps every state that it is drawn."""
 
     def __init__(self, *, shows_usage=True):

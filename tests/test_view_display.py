@@ -28,8 +28,9 @@ from nblaunch._protocol import (
 )
 from nblaunch._state import RunState, advance
 from nblaunch.session import notebook
+from nblaunch.session.ending import SilentWatcher
 from nblaunch.view import display
-from nblaunch.view.display import GuardedView, OnceView, SilentView, TextView, WidgetView, choose_view
+from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view
 from nblaunch.view.drawing import Drawing
 from nblaunch.view.header import Header
 from nblaunch.view.text import render_text
@@ -347,7 +348,7 @@ def test_in_a_terminal_a_rank_cannot_move_the_cursor(monkeypatch):
 
 @pytest.mark.parametrize("step", ["open", "draw", "close"])
 def test_a_view_that_breaks_does_not_break_the_run(caplog, step):
-    class Broken(SilentView):
+    class Broken(SilentWatcher):
         calls = 0
 
     def broken(_):
@@ -368,7 +369,7 @@ def test_a_view_that_breaks_does_not_break_the_run(caplog, step):
 
 
 def test_an_interrupt_while_drawing_is_not_swallowed():
-    class Interrupted(SilentView):
+    class Interrupted(SilentWatcher):
         def draw(self, _):
             raise KeyboardInterrupt
 

@@ -49,7 +49,7 @@ class AgentThread:
             pass
         except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
             error = caught
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # of a rendezvous that is over, nobody waits for a good end
             agent.rendezvous.shutdown()
         agent.close()
         del agent

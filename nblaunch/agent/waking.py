@@ -19,12 +19,12 @@ class Waker:
 
     def ring(self) -> None:
         """End the wait; does nothing once the bell is closed."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed; or rung so often already that no more fits
             self._rings.send(b"\0")
 
     def wait(self, sentinels: Iterable[int], seconds: float) -> None:
         """Wait until a process behind `sentinels` has ended, or the bell rings; at most `seconds`."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # nothing left to hear, or a process whose end was read meanwhile
             connection.wait([*sentinels, self._hears], timeout=max(seconds, 0.0))
             while self._hears.recv(4096):
                 pass

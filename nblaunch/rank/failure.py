@@ -160,7 +160,7 @@ def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRe
 def _variables(values: Mapping[str, object]) -> dict[str, str]:
     shown = {}
     for name, value in list(values.items())[:_VARIABLES]:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # a repr that raises costs that variable, not the failure
             shown[name] = encodable(_short_repr.repr(value))
     return shown
 
@@ -169,5 +169,5 @@ def write_error_file(error: BaseException) -> None:
     """Write torchelastic's `error.json`, as its `@record` does."""
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # for torch's own tools; the notebook hears it from us
             handlers.get_error_handler().record_exception(error)

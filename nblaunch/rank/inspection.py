@@ -171,5 +171,5 @@ def _uses_nccl() -> bool:
 
 
 def _abort() -> None:
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a group that is broken already cannot be broken off
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call

@@ -57,14 +57,14 @@ class Summaries:
     def tensor(self, value: torch.Tensor, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
         """Write a tensor's summary, or what it says of itself."""
         text = None
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # then it says what it always says of itself
             text = self.of_tensor(value)
         _write(repr(value) if text is None else text, printer)
 
     def array(self, value: Any, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
         """Write an array's summary, or what it says of itself."""
         text = None
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # then it says what it always says of itself
             text = self.of_array(value)
         _write(repr(value) if text is None else text, printer)
 

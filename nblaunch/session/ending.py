@@ -40,6 +40,21 @@ class Watcher(Protocol):
         """Show the end."""
 
 
+class SilentWatcher:
+    """Shows nothing: the result has it all."""
+
+    shows_usage = False
+
+    def open(self, state: RunState) -> None:
+        """Show nothing."""
+
+    def draw(self, state: RunState) -> None:
+        """Show nothing."""
+
+    def close(self, state: RunState) -> None:
+        """Show nothing."""
+
+
 class Ending:
     """Waits for a job's end, and sees to it that there is one."""
 

@@ -46,8 +46,6 @@ from nblaunch.session.job import Job
 from nblaunch.session.phases import Phases
 from nblaunch.session.status import alive
 
-# How long the other ranks may take to say what happened to them once one has failed.
-SETTLE_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0

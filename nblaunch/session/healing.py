@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nblaunch._protocol import Collective, Heal, Healed, ToRank, Where
+from nblaunch._protocol import Heal, Healed, ToRank, Where
 from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.interruption import Interruption
 
@@ -95,9 +95,5 @@ def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
     done: dict[str, dict[int, int]] = {_DEFAULT_GROUP: dict.fromkeys(members, 0)}
     for rank, answer in answers.items():
         for collective in answer.collectives:
-            done.setdefault(collective.group, {})[rank] = _sequence(collective)
+            done.setdefault(collective.group, {})[rank] = collective.sequence
     return all(len(set(ranks.values())) == 1 for ranks in done.values())
-
-
-def _sequence(collective: Collective) -> int:
-    return collective.sequence

@@ -16,12 +16,12 @@ from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, FunctionJob, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
-from nblaunch._state import RunState, State
+from nblaunch._state import State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
 from nblaunch.session import engine, hub, notebook, outcome
-from nblaunch.session.ending import Watcher
+from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.sent import Sent
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
@@ -32,21 +32,6 @@ _UNLIMITED = 2**31 - 1
 _CLOSE_SECONDS = 10.0
 # Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
 _COLLECTIVE_SECONDS = 86_400.0
-
-
-class SilentWatcher:
-    """Shows nothing."""
-
-    shows_usage = False
-
-    def open(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def draw(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def close(self, state: RunState) -> None:
-        """Show nothing."""
 
 
 def silent(title: str, backend: str) -> Watcher:  # noqa: ARG001 - as every `Watch`

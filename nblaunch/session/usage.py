@@ -185,20 +185,20 @@ class Gpus:
     def close(self) -> None:
         """Leave the driver alone."""
         if self._nvml is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # a driver that went away needs no goodbye
                 self._nvml.nvmlShutdown()
             self._nvml = None
 
     def _now(self) -> dict[int, _Gpu]:
         by_pid: dict[int, _Gpu] = {}
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # what the driver does not say is not shown
             for index in range(self._nvml.nvmlDeviceGetCount()):
                 self._look_at(self._nvml.nvmlDeviceGetHandleByIndex(index), by_pid)
         return by_pid
 
     def _look_at(self, handle: Any, by_pid: dict[int, _Gpu]) -> None:
         percent = self._percent(handle)
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # what the driver does not say is not shown
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 known = by_pid.setdefault(process.pid, _Gpu())
                 if process.usedGpuMemory is not None:
@@ -209,7 +209,7 @@ class Gpus:
     def _device(self, index: int) -> _Gpu:
         """Return the GPU that CUDA calls `index` in a rank."""
         found = _Gpu()
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # what the driver does not say is not shown
             handle = self._handle(index)
             found.percent = self._percent(handle)
             found.memory = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)

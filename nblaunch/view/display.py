@@ -58,21 +58,6 @@ class View(Protocol):
         """Show the end, and leave nothing behind that needs a kernel."""
 
 
-class SilentView:
-    """Shows nothing: the result has it all."""
-
-    shows_usage = False
-
-    def open(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def draw(self, state: RunState) -> None:
-        """Show nothing."""
-
-    def close(self, state: RunState) -> None:
-        """Show nothing."""
-
-
 class TextView:
     """Prints: in a terminal lines as they come and then the ending, elsewhere all of it at the end."""
 
