@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from programs import INTERRUPTER, said_by
 
 GRACE = 2.0
 CI_TIMES, SLOW_TIMES = 5, 20
@@ -73,43 +74,11 @@ def test_an_interrupt_at_a_random_time(kernel, usual, number):
     works_again(kernel)
 
 
-EVERY_LINE = """
-import linecache, os, random, sys, threading, time
-import psutil
-import nblaunch
-from nblaunch.agent import runtime
-
-def in_finalizer(frame):
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("weakref.py"):
-            return True
-        frame = frame.f_back
-    return False
-
-class Interrupt:
-    # Raises KeyboardInterrupt before the line of ours that is the `at`-th to be executed.
-    def __init__(self, at):
-        self.at, self.lines, self.where = at, 0, None
-    def __call__(self, frame, event, arg):
-        return self.each if "/nblaunch/" in frame.f_code.co_filename else None
-    def each(self, frame, event, arg):
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        # Python asks for signals neither between a lock that is taken and its `with`, nor at the end of one;
-        # and what is raised in a finalizer it only prints.
-        if event == "line" and not line.strip().startswith("with ") and not in_finalizer(frame):
-            self.lines += 1
-            if self.lines == self.at:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.each
-
+EVERY_LINE = (
+    INTERRUPTER
+    + """
 def run(interrupt=None):
-    sys.settrace(interrupt)
-    try:
-        return nblaunch.run(job, nproc=2, grace=2).values
-    finally:
-        sys.settrace(None)
+    return traced(lambda: nblaunch.run(job, nproc=2, grace=2).values, interrupt)
 
 def job():
     return 1
@@ -120,10 +89,12 @@ def left():
     return found
 
 run()
-counted = Interrupt(-1)
+file = sys.argv[4]
+counted = Interrupt(-1, file)
 run(counted)
-for at in sorted(random.Random(int(sys.argv[1])).sample(range(1, counted.lines), int(sys.argv[2]))):
-    interrupt = Interrupt(at)
+lines = range(1, counted.lines)
+for at in sorted(random.Random(int(sys.argv[1])).sample(lines, min(int(sys.argv[2]), len(lines)))):
+    interrupt = Interrupt(at, file)
     started = time.monotonic()
     try:
         run(interrupt)
@@ -138,24 +109,21 @@ for at in sorted(random.Random(int(sys.argv[1])).sample(range(1, counted.lines),
     assert run() == [1, 1], interrupt.where
 print("done")
 """
+)
 
 
 @pytest.mark.parametrize(
-    ("seed", "lines"),
-    [(0, 25), pytest.param(1, 600, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ("seed", "lines", "file"),
+    [
+        (0, 25, "/nblaunch/"),
+        (0, 40, "/nblaunch/session/ending.py"),
+        (0, 40, "/nblaunch/session/engine.py"),
+        pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
 )
-def test_an_interrupt_before_any_line_of_ours(seed, lines, tmp_path):
+def test_an_interrupt_before_any_line_of_ours(seed, lines, file, tmp_path):
     """In the notebook's own process, wherever its main thread may be."""
-    program = tmp_path / "program.py"
-    program.write_text(EVERY_LINE)
-    done = subprocess.run(
-        [sys.executable, str(program), str(seed), str(lines), "5"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert said_by(EVERY_LINE, tmp_path, seed, lines, 5, file) == "done\n"
 
 
 # --- in each phase ---------------------------------------------------------------------------------

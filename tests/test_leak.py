@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
-
-MEGABYTE = 1 << 20
+from programs import must_not_grow, said_by
 
 PROGRAM = """
     import gc, json, os, signal, sys, threading, time
@@ -82,22 +76,9 @@ PROGRAM = """
     ids=["60 runs", "250 runs"],
 )
 def test_runs_that_fail_leak_no_thread_no_descriptor_and_no_memory(warm_up, runs, windows, tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
-        [sys.executable, str(program), str(warm_up), str(runs), str(windows)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    before, after, used = json.loads(done.stdout)
+    before, after, used = json.loads(said_by(PROGRAM, tmp_path, warm_up, runs, windows))
     # Objects: of each kind of failure the last result may live on, in a cycle or a cache.
     objects = after.pop("objects") - before.pop("objects")
     assert after == before
     assert objects < runs
-    for name in used[0]:
-        growth = [later[name] - earlier[name] for earlier, later in itertools.pairwise(used)]
-        # An allocator may take a new arena once; what leaks does so in each hundred.
-        assert min(growth) < MEGABYTE, (name, growth)
+    must_not_grow(used)

@@ -595,6 +595,32 @@ def test_nothing_is_left_of_a_script_that(end, program, world):
     world.must_be_clean()
 
 
+ENDS_WITH_A_SESSION = """
+import atexit, sys, threading
+import nblaunch
+
+started, anew = [], threading.Event()
+def hook(event, _):
+    if event in ("subprocess.Popen", "tempfile.mkdtemp"):
+        started.append(event)
+        anew.set()
+sys.addaudithook(hook)
+atexit.register(lambda: print(started))
+session = nblaunch.Session(2)
+session.cell("here = rank")
+atexit.register(anew.wait, 1)  # runs between what is registered before and after this line
+nblaunch.doctor()
+anew.clear()
+started.clear()
+"""
+
+
+def test_a_program_that_ends_with_a_session_starts_nothing_anew(program, world):
+    """Whatever was imported first: an agent whose fork server ends before it would start others."""
+    assert program(ENDS_WITH_A_SESSION).finish() == (0, "[]\n", "")
+    world.must_be_clean()
+
+
 def test_nothing_is_left_of_a_kernel_that_was_shut_down_or_restarted(start_kernel, world):
     run = f"{JOB}\nkept = nblaunch.run(job, nproc=2)"
     kernel = start_kernel(**world.environment)

@@ -7,6 +7,7 @@ the private runtime directory.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -200,6 +201,17 @@ class Server:
 
 server = Server()
 os.register_at_fork(after_in_child=server.after_fork)
+
+
+def close() -> None:
+    """End the fork server, and remove the runtime directory."""
+    server.stop()
+    runtime.remove_root()
+
+
+# Here, at the bottom of all that runs at exit: whoever has ranks, and imports this, ends them before.
+# A fork server that goes first looks like ranks that are lost, and their agent would start others.
+atexit.register(close)
 
 
 def _absolute_path() -> list[str]:

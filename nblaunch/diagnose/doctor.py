@@ -7,13 +7,11 @@ disk on the network. A check that raises or does not answer is a warning that na
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.agent import forkserver, runtime
 from nblaunch.diagnose import (
     _checks_gpu,
     _checks_limits,
@@ -104,13 +102,6 @@ def examine(checks: Sequence[Check] = CHECKS) -> DoctorReport:
     running = [_Running(check) for check in checks]
     findings = tuple(finding for each in running for finding in each.findings(started))
     return DoctorReport(findings, time.monotonic() - started)
-
-
-@atexit.register
-def _close() -> None:
-    """End what a check started; the engine does the same, but need not be loaded here."""
-    forkserver.server.stop()
-    runtime.remove_root()
 
 
 @dataclass(slots=True)

@@ -138,6 +138,8 @@ class Ending:
         """End the job if it has not ended."""
         if self._job.ended.is_set():
             return
+        # An interrupt may have come before the group was given the job, which nobody else would end.
+        self._group.give_up(self._job)
         if self._group.keep:
             self._group.interrupt(self._job)
         else:

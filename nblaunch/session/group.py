@@ -123,6 +123,10 @@ class WorkerGroup(Course):
         """
         self._hub.call(lambda: self._interrupt(job))
 
+    def give_up(self, job: Job) -> None:
+        """End a job that these ranks have not been given."""
+        self._hub.call(lambda: self._finish(job) if job is not self.job else None)
+
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
         self._agent.stop()

@@ -1,0 +1,75 @@
+"""What tests share that run a program of their own, in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+MEGABYTE = 1 << 20
+
+INTERRUPTER = """
+import linecache, os, random, sys, threading, time
+import psutil
+import nblaunch
+
+def in_finalizer(frame):
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("weakref.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+class Interrupt:
+    # Raises KeyboardInterrupt before the line of ours, in this file, that is the `at`-th to be executed.
+    def __init__(self, at, file="/nblaunch/"):
+        self.at, self.file, self.lines, self.where = at, file, 0, None
+    def __call__(self, frame, event, arg):
+        return self.each if self.file in frame.f_code.co_filename else None
+    def each(self, frame, event, arg):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # Python asks for signals neither between a lock that is taken and its `with`, nor at the end of one;
+        # and what is raised in a finalizer it only prints.
+        if event == "line" and not line.strip().startswith("with ") and not in_finalizer(frame):
+            self.lines += 1
+            if self.lines == self.at:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.each
+
+def traced(call, interrupt):
+    sys.settrace(interrupt)
+    try:
+        return call()
+    finally:
+        sys.settrace(None)
+"""
+"""The beginning of a program that interrupts itself before a line of ours."""
+
+
+def said_by(source: str, directory: Path, *arguments: object) -> str:
+    """Run a program, which must end well; return what it has printed."""
+    program = directory / "program.py"
+    program.write_text(textwrap.dedent(source))
+    done = subprocess.run(
+        [sys.executable, str(program), *map(str, arguments)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def must_not_grow(used: Sequence[Mapping[str, int]]) -> None:
+    """Check the memory of processes, measured again and again, by name and in bytes."""
+    for name in used[0]:
+        growth = [later[name] - earlier[name] for earlier, later in itertools.pairwise(used)]
+        # An allocator may take a new arena once; what leaks does so every time.
+        assert min(growth) < MEGABYTE, (name, growth)
