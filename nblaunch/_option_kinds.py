@@ -106,7 +106,7 @@ def whole_number(least: int, most: int, *words: str, metavar: str = "N") -> Kind
     def check(value: object) -> int | str:
         if isinstance(value, str) and value in words:
             return str(value)
-        if _is_bool(value) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        if is_bool(value) or not isinstance(value, Integral) or not least <= int(value) <= most:
             raise ValueError
         return int(value)
 
@@ -126,7 +126,7 @@ def seconds(*, or_zero: bool = False) -> Kind:
     """Take a finite number of seconds above 0, or 0 as well; the value is a float."""
 
     def check(value: object) -> float:
-        if _is_bool(value) or not isinstance(value, Real):
+        if is_bool(value) or not isinstance(value, Real):
             raise ValueError
         try:
             number = float(value)
@@ -183,7 +183,7 @@ def rank_list() -> Kind:
         if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
         numbers = list(value)
-        if any(_is_bool(each) or not isinstance(each, Integral) or each < 0 for each in numbers):
+        if any(is_bool(each) or not isinstance(each, Integral) or each < 0 for each in numbers):
             raise ValueError
         ranks = tuple(sorted({int(each) for each in numbers}))
         if not ranks or len(ranks) > _MOST_RANKS:
@@ -302,7 +302,7 @@ def _nearest_existing(path: Path) -> Path:
             return path
 
 
-def _is_bool(value: object) -> bool:
+def is_bool(value: object) -> bool:
     """Say whether a value is True or False, which Python counts as numbers: nproc=True is a slip."""
     return isinstance(value, bool)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from nblaunch._errors import OptionError
 from nblaunch._option_kinds import Kind, brief
 
-Door = Literal["magic", "run"]
-"""Where an option can be given: on the line of a magic, or as a keyword of `run()` and `Session`."""
+Door = Literal["magic", "run", "script"]
+"""Where an option can be given: on the line of a magic, as a keyword of `run()` and `Session`, or, by either,
+for a script alone."""
 
 _COMPARED_CHARACTERS = 64
 
@@ -50,7 +51,7 @@ class Option:
         """The default as a reader of flags takes it: `--no-init` is off unless it is given."""
         if self.default is True and any(flag.startswith("--no-") for flag in self.flags):
             return "off"
-        return str(self.default)
+        return "none" if self.default in ("", ()) else str(self.default)
 
     def read(self, spelling: str, text: str) -> object:
         """Return the value that `text` means; `spelling` is what the user wrote, or the variable."""
@@ -87,6 +88,36 @@ class Option:
         return f"it takes {self.kind.takes}. {what_to_do}"
 
 
+def row(  # noqa: PLR0913  one parameter for each column of the table
+    kind: Kind,
+    meaning: str,
+    *more_flags: str,
+    flag: str | None = None,
+    pet: bool = False,
+    aliases: tuple[str, ...] = (),
+    doors: tuple[Door, ...] = ("magic", "run"),
+) -> Mapping[str, Callable[[str, object], Option]]:
+    """Return the metadata of an option's field.
+
+    The name of the field gives the flag (`max_restarts`: `--max-restarts`) unless `flag` does, and with
+    `pet` the variable (`PET_MAX_RESTARTS`): torchrun's own rules, so its names cannot be misspelled.
+    """
+
+    def named(name: str, default: object) -> Option:
+        return Option(
+            name=name,
+            flags=(flag or f"--{name.replace('_', '-')}", *more_flags),
+            kind=kind,
+            help=meaning,
+            default=default,
+            variable=f"PET_{name.upper()}" if pet else None,
+            aliases=aliases,
+            doors=doors,
+        )
+
+    return {"option": named}
+
+
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that `word` most likely stands for, or None where nothing is near.
 
@@ -116,8 +147,8 @@ def markdown_table(options: Iterable[Option]) -> str:
     """Return the table of the README: one row for each option."""
     rows = ["| Option | Keyword | Variable | Default | Meaning |", "|---|---|---|---|---|"]
     for option in options:
-        flags = option.flags if "magic" in option.doors else ()
-        keywords = [f"{keyword}=" for keyword in option.keywords] if "run" in option.doors else []
+        flags = option.flags if option.doors != ("run",) else ()
+        keywords = [f"{keyword}=" for keyword in option.keywords] if option.doors != ("magic",) else []
         variables = [option.variable] if option.variable else []
         cells = [*map(_as_code, (flags, keywords, variables, [option.shown_default])), option.help]
         rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())

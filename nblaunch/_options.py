@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from nblaunch._errors import OptionError
 from nblaunch._option_kinds import (
-    Kind,
     Variables,
     backend_name,
     directory,
@@ -26,8 +25,10 @@ from nblaunch._option_kinds import (
     variables,
     whole_number,
 )
+from nblaunch._option_kinds_elastic import node_limits
 from nblaunch._option_line import scan
-from nblaunch._option_row import Door, Option, markdown_table, plain_help, unknown
+from nblaunch._option_row import Option, markdown_table, plain_help, row, unknown
+from nblaunch._options_elastic import ScriptOptions
 
 MOST_RANKS_PER_NODE = 4096
 """More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
@@ -35,38 +36,8 @@ MOST_RANKS_PER_NODE = 4096
 _MOST = 2**31 - 1
 
 
-def _row(  # noqa: PLR0913  one parameter for each column of the table
-    kind: Kind,
-    meaning: str,
-    *more_flags: str,
-    flag: str | None = None,
-    pet: bool = False,
-    aliases: tuple[str, ...] = (),
-    doors: tuple[Door, ...] = ("magic", "run"),
-) -> Mapping[str, Callable[[str, object], Option]]:
-    """Return the metadata of an option's field.
-
-    The name of the field gives the flag (`max_restarts`: `--max-restarts`) unless `flag` does, and with
-    `pet` the variable (`PET_MAX_RESTARTS`): torchrun's own rules, so its names cannot be misspelled.
-    """
-
-    def named(name: str, default: object) -> Option:
-        return Option(
-            name=name,
-            flags=(flag or f"--{name.replace('_', '-')}", *more_flags),
-            kind=kind,
-            help=meaning,
-            default=default,
-            variable=f"PET_{name.upper()}" if pet else None,
-            aliases=aliases,
-            doors=doors,
-        )
-
-    return {"option": named}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
+class LaunchOptions(ScriptOptions):
     """How to launch a group of ranks; every option under torchrun's name where torchrun has it.
 
     Made by `from_keywords` (what `run()` was given), by `parse_line` (what `%%distributed` was given), or
@@ -82,7 +53,7 @@ class LaunchOptions:
 
     nproc_per_node: int | Literal["auto", "cpu", "gpu"] = field(
         default="auto",
-        metadata=_row(
+        metadata=row(
             whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
             "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
             *("-n", "--nproc"),
@@ -92,14 +63,14 @@ class LaunchOptions:
     )
     backend: str = field(
         default="auto",
-        metadata=_row(
+        metadata=row(
             backend_name(),
             "Backend of the default group. auto: nccl for CUDA tensors where every rank has a GPU, and gloo.",
         ),
     )
     init_process_group: bool = field(
         default=True,
-        metadata=_row(
+        metadata=row(
             switch(given=False),
             "With --no-init (init_process_group=False) ranks begin without a default process group.",
             flag="--no-init",
@@ -107,7 +78,7 @@ class LaunchOptions:
     )
     out: str | None = field(
         default=None,
-        metadata=_row(
+        metadata=row(
             python_name(),
             "Variable of the notebook that gets the result, also when the run fails.",
             doors=("magic",),
@@ -115,71 +86,71 @@ class LaunchOptions:
     )
     session: str | None = field(
         default=None,
-        metadata=_row(
+        metadata=row(
             python_name(), "Session whose ranks run the cell. None: the open one.", doors=("magic",)
         ),
     )
     fresh: bool = field(
         default=False,
-        metadata=_row(
+        metadata=row(
             switch(given=True), "Run the cell on fresh ranks, beside an open session.", doors=("magic",)
         ),
     )
     background: bool = field(
         default=False,
-        metadata=_row(
+        metadata=row(
             switch(given=True), "Go on while the cell runs; its result is a handle.", doors=("magic",)
         ),
     )
     ranks: tuple[int, ...] | None = field(
         default=None,
-        metadata=_row(rank_list(), "Ranks of a session that run the cell. None: all.", doors=("magic",)),
+        metadata=row(rank_list(), "Ranks of a session that run the cell. None: all.", doors=("magic",)),
     )
     env: Mapping[str, str] = field(
         default=Variables(),
-        metadata=_row(
+        metadata=row(
             variables(), "Environment variable for the ranks only; on a line, repeat it to set several."
         ),
     )
     timeout: float | None = field(
         default=None,
-        metadata=_row(seconds(), "Longest time the run may take. None: no limit."),
+        metadata=row(seconds(), "Longest time the run may take. None: no limit."),
     )
     grace: float = field(
         default=5.0,
-        metadata=_row(
+        metadata=row(
             seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout."
         ),
     )
     hang_after: float | None = field(
         default=None,
-        metadata=_row(
+        metadata=row(
             seconds(), "Report, without stopping, ranks that are silent this long inside one collective."
         ),
     )
     max_restarts: int = field(
         default=0,
-        metadata=_row(
+        metadata=row(
             whole_number(0, _MOST), "How often the whole group starts again after a rank failed.", pet=True
         ),
     )
     monitor_interval: float = field(
         default=0.02,
-        metadata=_row(seconds(), "Time between two looks of the agent at its ranks.", pet=True),
+        metadata=row(seconds(), "Time between two looks of the agent at its ranks.", pet=True),
     )
     role: str = field(
         default="rank",
-        metadata=_row(one_line(), "Name of the ranks' role, as logs show it.", pet=True),
+        metadata=row(one_line(), "Name of the ranks' role, as logs show it.", pet=True),
     )
     log_dir: str | None = field(
         default=None,
-        metadata=_row(
+        metadata=row(
             directory(), "Where runs keep their logs. None: in private, removed with the result.", pet=True
         ),
     )
     shutdown_timeout: int = field(
         default=5,
-        metadata=_row(
+        metadata=row(
             whole_number(1, _MOST, metavar="SECONDS"),
             "Whole seconds from SIGTERM to SIGKILL when the agent stops ranks.",
             pet=True,
@@ -187,7 +158,7 @@ class LaunchOptions:
     )
     standalone: bool = field(
         default=True,
-        metadata=_row(switch(given=True), "Rendezvous on this machine only, on a free port.", pet=True),
+        metadata=row(switch(given=True), "Rendezvous on this machine only, on a free port.", pet=True),
     )
 
     def __post_init__(self) -> None:
@@ -196,8 +167,10 @@ class LaunchOptions:
             object.__setattr__(self, option.name, option.check(option.name, getattr(self, option.name)))
 
     @classmethod
-    def from_keywords(cls, **keywords: object) -> LaunchOptions:
+    def from_keywords(cls, *, script: bool = False, **keywords: object) -> LaunchOptions:
         """Return the options that `run()` or `Session` was given; `nproc` is `nproc_per_node`.
+
+        With `script` there are also the options that only a script has.
 
         >>> LaunchOptions.from_keywords(nproc=2).nproc_per_node
         2
@@ -208,10 +181,16 @@ class LaunchOptions:
             if option is None:
                 written = f"{keyword}="
                 raise unknown(written, _KEYWORD_MEANINGS, [f"{option.name}=" for option in _OF_RUN])
-            if "run" not in option.doors:
+            if option.doors == ("magic",):
                 message = (
                     f"{keyword}= was asked for, but only a magic has this option ({option.flags[0]}). "
                     "Leave it out; in Python assign what the call returns."
+                )
+                raise OptionError(message)
+            if option.doors == ("script",) and not script:
+                message = (
+                    f"{keyword}= was asked for, but only a script has this option. Leave it out, or give "
+                    'run() the path of a script: run("train.py").'
                 )
                 raise OptionError(message)
             if option.name in values:
@@ -219,7 +198,16 @@ class LaunchOptions:
                 message = f"{both} were asked for, but they are the same option. Give one of them."
                 raise OptionError(message)
             values[option.name] = option.check(keyword, value)
-        return _with_variables(values)
+        return _with_variables(values, script=script)
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The least and the most nodes.
+
+        >>> LaunchOptions(nnodes="1:2").nodes
+        (1, 2)
+        """
+        return node_limits(self.nnodes)
 
     def to_line(self) -> str:
         """Return what to write after `%%distributed` for these options: those that are not the default.
@@ -232,13 +220,15 @@ class LaunchOptions:
 
 
 OPTIONS: tuple[Option, ...] = tuple(
-    each.metadata["option"](each.name, each.default) for each in fields(LaunchOptions)
+    each.metadata["option"](each.name, each.default)
+    for each in sorted(fields(LaunchOptions), key=lambda each: each.name not in LaunchOptions.__annotations__)
 )
-"""The table: one row for each option."""
+"""The table: one row for each option, those that only torchelastic has after the others."""
 
 _BY_KEYWORD = {keyword: option for option in OPTIONS for keyword in option.keywords}
-_OF_RUN = [option for option in OPTIONS if "run" in option.doors]
-_OF_MAGIC = [option for option in OPTIONS if "magic" in option.doors]
+_OF_RUN = [option for option in OPTIONS if {"run", "script"} & set(option.doors)]
+_OF_SCRIPT = [option for option in OPTIONS if {"magic", "script"} & set(option.doors)]
+_OF_MAGIC = [option for option in _OF_SCRIPT if "magic" in option.doors]
 _KEYWORD_MEANINGS = {
     f"{spelling.lstrip('-').replace('-', '_')}=": f"{option.keywords[-1]}="
     for option in _OF_RUN
@@ -261,20 +251,21 @@ class ParsedLine:
     """`-h` or `--help` was given; then `options` are the defaults."""
 
 
-def parse_line(line: str, *, positional: bool = False) -> ParsedLine:
+def parse_line(line: str, *, positional: bool = False, script: bool = False) -> ParsedLine:
     """Return what a line such as `-n 2 --timeout 60  # a comment` asks for.
 
-    Words that are no options are allowed with `positional` only; the first one ends the options, as
-    with torchrun. Of an option given twice the last counts, `--env` adds up. Raises `OptionError` for
-    everything that is wrong with the line; never prints, never exits.
+    Words that are no options are allowed with `positional` and with `script` only; the first one ends the
+    options, as with torchrun. With `script` there are also the options that only a script has. Of an option
+    given twice the last counts, `--env` adds up. Raises `OptionError` for everything that is wrong with the
+    line; never prints, never exits.
 
     >>> parse_line("-n 2 --log-dir runs").options.to_line()
     '--nproc-per-node=2 --log-dir=runs'
     """
-    scanned = scan(line, _OF_MAGIC, positional=positional)
+    scanned = scan(line, _OF_SCRIPT if script else _OF_MAGIC, positional=positional or script)
     if scanned.help_wanted:
         return ParsedLine(LaunchOptions(), help_wanted=True)
-    return ParsedLine(_with_variables(scanned.values()), scanned.rest)
+    return ParsedLine(_with_variables(scanned.values(), script=script), scanned.rest)
 
 
 def options_table() -> str:
@@ -282,21 +273,24 @@ def options_table() -> str:
     return markdown_table(OPTIONS)
 
 
-def options_help(prog: str) -> str:
+def options_help(prog: str, *, script: bool = False) -> str:
     """Return the help text of a magic; `prog` is how it is written, such as `%%distributed`."""
+    options = plain_help(_OF_SCRIPT if script else _OF_MAGIC)
     return (
-        f"{prog} [options]\n\n{plain_help(_OF_MAGIC)}\n  -h, --help\n      Show this text.\n\n"
+        f"{prog} [options]\n\n{options}\n  -h, --help\n      Show this text.\n\n"
         "Each option can be written with underscores too: --max_restarts. Of an option given twice the last\n"
         "counts; --env adds up. An option on the line beats its environment variable."
     )
 
 
-def _with_variables(values: Mapping[str, object]) -> LaunchOptions:
+def _with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
     """Return options from explicit values and, for what is not among them, `PET_` variables."""
     found = {
         option.name: option.read(option.variable, os.environ[option.variable])
         for option in OPTIONS
         if option.name not in values and option.variable is not None and option.variable in os.environ
+        # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
+        if script or option.doors != ("script",)
     }
     everything: dict[str, Any] = {**found, **values}
     return LaunchOptions(**everything)

@@ -51,6 +51,29 @@ DEFAULTS = {
     "log_dir": None,
     "shutdown_timeout": 5,
     "standalone": True,
+    "nnodes": "1",
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "",
+    "rdzv_id": None,
+    "rdzv_conf": "",
+    "node_rank": 0,
+    "master_addr": None,
+    "master_port": None,
+    "local_addr": None,
+    "start_method": "forkserver",
+    "numa_binding": None,
+    "virtual_local_rank": False,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "event_log_handler": "null",
+    "redirects": "0",
+    "tee": "0",
+    "local_ranks_filter": None,
+    "logs_specs": None,
+    "duplicate_stdout_filters": (),
+    "duplicate_stderr_filters": (),
+    "module": False,
+    "no_python": False,
+    "run_path": False,
 }
 
 # name: (text on a line or in a variable, the value it means, another text, its value)
@@ -73,6 +96,29 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "log_dir": ("runs", "runs", "logs", "logs"),
     "shutdown_timeout": ("30", 30, "1", 1),
     "standalone": ("0", False, "1", True),
+    "nnodes": ("2", "2", "1:4", "1:4"),
+    "rdzv_backend": ("static", "static", "etcd-v2", "etcd-v2"),
+    "rdzv_endpoint": ("node0:29400", "node0:29400", "[::1]:0", "[::1]:0"),
+    "rdzv_id": ("job7", "job7", "8", "8"),
+    "rdzv_conf": ("join_timeout=60,read_timeout=7", "join_timeout=60,read_timeout=7", "a=b", "a=b"),
+    "node_rank": ("1", 1, "0", 0),
+    "master_addr": ("node0", "node0", "::1", "::1"),
+    "master_port": ("29500", 29500, "0", 0),
+    "local_addr": ("10.0.0.2", "10.0.0.2", "node-1.cluster", "node-1.cluster"),
+    "start_method": ("spawn", "spawn", "fork", "fork"),
+    "numa_binding": ("node", "node", "core-complex", "core-complex"),
+    "virtual_local_rank": ("1", True, "0", False),
+    "signals_to_handle": ("SIGTERM", "SIGTERM", "SIGTERM,SIGUSR1", "SIGTERM,SIGUSR1"),
+    "event_log_handler": ("console", "console", "null", "null"),
+    "redirects": ("3", "3", "0:1,1:2", "0:1,1:2"),
+    "tee": ("1", "1", "1:3", "1:3"),
+    "local_ranks_filter": ("0,2", (0, 2), "1", (1,)),
+    "logs_specs": ("default", "default", "mine", "mine"),
+    "duplicate_stdout_filters": ("loss", ("loss",), "loss,step", ("loss", "step")),
+    "duplicate_stderr_filters": ("error", ("error",), "a,b", ("a", "b")),
+    "module": ("1", True, "0", False),
+    "no_python": ("1", True, "0", False),
+    "run_path": ("1", True, "0", False),
 }
 
 WRONG: dict[str, list[object]] = {
@@ -95,11 +141,35 @@ WRONG: dict[str, list[object]] = {
     "log_dir": ["", "a\0b", "\ud800", 3, True, b"runs", "x" * 300, "~no such user/runs"],
     "shutdown_timeout": [0, -1, 1.5, True, None, "5", 2**31],
     "standalone": [0, 1, "yes", None],
+    "nnodes": [0, -1, True, None, "", "2:1", "0:1", "1:2:3", "a", 10**9, "1,2"],
+    "rdzv_backend": ["", "a\nb", 3, None],
+    "rdzv_endpoint": ["a b", ":1", "host:", "host:99999", "host:x", 3, None, "-host", "a:1:2"],
+    "rdzv_id": ["", "a\nb", 3, True],
+    "rdzv_conf": ["a", "a=", "=b", "a=1,", "a=1\n", 3, None],
+    "node_rank": [-1, True, None, "1", 1.0],
+    "master_addr": ["", "a b", "host:1", 3, True],
+    "master_port": [-1, 65_536, "1", True, 1.0],
+    "local_addr": ["", "a b", "host:1", 3, True],
+    "start_method": ["", "Spawn", "thread", 3, None],
+    "numa_binding": ["", "nodes", 3, True],
+    "virtual_local_rank": [0, 1, "yes", None],
+    "signals_to_handle": ["", "TERM", "SIGTERM,", "SIGTERM SIGINT", 15, None],
+    "event_log_handler": ["", "a\nb", 3, None],
+    "redirects": ["", "4", "0:4", "a", "0:1,0:2", "0:1,", -1, 4, True, None],
+    "tee": ["", "4", "0:4", "a", "1:1,1:2", -1, True, None],
+    "local_ranks_filter": ["", "a", [-1], 3, [], [True]],
+    "logs_specs": ["", "a\nb", 3, True],
+    "duplicate_stdout_filters": ["a", [""], [3], ["a,b"], None, 3],
+    "duplicate_stderr_filters": ["a", [""], ["a\n"], ["a,b"], None, 3],
+    "module": [0, 1, "yes", None],
+    "no_python": [0, 1, "yes", None],
+    "run_path": [0, 1, "yes", None],
 }  # fmt: skip
 
 WITH_VARIABLE = [option for option in OPTIONS if option.variable]
 OF_MAGIC = [option for option in OPTIONS if "magic" in option.doors]
-OF_RUN = [option for option in OPTIONS if "run" in option.doors]
+OF_SCRIPT = [option for option in OPTIONS if "magic" in option.doors or "script" in option.doors]
+OF_RUN = [option for option in OPTIONS if "run" in option.doors or "script" in option.doors]
 ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -139,14 +209,24 @@ def test_no_spelling_means_two_options() -> None:
     assert len(set(keywords)) == len(keywords)
 
 
-def test_what_torchrun_has_is_spelled_as_torchrun_spells_it() -> None:
+def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> None:
+    """An option that a newer torch adds fails this test."""
     run = pytest.importorskip("torch.distributed.run")
-    torchrun = {action.dest: set(action.option_strings) for action in run.get_args_parser()._actions}
-    shared = [option for option in OPTIONS if option.name in torchrun]
-    assert {option.name for option in shared} == {option.name for option in WITH_VARIABLE}
-    for option in shared:
-        assert option.flags[0] in torchrun[option.name]
-        assert torchrun[option.name] <= set(option.spellings)
+    ours = {option.name: option for option in OPTIONS}
+    for action in run.get_args_parser()._actions:
+        if action.dest in ("help", "training_script", "training_script_args"):
+            continue  # what is run: `run()` and `%distributed run` have it
+        assert action.dest in ours, f"torchrun has {action.option_strings}, and nblaunch does not"
+        option = ours.pop(action.dest)
+        assert option.flags[0] in action.option_strings
+        assert set(action.option_strings) <= set(option.spellings)
+        assert (option.variable is not None) == hasattr(action, "env") or type(action).__name__ in (
+            "env",
+            "check_env",
+        )
+        takes_no_value = action.nargs == 0
+        assert option.kind.switch == takes_no_value
+    assert not {option.variable for option in ours.values()} - {None}
 
 
 def test_importing_the_options_loads_neither_torch_nor_ipython() -> None:
@@ -161,13 +241,13 @@ def test_importing_the_options_loads_neither_torch_nor_ipython() -> None:
 # Lines
 
 
-@pytest.mark.parametrize("option", OF_MAGIC, ids=_id)
+@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
 def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option: Any) -> None:
     text, value, *_ = SAMPLES[option.name]
     for spelling in option.spellings:
-        assert _value(parse_line(f"{spelling}={text}").options, option.name) == value
+        assert _value(parse_line(f"{spelling}={text}", script=True).options, option.name) == value
         if not option.kind.switch:
-            assert _value(parse_line(f"{spelling} {text}").options, option.name) == value
+            assert _value(parse_line(f"{spelling} {text}", script=True).options, option.name) == value
 
 
 @pytest.mark.parametrize(
@@ -187,12 +267,13 @@ def test_switches_need_no_value() -> None:
     assert (options.init_process_group, options.standalone) == (False, True)
 
 
-@pytest.mark.parametrize("option", OF_MAGIC, ids=_id)
+@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
 def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
     first, _, last, value = SAMPLES[option.name]
     for early in option.spellings:
         for late in option.spellings:
-            assert _value(parse_line(f"{early}={first} {late}={last}").options, option.name) == value
+            line = f"{early}={first} {late}={last}"
+            assert _value(parse_line(line, script=True).options, option.name) == value
 
 
 def test_environment_variables_add_up() -> None:
@@ -290,6 +371,7 @@ def test_any_line_either_means_options_or_is_an_option_error(line: str, *, posit
 _numbers = st.floats(min_value=0, max_value=LONGEST_SECONDS, exclude_min=True)
 _names = st.text("abcXYZ_-é$", min_size=1).filter(lambda name: name.strip())
 _env_texts = st.text().filter(lambda text: "\0" not in text and text.isascii())
+_words = st.text(min_size=1).filter(lambda text: text.isprintable() and "," not in text)
 _kinds: dict[str, st.SearchStrategy[Any]] = {
     "nproc_per_node": st.integers(1, MOST_RANKS_PER_NODE) | st.sampled_from(["auto", "cpu", "gpu"]),
     "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"]),
@@ -309,6 +391,29 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "log_dir": st.none() | st.text("ab ./-#'\"$é", min_size=1, max_size=60),
     "shutdown_timeout": st.integers(1, 2**31 - 1),
     "standalone": st.booleans(),
+    "nnodes": st.sampled_from(["1", "2", "1:2", "3:40"]),
+    "rdzv_backend": st.sampled_from(["c10d", "static", "etcd-v2"]),
+    "rdzv_endpoint": st.sampled_from(["", "host", "host:1", "[::1]:29400", "10.0.0.1:0"]),
+    "rdzv_id": st.none() | st.text(min_size=1).filter(str.isprintable),
+    "rdzv_conf": st.lists(st.from_regex(r"[a-z_]+=[a-z0-9=$']+", fullmatch=True)).map(",".join),
+    "node_rank": st.integers(0, 2**31 - 1),
+    "master_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
+    "master_port": st.none() | st.integers(0, 65_535),
+    "local_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
+    "start_method": st.sampled_from(["forkserver", "spawn", "fork"]),
+    "numa_binding": st.none() | st.sampled_from(["node", "socket", "exclusive", "core-complex"]),
+    "virtual_local_rank": st.booleans(),
+    "signals_to_handle": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1"]), min_size=1).map(",".join),
+    "event_log_handler": st.text(min_size=1).filter(str.isprintable),
+    "redirects": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
+    "tee": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
+    "local_ranks_filter": st.none() | st.sets(st.integers(0, 50), min_size=1).map(lambda r: tuple(sorted(r))),
+    "logs_specs": st.none() | st.text(min_size=1).filter(str.isprintable),
+    "duplicate_stdout_filters": st.lists(_words).map(tuple),
+    "duplicate_stderr_filters": st.lists(_words).map(tuple),
+    "module": st.booleans(),
+    "no_python": st.booleans(),
+    "run_path": st.booleans(),
 }
 
 
@@ -316,7 +421,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
 def test_options_written_as_a_line_are_read_back_the_same(values: dict[str, Any]) -> None:
     options = LaunchOptions(**values)
     line = options.to_line()
-    assert parse_line(line).options == options
+    assert parse_line(line, script=True).options == options
     copied = pickle.loads(pickle.dumps(options))
     assert copied == options
     assert hash(copied) == hash(options)
@@ -353,7 +458,7 @@ def test_every_keyword_takes_its_value(option: Any) -> None:
     _, value, _, other = SAMPLES[option.name]
     for keyword in option.keywords:
         for each in (value, other):
-            assert _value(LaunchOptions.from_keywords(**{keyword: each}), option.name) == each
+            assert _value(LaunchOptions.from_keywords(script=True, **{keyword: each}), option.name) == each
 
 
 def test_nproc_and_nproc_per_node_together_are_refused() -> None:
@@ -367,6 +472,16 @@ def test_out_belongs_to_the_magic() -> None:
         LaunchOptions.from_keywords(out="results")
 
 
+@pytest.mark.parametrize("name", ["module", "no_python", "run_path"])
+def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=f"^{name}= was asked for, but only a script has this option"):
+        LaunchOptions.from_keywords(**{name: True})
+    with pytest.raises(OptionError, match="no such option"):
+        parse_line(f"--{name}")
+    monkeypatch.setenv(f"PET_{name.upper()}", "1")
+    assert LaunchOptions.from_keywords() == parse_line("").options == LaunchOptions()
+
+
 @pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)
 def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: object) -> None:
     wrong: dict[str, Any] = {name: value}
@@ -375,10 +490,10 @@ def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: 
     with pytest.raises(OptionError):
         dataclasses.replace(LaunchOptions(), **wrong)
     option = next(option for option in OPTIONS if option.name == name)
-    if "run" in option.doors:
+    if option in OF_RUN:
         for keyword in option.keywords:
             with pytest.raises(OptionError, match=f"^{keyword}="):
-                LaunchOptions.from_keywords(**{keyword: value})
+                LaunchOptions.from_keywords(script=True, **{keyword: value})
     assert len(str(caught.value)) < 1000
     assert isinstance(caught.value, ValueError)
 
@@ -508,11 +623,14 @@ def test_an_explicit_option_beats_its_variable_which_beats_the_default(
     text, value, explicit_text, explicit = SAMPLES[option.name]
     assert option.variable == f"PET_{option.name.upper()}"
     monkeypatch.setenv(option.variable, text)
-    for options in (LaunchOptions.from_keywords(), parse_line("").options):
+    for options in (LaunchOptions.from_keywords(script=True), parse_line("", script=True).options):
         assert _value(options, option.name) == value
-    assert _value(parse_line(f"{option.flags[0]}={explicit_text}").options, option.name) == explicit
+    line = f"{option.flags[0]}={explicit_text}"
+    assert _value(parse_line(line, script=True).options, option.name) == explicit
     for keyword in option.keywords:
-        assert _value(LaunchOptions.from_keywords(**{keyword: explicit}), option.name) == explicit
+        assert (
+            _value(LaunchOptions.from_keywords(script=True, **{keyword: explicit}), option.name) == explicit
+        )
     assert _value(LaunchOptions(), option.name) == option.default
 
 
@@ -537,8 +655,8 @@ def test_a_wrong_variable_is_named_unless_the_option_is_given(
         with pytest.raises(OptionError, match=f"^{variable}="):
             ask()
     name = variable.removeprefix("PET_").lower()
-    parse_line(f"--{name}={SAMPLES[name][0]}")
-    LaunchOptions.from_keywords(**{name: SAMPLES[name][1]})
+    parse_line(f"--{name}={SAMPLES[name][0]}", script=True)
+    LaunchOptions.from_keywords(script=True, **{name: SAMPLES[name][1]})
 
 
 # Suggestions
@@ -586,7 +704,7 @@ def test_an_unknown_option_names_the_nearest_one(line: str, right: str) -> None:
 )
 def test_an_unknown_keyword_names_the_nearest_one(keyword: str, right: str) -> None:
     with pytest.raises(OptionError) as caught:
-        LaunchOptions.from_keywords(**{keyword: 1})
+        LaunchOptions.from_keywords(**{keyword: True})
     assert str(caught.value) == (
         f"{keyword}= was asked for, but there is no such option. Did you mean {right}?"
     )
@@ -618,7 +736,7 @@ def test_the_table_and_the_help_name_every_option() -> None:
     table = options_table().splitlines()
     assert len(table) == len(OPTIONS) + 2
     assert {line.count("|") for line in table} == {6}
-    text = options_help("%%distributed")
+    text = options_help("%distributed run", script=True)
     for option, line in zip(OPTIONS, table[2:], strict=True):
         assert option.help in line
         assert f"`{option.flags[0]}`" in line
@@ -626,7 +744,8 @@ def test_the_table_and_the_help_name_every_option() -> None:
         assert option.help in text
         assert option.help in (LaunchOptions.__doc__ or "")
         assert "\n" not in option.help
-    assert text.startswith("%%distributed [options]\n")
+    assert text.startswith("%distributed run [options]\n")
+    assert "--run-path" not in options_help("%%distributed")
 
 
 def _completions() -> Iterator[tuple[str, list[str]]]:
