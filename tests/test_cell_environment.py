@@ -381,7 +381,7 @@ def test_a_data_loader_with_workers_works_in_a_rank(kernel):
     assert kernel.value("res.values") == [[[0, 4], [16, 36]], [[1, 9], [25, 49]]]
 
 
-def test_workers_that_are_left_alive_go_with_their_rank(kernel):
+def test_workers_that_are_left_alive_go_with_their_rank(kernel, eventually):
     """`persistent_workers` outlive the loop; a loader that the rank still holds must not hold the rank."""
     kernel.ok("""
     %%distributed -n 2 --out res
@@ -393,8 +393,9 @@ def test_workers_that_are_left_alive_go_with_their_rank(kernel):
     """)
     assert kernel.value("[value[0] for value in res]") == [28, 28]
     assert kernel.value("[len(value[1]) >= 2 for value in res]") == [True, True]
-    assert kernel.value("[pid for value in res for pid in value[1] if psutil.pid_exists(pid)]"
-                        .replace("psutil", "__import__('psutil')")) == []  # fmt: skip
+    # Ranks that have succeeded leave while the notebook goes on.
+    left = kernel.value("[pid for value in res for pid in value[1]]")
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in left), "the workers are gone")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

@@ -98,6 +98,8 @@ class LogTail:
 
 def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     """Return the text of a log file between two offsets; empty if it is gone."""
+    if end is not None and end <= start:
+        return ""
     try:
         with open(path, "rb") as file:
             file.seek(start)

@@ -34,6 +34,8 @@ from nblaunch._protocol import (
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
+# How long what is not urgent may wait for the next message: a job that is over sooner sends one bunch.
+_SOON_MS = 5
 _MOMENTS = 200
 
 
@@ -68,6 +70,7 @@ class Link:
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
         self._closing = False
+        self._looks_soon = False
         self._rank = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -86,12 +89,17 @@ class Link:
         self._socket.send(encode(hello))
         self._thread.start()
 
-    def send(self, message: FromRank) -> None:
-        """Send `message` after all that was sent before it; from any thread, never blocks."""
+    def send(self, message: FromRank, *, urgent: bool = True) -> None:
+        """Send `message` after all that was sent before it; from any thread, never blocks.
+
+        What is not `urgent` may wait a few milliseconds for what comes after it.
+        """
         with self._lock:
             self._collect_switches(message.rank)
             self._outbox.append(encode(message))
-        self._wake()
+            urgent = urgent or not self._looks_soon
+        if urgent:
+            self._wake()
 
     def switched(self, offsets: Offsets) -> None:
         """Note that the rank has changed between stdout and stderr; told in bunches, in order."""
@@ -139,10 +147,11 @@ class Link:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(_BUNCH_MS if self._switches else None))
+            ready = dict(poller.poll(self._patience()))
             if not ready:
                 with self._lock:
                     self._collect_switches(self._rank)
+                    self._looks_soon = False
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -152,6 +161,11 @@ class Link:
                 return
             if self._socket in ready:
                 self._receive(decode_to_rank(self._socket.recv(), "the hub"))
+
+    def _patience(self) -> int | None:
+        if self._looks_soon:
+            return _SOON_MS
+        return _BUNCH_MS if self._switches else None
 
     def _receive(self, message: ToRank) -> None:
         match message:
@@ -170,6 +184,7 @@ class Link:
             case Dispatch():
                 with self._lock:
                     self._interrupted = False
+                    self._looks_soon = True
                 self.inbox.put(message)
             case _:
                 self.inbox.put(message)

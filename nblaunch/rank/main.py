@@ -162,7 +162,7 @@ class Rank:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
             self.outgoing = None
-        self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()))
+        self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()), urgent=False)
         self.link.begin_job()
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})

@@ -52,6 +52,10 @@ class CellCompiler(CachingCompiler):
         return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
 
 
+# What has no HTML: asking all of IPython's formatters would be a tenth of a short job.
+_PLAIN = (bool, int, float, complex, str, bytes)
+
+
 class RankShell(InteractiveShell):
     """An IPython without a terminal, history or prompt; magics, `!`, `await` and `display` work."""
 
@@ -114,6 +118,8 @@ class RankShell(InteractiveShell):
             return f"{value[:_VALUE_CHARACTERS]!r}… ({len(value)} in all)", ""
         try:
             formatter: Any = self.display_formatter
+            if type(value) in _PLAIN:
+                return formatter.formatters["text/plain"](value), ""
             with values.summarised(formatter.formatters["text/plain"].type_printers):
                 data, _ = formatter.format(value, include={"text/plain", "text/html"})
         except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from nblaunch._errors import OptionError
 from nblaunch._state import RunState
 from nblaunch.session import notebook
@@ -32,6 +34,8 @@ MODES = ("auto", "widget", "html", "text")
 PANEL_AFTER_SECONDS = 0.15
 """A run shorter than this needs no panel, and a panel would cost it half as much again."""
 SECONDS_BETWEEN_DRAWS = 0.1
+BYTES_PER_SECOND = 500_000
+"""jupyter_server drops what a kernel sends above 1 MB a second; the user's own output is to have room too."""
 # Once to interrupt, once more to hurry.
 _STOPS = 2
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
@@ -121,6 +125,7 @@ class WidgetView:
         self._clock = clock
         self._opened = clock()
         self._drawn = self._opened
+        self._pause = SECONDS_BETWEEN_DRAWS
         self._drawing = Drawing(header, self._opened)
         self._panel: Panel | None = None
         self._display_id: str | None = None
@@ -132,7 +137,7 @@ class WidgetView:
         self._drawing = Drawing(self._header, self._opened)
 
     def draw(self, state: RunState) -> None:
-        """Show what has changed, at most ten times a second.
+        """Show what has changed, at most ten times a second, and less often where there is much to show.
 
         Raises `KeyboardInterrupt` if the panel's Stop button was pressed: it does what an interrupt does,
         and pressed once more what a second interrupt does. After the run nobody asks.
@@ -143,11 +148,13 @@ class WidgetView:
                 self._drawn = now
                 self._open_panel(state, now)
             return
-        if now - self._drawn >= SECONDS_BETWEEN_DRAWS:
-            self._drawn = now
+        if now - self._drawn >= self._pause:
+            self._drawn, self._pause = now, SECONDS_BETWEEN_DRAWS
             delta = self._drawing.changes(state, now, stop=self._panel.heard)
             if delta is not None:
                 self._panel.show(delta)
+                size = len(msgspec.json.encode(delta))
+                self._pause = max(SECONDS_BETWEEN_DRAWS, size / BYTES_PER_SECOND)
             self._panel.repeat()
         if self._panel.stop_wanted() and self._stops < _STOPS:
             self._stops += 1
