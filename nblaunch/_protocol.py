@@ -143,6 +143,12 @@ class Names(_FromRank, frozen=True):
     names: tuple[str, ...]
 
 
+class Reached(_FromRank, frozen=True):
+    """How many collectives of the default process group the rank has begun."""
+
+    collectives: int
+
+
 class Asked(_FromRank, frozen=True):
     """The rank waits for a line that the user is to type: `input()`, `getpass()`, a debugger's prompt."""
 
@@ -236,6 +242,7 @@ FromRank = (
     | Shown
     | Where
     | Names
+    | Reached
     | Asked
     | Healed
 )
@@ -316,6 +323,10 @@ class ReportWhere(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Where`, from the control thread, whatever the main thread does."""
 
 
+class ReportReached(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Reached`, from the control thread."""
+
+
 class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
 
@@ -343,7 +354,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Answer | Heal | Leave
+ToRank = Prepare | Dispatch | Interrupt | ReportWhere | ReportReached | FreeCollective | Answer | Heal | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
