@@ -216,7 +216,18 @@ class LiveSession:
             aside=wish.aside,
         )
         if wish.cancelled is None:
-            self.claim()
+            self._refuse_if(at_work=self._busy.locked())
+            # The one way to take a lock and to let it go that no interrupt comes between.
+            with self._busy:
+                return self._carry_out(launch, wish, chosen, sent or {})
+        try:
+            return self._carry_out(launch, wish, chosen, sent or {})
+        finally:
+            self._busy.release()
+
+    def _carry_out(
+        self, launch: engine.Launch, wish: _Wish, chosen: tuple[int, ...], sent: Mapping[str, Any]
+    ) -> engine.Outcome:
         present = self._sent.of(self.group.attempt)
         try:
             self._refuse_if_ended()
@@ -229,8 +240,7 @@ class LiveSession:
                 self.failed_last = finished.result.root_cause.rank
             return finished
         finally:
-            present.remember(sent or {}, captured.packed.carried, chosen)
-            self._busy.release()
+            present.remember(sent, launch.captured.packed.carried, chosen)
 
     def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
         """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""
