@@ -284,6 +284,23 @@ class FunctionJob(msgspec.Struct, frozen=True, tag=True):
     name: str = ""
 
 
+class ScriptJob(msgspec.Struct, frozen=True, tag=True):
+    """A script, run as `__main__`: what is at `path`, with `module` the module `name`.
+
+    With `program` it is one that Python does not run. `file` holds the code and is called `title`, where that
+    is known. The value are the globals named in `pull`, by name; without any it is the exit status.
+    """
+
+    name: str
+    path: str = ""
+    file: str = ""
+    title: str = ""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    program: bool = False
+    pull: tuple[str, ...] = ()
+
+
 class PushJob(msgspec.Struct, frozen=True, tag=True):
     """Variables of the notebook become the rank's own; the payload holds them by name."""
 
@@ -302,7 +319,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cell reaches through attributes (`import xml` does not load `xml.etree`).
     """
 
-    job: CellJob | FunctionJob | PushJob | PullJob
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     payload: Payload
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
