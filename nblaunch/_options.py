@@ -276,8 +276,9 @@ def options_table() -> str:
 def options_help(prog: str, *, script: bool = False) -> str:
     """Return the help text of a magic; `prog` is how it is written, such as `%%distributed`."""
     options = plain_help(_OF_SCRIPT if script else _OF_MAGIC)
+    what = "[options] script [arguments]" if script else "[options]"
     return (
-        f"{prog} [options]\n\n{options}\n  -h, --help\n      Show this text.\n\n"
+        f"{prog} {what}\n\n{options}\n  -h, --help\n      Show this text.\n\n"
         "Each option can be written with underscores too: --max_restarts. Of an option given twice the last\n"
         "counts; --env and --pull add up. An option on the line beats its environment variable."
     )

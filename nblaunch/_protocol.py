@@ -16,6 +16,7 @@ from nblaunch._records import FrameRecord as FrameRecord  # noqa: PLC0414 - expo
 from nblaunch._records import Offsets as Offsets  # noqa: PLC0414 - exported
 from nblaunch._records import Payload as Payload  # noqa: PLC0414 - exported
 from nblaunch._records import Phase as Phase  # noqa: PLC0414 - exported
+from nblaunch._records import ScriptJob as ScriptJob  # noqa: PLC0414 - exported
 from nblaunch._records import Stream as Stream  # noqa: PLC0414 - exported
 
 PROTOCOL_VERSION = 1
@@ -282,23 +283,6 @@ class FunctionJob(msgspec.Struct, frozen=True, tag=True):
     """A call: the payload holds `(fn, args, kwargs)`."""
 
     name: str = ""
-
-
-class ScriptJob(msgspec.Struct, frozen=True, tag=True):
-    """A script, run as `__main__`: what is at `path`, with `module` the module `name`.
-
-    With `program` it is one that Python does not run. `file` holds the code and is called `title`, where that
-    is known. The value are the globals named in `pull`, by name; without any it is the exit status.
-    """
-
-    name: str
-    path: str = ""
-    file: str = ""
-    title: str = ""
-    args: tuple[str, ...] = ()
-    module: bool = False
-    program: bool = False
-    pull: tuple[str, ...] = ()
 
 
 class PushJob(msgspec.Struct, frozen=True, tag=True):

@@ -753,7 +753,7 @@ def test_the_table_and_the_help_name_every_option() -> None:
         assert option.help in text
         assert option.help in (LaunchOptions.__doc__ or "")
         assert "\n" not in option.help
-    assert text.startswith("%distributed run [options]\n")
+    assert text.startswith("%distributed run [options] script [arguments]\n")
     assert "--run-path" not in options_help("%%distributed")
 
 

@@ -134,7 +134,9 @@ def _text(text: str | bytes, what: str) -> str:
 
 def _file(name: str) -> tuple[str, str]:
     """Return the absolute path of a script that Python can run, and of a directory which file in it."""
-    path = Path(os.path.abspath(Path(name).expanduser())) if name else Path()  # noqa: PTH100 - keeps links
+    # As written, links and dots too: a program looks at its own path.
+    written = os.path.join(Path.cwd(), os.path.expanduser(name))  # noqa: PTH111, PTH118 - as written
+    path = Path(written)
     if not name or not path.exists():
         raise _missing(name, path, "file")
     runs = [path / f"__main__{suffix}" for suffix in (".py", ".pyc")]
@@ -154,7 +156,7 @@ def _file(name: str) -> tuple[str, str]:
             if not {"__main__.py", "__main__.pyc"} & set(archive.namelist()):
                 msg = f"the script {name!r} was asked for, but it is a zip without a __main__.py. Add one."
                 raise OptionError(msg)
-    return str(path), next((each.name for each in runs if each.is_file()), "")
+    return written, next((each.name for each in runs if each.is_file()), "")
 
 
 def _as_written(file: str) -> str:
