@@ -1,4 +1,4 @@
-"""What messages are made of: phases, streams, payloads, frames, failures."""
+"""What messages are made of: phases, streams, payloads, frames, failures, scripts."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch.distributed.elastic.utils import macros
 
 import nblaunch
 from nblaunch._results import RunResult
@@ -153,10 +154,10 @@ def test_modules_beside_a_script_are_found_before_those_of_the_working_directory
 
 def test_the_local_rank_stands_in_arguments_as_with_torchrun(write):
     write({"train.py": "import sys; args = sys.argv[1:]"})
-    result = nblaunch.run("train.py", ["--log=${local_rank}.log", "$HOME ${other} $$"], pull="args", nproc=2)
-    assert [value["args"] for value in result.values] == [
-        [f"--log={rank}.log", "$HOME ${other} $"] for rank in range(2)
-    ]
+    args = ["--log=${local_rank}.log", "$HOME ${other} $$", "$local_rank"]
+    result = nblaunch.run("train.py", args, pull="args", nproc=2)
+    assert [value["args"] for value in result.values] == [macros.substitute(args, rank) for rank in "01"]
+    assert result[1]["args"] == ["--log=1.log", "$HOME ${other} $", "1"]
 
 
 def test_what_a_script_defines_can_be_pickled_and_reaches_its_worker_processes(write):

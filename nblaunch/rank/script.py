@@ -20,9 +20,8 @@ import types
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from string import Template
 from typing import Any
-
-from torch.distributed.elastic.utils import macros
 
 from nblaunch._protocol import ScriptJob
 
@@ -38,7 +37,8 @@ class ProgramEndedError(Exception):
 
 def run(job: ScriptJob) -> None:
     """Run a script to its end. Raises what it raises, `SystemExit` only with an exit status other than 0."""
-    args = macros.substitute(list(job.args), os.environ["LOCAL_RANK"])
+    # torchelastic's macro (`torch.distributed.elastic.utils.macros`).
+    args = [Template(arg).safe_substitute(local_rank=os.environ["LOCAL_RANK"]) for arg in job.args]
     if job.program:
         _run_program([job.path, *args])
         return
