@@ -249,8 +249,8 @@ class Rank:
             self.outgoing = shared.put(packed, lambda: Path(self.orders.spill))
         except Exception as error:
             msg = (
-                f"the job returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-                f"sent to the notebook: {error}. Return plain data (numbers, tensors, a state_dict) instead."
+                f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {error}. "
+                "Return plain data (numbers, tensors, a state_dict) instead."
             )
             raise ValueNotSentError(msg) from error
         self.link.send(
@@ -321,6 +321,16 @@ class Rank:
             self.link.close()
             if self.outgoing is not None:
                 self.outgoing.close()
+
+
+def _unsendable(value: object) -> str:
+    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
+    for key, each in value.items() if type(value) is dict else ():
+        try:
+            payload.dumps_home(each)
+        except Exception:  # noqa: BLE001 - whatever the objects raise
+            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 async def _awaited(value: Any) -> object:

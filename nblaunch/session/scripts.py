@@ -148,6 +148,12 @@ def _file(name: str) -> tuple[str, str]:
             "Give the path of a file."
         )
         raise OptionError(msg)
+    if path.suffix == ".ipynb":
+        msg = (
+            f"the script {name!r} was asked for, but it is a notebook. Give a script: jupyter nbconvert --to "
+            "script makes one of it."
+        )
+        raise OptionError(msg)
     if not os.access(path, os.R_OK):
         msg = f"the script {name!r} was asked for, but you may not read it. Change its mode (chmod u+r)."
         raise OptionError(msg)
