@@ -16,6 +16,7 @@ from nblaunch._records import FrameRecord as FrameRecord  # noqa: PLC0414 - expo
 from nblaunch._records import Offsets as Offsets  # noqa: PLC0414 - exported
 from nblaunch._records import Payload as Payload  # noqa: PLC0414 - exported
 from nblaunch._records import Phase as Phase  # noqa: PLC0414 - exported
+from nblaunch._records import ScriptJob as ScriptJob  # noqa: PLC0414 - exported
 from nblaunch._records import Stream as Stream  # noqa: PLC0414 - exported
 
 PROTOCOL_VERSION = 1
@@ -309,7 +310,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cell reaches through attributes (`import xml` does not load `xml.etree`).
     """
 
-    job: CellJob | FunctionJob | PushJob | PullJob
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     payload: Payload
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}

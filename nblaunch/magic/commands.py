@@ -1,4 +1,4 @@
-"""`%distributed COMMAND`: sessions, variables, stacks, the doctor."""
+"""`%distributed COMMAND`: scripts, sessions, variables, stacks, the doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
-from nblaunch.magic import auto, sessions
+from nblaunch.magic import auto, scripts, sessions
 from nblaunch.magic.line import option_completions
 from nblaunch.session import looking
 
@@ -154,6 +154,7 @@ def _auto(line: str, _: Namespace) -> object:
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
+    "run": scripts.run,
     "start": _start,
     "stop": _stop,
     "restart": _restart,
@@ -179,6 +180,8 @@ def command_completions(text_so_far: str) -> list[str]:
     before, _, word = text_so_far.rpartition(" ")
     if len(before.split()) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]
+    if before.split()[1] == "run":
+        return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
     return option_completions(f"%%distributed {word}")

@@ -23,6 +23,7 @@ from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call
 from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.sent import Sent
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
@@ -105,6 +106,8 @@ class LiveSession:
     ) -> Perform:
         """Capture a call of `fn`; it is made when what this returns is called."""
         target: object = fn
+        if is_script(target):
+            raise refuse_in_session(target, self.name)
         if not callable(target):
             msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
             raise OptionError(msg)
