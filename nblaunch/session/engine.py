@@ -233,6 +233,8 @@ def prepare_of(
     timeout: float | None = None,
 ) -> Prepare:
     """Return what makes processes the ranks of this notebook, as it is now."""
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
         cwd=str(Path.cwd()),
