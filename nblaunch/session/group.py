@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 
 from nblaunch._errors import LaunchError, RunFailedError
+from nblaunch._events import Event
 from nblaunch._protocol import (
     Answer,
     Asked,
@@ -202,8 +203,13 @@ class WorkerGroup(Course):
         """Take note that nobody is at work any more: those that have failed may go."""
         self._hub.call(self._send_leave)
 
+    def recorded(self, event: Event) -> None:
+        """Keep one of torchelastic's events."""
+        self.events.add(event)
+
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note of the agent's end."""
+        self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
     # --- on the hub's thread: what the ranks say -------------------------------------------------

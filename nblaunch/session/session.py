@@ -24,6 +24,7 @@ from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.sent import Sent
+from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
 Watch = Callable[[str, str], Watcher]
@@ -208,7 +209,7 @@ class LiveSession:
         launch = engine.Launch(
             job=job,
             captured=captured,
-            options=wish.options or self.options,
+            options=with_those_of(wish.options, self.options) if wish.options else self.options,
             placement=self.placement,
             environ={},
             title=wish.title,
