@@ -70,6 +70,16 @@ class Watchdog(FileTimerServer):
             finally:
                 os.close(pipe)
         super().stop()
+        # It refers to itself, and to the agent with all that this has: nothing must wait for the collector.
+        self._is_rank, self._tell = _nobody, _silence
+
+
+def _nobody(pid: int) -> bool:  # noqa: ARG001 - asked as `is_rank`
+    return False
+
+
+def _silence(name: str, request: FileTimerRequest | None) -> None:
+    """Tell nobody."""
 
 
 def _why(request: FileTimerRequest) -> str:
