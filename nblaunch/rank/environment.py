@@ -64,6 +64,18 @@ def apply(prepare: Prepare) -> None:
     _read_again()
 
 
+def see_one_device_only() -> None:
+    """Be local rank 0 with one GPU to see, as torchrun's --virtual-local-rank has it, also without GPUs."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = chosen.split(",") if chosen is not None else []
+    if chosen is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+    elif chosen.strip():
+        os.environ["CUDA_VISIBLE_DEVICES"] = named[local_rank].strip()
+    os.environ["LOCAL_RANK"] = "0"
+
+
 def _read_again() -> None:
     """Have torch and the C library follow what they have read already, in the fork server."""
     time.tzset()

@@ -89,7 +89,9 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     wait_for_gpus(launch.placement)
     options = launch.options
     settings = settings_of(options, launch.placement)
-    shape = replace(settings, grace=0.0) if options.log_dir is None else None
+    # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
+    ahead = options.log_dir is None and options.numa_binding is None
+    shape = replace(settings, grace=0.0) if ahead else None
     prepare = prepare_of(options, launch.placement, launch.environ)
     seat = standby.take(shape)
     try:

@@ -171,8 +171,18 @@ class WorkerGroup(Course):
     # --- from the agent's thread -----------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        spill = str(self._directory)
-        return (Orders(self._hub.address, self.group, self.token, attempt, spill, self.keep),)
+        wanted = self.settings.processes
+        orders = Orders(
+            self._hub.address,
+            self.group,
+            self.token,
+            attempt,
+            spill=str(self._directory),
+            keep=self.keep,
+            fresh=wanted.start_method == "spawn",
+            virtual_local_rank=wanted.virtual_local_rank,
+        )
+        return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Take note before the first process is forked: it may speak before the last one is."""
