@@ -62,7 +62,7 @@ class KeptLogs(LogsSpecs):
         """Make the class behind `name`, as torchrun does; raises `OptionError` if it cannot be."""
         super().__init__(log_dir)
         self._name = name
-        self._chosen = find(name)(log_dir=log_dir, redirects=Std.ALL, tee=Std.NONE, local_ranks_filter=None)
+        self._chosen = _made(name, log_dir)
         self._files: LogsDest | None = None
 
     @property
@@ -90,6 +90,17 @@ class KeptLogs(LogsSpecs):
         assert files is not None  # noqa: S101 - asked after the ranks have been started
         own: str = getattr(files, f"filtered_{stream}", "")
         return own or os.fspath(Path(files.stdouts[0]).parents[1] / f"filtered_{stream}.log")
+
+
+def _made(name: str | None, log_dir: str) -> LogsSpecs:
+    try:
+        return find(name)(log_dir=log_dir, redirects=Std.ALL, tee=Std.NONE, local_ranks_filter=None)
+    except (TypeError, ValueError) as error:
+        msg = (
+            f"logs_specs={name!r} was asked for, but it cannot be made: {type(error).__name__}: {error}. "
+            "torchrun gives it log_dir, redirects, tee and local_ranks_filter, and so do we."
+        )
+        raise OptionError(msg) from error
 
 
 class FilteredLines:
