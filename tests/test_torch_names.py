@@ -16,16 +16,20 @@ import cloudpickle
 import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
+from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.timer import FileTimerServer
 
-from nblaunch.agent import elastic, stand_ins
+from nblaunch.agent import elastic, observed, stand_ins
 from nblaunch.agent import forkserver as our_forkserver
 
 ELASTIC = Path(elastic.__file__)
+AGENT_FILES = (ELASTIC, Path(observed.__file__))
 
 AGENT = (
     "_start_workers",
@@ -36,6 +40,8 @@ AGENT = (
     "_remaining_restarts",
     "_setup_local_watchdog",
     "_setup_healthcheck",
+    "_worker_watchdog",
+    "_log_watchdog_event",
 )
 CONTEXT = ("_pc", "_ret_vals")
 RENDEZVOUS = (
@@ -145,6 +151,11 @@ def private_names(path: Path) -> tuple[set[str], set[str]]:
     return only_private(touched), only_private(defined)
 
 
+def private_names_of_the_agent() -> tuple[set[str], set[str]]:
+    found = [private_names(path) for path in AGENT_FILES]
+    return set().union(*(touched for touched, _ in found)), set().union(*(defined for _, defined in found))
+
+
 def only_private(names: set[str]) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
@@ -152,7 +163,7 @@ def only_private(names: set[str]) -> set[str]:
 def test_this_file_lists_every_private_name_of_torch_that_the_agent_touches(
     agent, process_context, rendezvous
 ):
-    touched, defined = private_names(ELASTIC)
+    touched, defined = private_names_of_the_agent()
     of_torch = {
         name for name in touched if any(hasattr(each, name) for each in (agent, process_context, rendezvous))
     }
@@ -162,7 +173,7 @@ def test_this_file_lists_every_private_name_of_torch_that_the_agent_touches(
 
 
 def test_no_name_of_our_own_hides_one_of_torchs(agent, rendezvous):
-    _, defined = private_names(ELASTIC)
+    _, defined = private_names_of_the_agent()
     for name in defined - USED:
         assert not hasattr(agent, name), f"torch {torch.__version__} has a {name} of its own: rename ours"
         assert not hasattr(rendezvous, name), (
@@ -185,12 +196,23 @@ def a_typed_storage():
         (distributed_c10d, "_abort_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
+        (torch_events, "_events_loggers"),
+        (handlers, "_log_handlers"),
+        (FileTimerServer, "_reap_worker"),
+        (FileTimerServer, "_watchdog_loop"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_torch_still_has(owner, name):
     whose = getattr(owner, "__name__", type(owner).__name__)
     assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+
+
+def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):
+    server = FileTimerServer(str(tmp_path / "timer"), "names")
+    for name in ("_stop_signaled", "_file_path", "_watchdog_thread"):
+        assert hasattr(server, name), f"torch {torch.__version__} broke FileTimerServer.{name}"
+    server.stop()
 
 
 @pytest.mark.parametrize(

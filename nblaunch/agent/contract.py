@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from nblaunch._events import Event
 
 
 class AgentEvents(Protocol):
@@ -22,6 +24,9 @@ class AgentEvents(Protocol):
     def others_stopped(self) -> None:
         """Take note: the ranks that were still at work are gone."""
 
+    def recorded(self, event: Event) -> None:
+        """Take note of an event of torchelastic's; called on any of the agent's threads."""
+
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note: the agent is done; `error` is set if it broke."""
 
@@ -38,6 +43,23 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """What torchelastic is told of the ranks' processes, logs and events; the defaults are its own."""
+
+    logs_specs: str | None = None
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    duplicate_stderr_filters: tuple[str, ...] = ()
+    event_log_handler: str = "null"
+    numa_binding: str | None = None
+    start_method: str = "forkserver"
+    virtual_local_rank: bool = False
+    watchdog: bool = False
+    """Whether ranks that overrun an expiration timer are killed."""
+    timer_file: str | None = None
+    """Where ranks tell their timers; None: in private, if there is a watchdog."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSettings:
     """What the agent needs to know of the options."""
 
@@ -49,3 +71,4 @@ class AgentSettings:
     shutdown_timeout: int
     run_id: str
     log_dir: Path
+    processes: ProcessSettings = field(default_factory=ProcessSettings)

@@ -1,8 +1,10 @@
-"""torchelastic's own agent, as nblaunch runs it. The one module that touches torch's private names.
+"""torchelastic's own agent, as nblaunch runs it.
+
+This module touches torch's private names; so do `observed`, `events` and `watchdog`, which list theirs.
 
 Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torch broke them):
-`LocalElasticAgent._start_workers`, `._monitor_workers`, `._shutdown`, `._setup_local_watchdog`,
-`._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`;
+`LocalElasticAgent._start_workers`, `._monitor_workers`, `._shutdown`, `._setup_healthcheck`,
+`._remaining_restarts`, `._worker_group`, `._pcontext`;
 `MultiprocessContext._pc`, `._ret_vals`; `DynamicRendezvousHandler._create_tcp_store_server`,
 `._state_holder`, `._shared_tcp_store_server`, `._bootstrap_store_info`.
 """
@@ -21,9 +23,8 @@ from multiprocessing import connection
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from nblaunch.agent import forkserver
 from nblaunch.agent.contract import AgentEvents, AgentSettings, Worker
+from nblaunch.agent.observed import ObservedAgent
 from nblaunch.agent.waking import Waker
 
 StoppedError = SignalException
@@ -102,7 +104,7 @@ class LoopbackRendezvous(DynamicRendezvousHandler):
         return bool(closed)
 
 
-class RankAgent(local_elastic_agent.LocalElasticAgent):
+class RankAgent(ObservedAgent):
     """`LocalElasticAgent` that tells what happens, and that cannot wait for ever.
 
     torchelastic decides when to restart and when to give up. Added here: a rank that ends without
@@ -126,14 +128,13 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             monitor_interval=settings.monitor_interval,
             local_addr=_LOOPBACK,
         )
-        logs = DefaultLogsSpecs(log_dir=os.fspath(settings.log_dir), redirects=Std.ALL)
         super().__init__(
             spec,
-            logs,
+            settings,
+            events,
             start_method=forkserver.register(),
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
         )
-        self.settings = settings
         self._arguments = arguments
         self._events = events
         self._attempt = -1
@@ -187,6 +188,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def close(self) -> None:
         """Let go of what the agent holds, once it has run."""
         self._waker.close()
+        super().close()
 
     # --- torchelastic's own steps ----------------------------------------------------------------
 
@@ -298,9 +300,6 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         super()._shutdown(*arguments, **keywords)
         forkserver.server.sweep()
 
-    def _setup_local_watchdog(self, envs: Any) -> None:
-        """Start no `FileTimerServer` here: it sends SIGKILL to its own process, which is the notebook."""
-
     def _setup_healthcheck(self) -> None:
         """Start no server that listens for health checks: nothing but the ranks' store listens."""
 
@@ -331,8 +330,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             if local_rank not in self._known_dead:
                 self._known_dead.add(local_rank)
                 rank = self._worker_group.workers[local_rank].global_rank
-                lost = self._processes()[local_rank].lost
-                reason = forkserver.LOST if lost else ""
+                process = self._processes()[local_rank]
+                killed = self.why_killed(process.pid) if code < 0 else ""
+                reason = forkserver.LOST if process.lost else killed
                 self._events.worker_exited(rank, code, expected=expected, reason=reason)
 
     def _terminate(self, processes: Sequence[Any]) -> None:

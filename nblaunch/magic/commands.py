@@ -14,7 +14,8 @@ from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
 from nblaunch.magic import auto, scripts, sessions
 from nblaunch.magic.line import option_completions
-from nblaunch.session import looking
+from nblaunch.session import looking, recent
+from nblaunch.view.events import events_table
 
 Namespace = dict[str, Any]
 
@@ -149,6 +150,17 @@ def _doctor(line: str, _: Namespace) -> object:
     return doctor()
 
 
+def _events(line: str, _: Namespace) -> object:
+    if split_words(line):
+        msg = (
+            f"'%distributed events {line}' was asked for, but events takes nothing after it: it shows "
+            "those of the last run. Of any other result, look at result.events."
+        )
+        raise OptionError(msg)
+    log = recent.events()
+    return Said("no run has ended yet" if log is None else events_table(log.all()))
+
+
 def _auto(line: str, _: Namespace) -> object:
     return Said(auto.switch(line))
 
@@ -165,6 +177,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "debug": _debug,
     "stacks": _stacks,
     "interrupt": _interrupt,
+    "events": _events,
     "auto": _auto,
     "doctor": _doctor,
 }

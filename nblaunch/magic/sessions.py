@@ -9,7 +9,10 @@ from nblaunch.session.session import LiveSession
 from nblaunch.view.watch import watcher
 
 DEFAULT = "default"
-_OF_A_CELL = frozenset({"out", "session", "fresh", "background", "ranks", "timeout", "grace", "hang_after"})
+_OF_A_CELL = frozenset(
+    {"out", "session", "fresh", "background", "ranks", "timeout", "grace", "hang_after"}
+    | {"redirects", "tee", "local_ranks_filter"}
+)
 """Options that may differ from cell to cell; all others are the session's."""
 
 _sessions: dict[str, LiveSession] = {}

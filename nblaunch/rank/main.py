@@ -17,9 +17,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -49,6 +49,7 @@ from nblaunch.job import payload, shared
 from nblaunch.rank import (
     environment,
     failure,
+    fresh,
     inspection,
     introspection,
     process_group,
@@ -76,6 +77,10 @@ class Orders:
     spill: str
     keep: bool = False
     """Whether the rank has one job after the other."""
+    fresh: bool = False
+    """Whether the rank is to be a new Python."""
+    virtual_local_rank: bool = False
+    """Whether it is to see one GPU only, as local rank 0."""
 
 
 class ValueNotSentError(TypeError):
@@ -158,6 +163,8 @@ class Rank:
     def _prepare(self, prepare: Prepare) -> None:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare)
+        if self.orders.virtual_local_rank:
+            environment.see_one_device_only()
         process_group.prefer_loopback()
         inspection.record_collectives()
         self.device = environment.choose_device(prepare)
@@ -340,13 +347,27 @@ async def _awaited(value: Any) -> object:
 def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
+    if orders.fresh:
+        fresh.begin_anew(asdict(orders), orders.spill)
+    exitcode = _live(orders)
+    if exitcode:
+        raise SystemExit(exitcode)
+
+
+def resume(orders: dict[str, Any]) -> NoReturn:
+    """Be a rank in a new Python; `orders` are the fields of `Orders`."""
+    fresh.load_what_torchelastic_brings()
+    exitcode = _live(Orders(**orders))
+    # As a fork ends: what runs at exit has run.
+    os._exit(exitcode)
+
+
+def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
     process_group.remember_agent_address()
     try:
-        exitcode = Rank(orders).live()
+        return Rank(orders).live()
     except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub
         # torch would write it to a file in the temporary directory, which nobody reads or removes.
         traceback.print_exc()
-        exitcode = 1
-    if exitcode:
-        raise SystemExit(exitcode)
+        return 1

@@ -10,6 +10,7 @@ import secrets
 import threading
 import time
 
+from nblaunch._events import EventLog
 from nblaunch._protocol import (
     AttemptStarted,
     Entered,
@@ -55,6 +56,8 @@ class Course:
         self.names: dict[int, tuple[str, ...]] = {}
         """Of a kept group: the variables that each rank has."""
         self.closed = threading.Event()
+        self.events = EventLog()
+        """What torchelastic has recorded of these ranks."""
         self._notes: list[str] = []
         """Of a kept group: what has happened to its ranks and has not been told with a job yet."""
         self._hub = hub

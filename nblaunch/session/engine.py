@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
+from nblaunch._events import EventLog
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob, ScriptJob
 from nblaunch._reports import format_ranks
@@ -24,10 +25,11 @@ from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
-from nblaunch.session import hub, notebook, outcome
+from nblaunch.session import hub, notebook, outcome, process_options, recent
 from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
+from nblaunch.session.shown import Shown
 from nblaunch.session.standby import Seat, Standby
 from nblaunch.session.usage import measuring
 
@@ -76,7 +78,9 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     environ = {**os.environ, **options.env}
-    return devices.place(options.nproc_per_node, options.backend, environ), environ
+    placement = devices.place(options.nproc_per_node, options.backend, environ)
+    process_options.check(options, placement, environ)
+    return placement, environ
 
 
 def perform(launch: Launch, watcher: Watcher) -> Outcome:
@@ -85,7 +89,9 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     wait_for_gpus(launch.placement)
     options = launch.options
     settings = settings_of(options, launch.placement)
-    shape = replace(settings, grace=0.0) if options.log_dir is None else None
+    # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
+    ahead = options.log_dir is None and options.numa_binding is None
+    shape = replace(settings, grace=0.0) if ahead else None
     script = isinstance(launch.job, ScriptJob)
     prepare = prepare_of(options, launch.placement, launch.environ, script=script)
     seat = standby.take(shape)
@@ -131,17 +137,19 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
     """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
-        job = Job(_dispatch(launch, outgoing.payload), state, aside=launch.aside)
+        job = Job(
+            _dispatch(launch, outgoing.payload), state, aside=launch.aside, shown=Shown.of(launch.options)
+        )
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:
             with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage):
                 error = ending.wait()
             try:
-                result = _collect(job, launch, private)
+                result = _collect(group, job, launch, private)
             except KeyboardInterrupt as interrupt:
                 # All values are here: whoever stops the notebook now still gets them.
-                result, error = _collect(job, launch, private), interrupt
+                result, error = _collect(group, job, launch, private), interrupt
             shown = result.state
         finally:
             try:
@@ -184,12 +192,16 @@ def wait_for_gpus(placement: Placement) -> None:
             group.closed.wait(_END_SECONDS)
 
 
-def _collect(job: Job, launch: Launch, private: object) -> RunResult:
+def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> RunResult:
+    events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+    if not launch.aside:
+        recent.remember(events)
     return outcome.collect(
         job,
         backend=launch.placement.backend,
         title=launch.title,
-        log_dir=_own_directory(job),
+        log_dir=_own_directory(job, group.settings),
+        events=events,
         keep=private,
     )
 
@@ -205,6 +217,7 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
         shutdown_timeout=options.shutdown_timeout,
         run_id="",
         log_dir=Path(),
+        processes=process_options.settings_of(options),
     )
 
 
@@ -240,6 +253,8 @@ def prepare_of(
     and, unless it is to have a process group, devices that nobody has touched.
     """
     untouched = script and not options.init_process_group and placement.device_type != "cpu"
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
         cwd=str(Path.cwd()),
@@ -265,8 +280,10 @@ def _dispatch(launch: Launch, payload: object) -> Dispatch:
     )
 
 
-def _own_directory(job: Job) -> Path | None:
+def _own_directory(job: Job, settings: AgentSettings) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
+    if settings.processes.logs_specs is not None:
+        return settings.log_dir  # what is where below it only the user's class knows
     for ranks in job.logs.values():
         for logs in ranks.values():
             return Path(logs.worker.stdout).parents[2]

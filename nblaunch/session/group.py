@@ -15,6 +15,7 @@ import time
 from dataclasses import replace
 
 from nblaunch._errors import LaunchError, RunFailedError
+from nblaunch._events import Event
 from nblaunch._protocol import (
     Answer,
     Asked,
@@ -179,8 +180,18 @@ class WorkerGroup(Course):
     # --- from the agent's thread -----------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        spill = str(self._directory)
-        return (Orders(self._hub.address, self.group, self.token, attempt, spill, self.keep),)
+        wanted = self.settings.processes
+        orders = Orders(
+            self._hub.address,
+            self.group,
+            self.token,
+            attempt,
+            spill=str(self._directory),
+            keep=self.keep,
+            fresh=wanted.start_method == "spawn",
+            virtual_local_rank=wanted.virtual_local_rank,
+        )
+        return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Take note before the first process is forked: it may speak before the last one is."""
@@ -211,8 +222,13 @@ class WorkerGroup(Course):
         """Take note that nobody is at work any more: those that have failed may go."""
         self._hub.call(self._send_leave)
 
+    def recorded(self, event: Event) -> None:
+        """Keep one of torchelastic's events."""
+        self.events.add(event)
+
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note of the agent's end."""
+        self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
     # --- on the hub's thread: what the ranks say -------------------------------------------------

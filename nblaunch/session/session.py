@@ -25,6 +25,7 @@ from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.sent import Sent
+from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
 Watch = Callable[[str, str], Watcher]
@@ -211,7 +212,7 @@ class LiveSession:
         launch = engine.Launch(
             job=job,
             captured=captured,
-            options=wish.options or self.options,
+            options=with_those_of(wish.options, self.options) if wish.options else self.options,
             placement=self.placement,
             environ={},
             title=wish.title,
