@@ -12,7 +12,7 @@ from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
-from nblaunch.magic import auto, sessions
+from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.line import option_completions
 from nblaunch.session import looking
 
@@ -153,6 +153,10 @@ def _auto(line: str, _: Namespace) -> object:
     return Said(auto.switch(line))
 
 
+def _export(line: str, namespace: Namespace) -> object:
+    return Said(export.command(line, namespace))
+
+
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "start": _start,
     "stop": _stop,
@@ -165,6 +169,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "stacks": _stacks,
     "interrupt": _interrupt,
     "auto": _auto,
+    "export": _export,
     "doctor": _doctor,
 }
 """What `%distributed` can be followed by; a call returns what the line shows."""
