@@ -266,9 +266,9 @@ def script_path() -> Kind:
     """Take the path that a script can be written to; `~` is the home directory, as in a shell."""
 
     def check(value: object) -> str:
-        if not isinstance(value, str) or not value.endswith(".py") or not _reaches_the_system(value):
+        if not isinstance(value, str) or not value.isprintable() or not _reaches_the_system(value):
             raise ValueError
-        if not value.isprintable() or not Path(value).stem.strip("."):
+        if Path(value).suffix != ".py":
             raise ValueError
         try:
             return str(Path(value).expanduser()) if value.startswith("~") else value

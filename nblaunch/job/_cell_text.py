@@ -16,6 +16,7 @@ _OF_THE_NOTEBOOK = frozenset(
     {"load_ext", "reload_ext", "autoreload", "matplotlib", "config", "distributed", "local", "precision"}
 )
 _NOTHING = "pass  #"
+_SHORT = 40
 _CLOCKS = frozenset({"time", "local"})
 _SAY_NOTHING = frozenset(
     {"print", "pprint", "display", "barrier", "all_reduce", "broadcast", "all_gather", "reduce", "scatter"}
@@ -140,7 +141,8 @@ def printing_its_value(source: str, name: str) -> str:
     first, column, last, end = _extent(node)
     lines = [line.encode() for line in source.splitlines()]
     text = b"\n".join([*lines[first:last], lines[last][:end]])[column:].decode()
-    if any(character in text for character in "\"'\\{}\n:!=#") or text.startswith("("):
+    long = len(text) > _SHORT or isinstance(node.value, ast.Tuple)
+    if long or any(character in text for character in "\"'\\{}\n:!=#") or text.startswith("("):
         return replaced(source, [(node, f'{name} = {text}\nprint(f"[rank {{rank}}] {{{name}!r}}")')])
     return replaced(source, [(node, f'print(f"[rank {{rank}}] {{{text}!r}}")')])
 

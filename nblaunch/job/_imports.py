@@ -51,7 +51,8 @@ def import_of(name: str, value: object, known: Iterable[Import]) -> Import | Non
     """Return the import that makes `value` the variable `name`: the last of `known`, or a new one."""
     for each in reversed(list(known)):
         if each.bound == name and each.finds(value):
-            return each
+            # Of `import xml.etree` what is used of it decides: see `submodules`.
+            return each if each.name or each.alias else Import(each.bound)
     if isinstance(value, types.ModuleType):
         found = Import(value.__name__, alias="" if value.__name__ == name else name)
         return found if found.finds(value) else None
@@ -72,14 +73,17 @@ def submodules(chains: Iterable[str], namespace: dict[str, Any], known: Iterable
         package = namespace.get(root)
         if not isinstance(package, types.ModuleType) or package.__name__ != root:
             continue
-        name = root
+        in_stdlib = root in sys.stdlib_module_names and hasattr(package, "__path__")
+        name = deepest = root
         for attribute in attributes:
             name = f"{name}.{attribute}"
-            if name not in sys.modules:
+            # `os.path` is a module by another name, which comes with `os`.
+            if getattr(sys.modules.get(name), "__name__", None) != name:
                 break
-            in_stdlib = root in sys.stdlib_module_names and hasattr(package, "__path__")
             if in_stdlib or Import(name) in written:
-                yield Import(name)
+                deepest = name
+        if deepest != root:
+            yield Import(deepest)
 
 
 def rendered(imports: Iterable[Import]) -> str:

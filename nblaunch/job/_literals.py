@@ -130,6 +130,12 @@ class Writer:
             return self._call(kind.__name__, vars(value).items())
         if dataclasses.is_dataclass(value) and self._is_owned(kind):
             return self._dataclass(value)
+        if (
+            kind.__init__ is object.__init__
+            and getattr(value, "__dict__", None) == {}
+            and self._is_owned(kind)
+        ):
+            return f"{kind.__qualname__}()"
         return self._of_torch(value)
 
     def _is_owned(self, kind: type) -> bool:
@@ -194,7 +200,7 @@ class Writer:
             return _no()
         self.imports.add(Import("torch"))
         dtype = usual.get(value.dtype, f", dtype={value.dtype}")
-        return f"torch.tensor({self._flat(value.tolist())}{dtype})"
+        return f"torch.tensor({self._numbers(_shortest(torch, value))}{dtype})"
 
     def _array(self, numpy: Any, value: Any) -> str:
         usual = {"float64": "", "int64": "", "bool": ""}
@@ -205,7 +211,25 @@ class Writer:
             return _no()
         self.imports.add(Import("numpy", alias="np"))
         dtype = usual.get(value.dtype.name, f", dtype=np.{value.dtype.name}")
-        return f"np.array({self._flat(value.tolist())}{dtype})"
+        return f"np.array({self._numbers(value.tolist())}{dtype})"
+
+    def _numbers(self, made: object) -> str:
+        """Write lists that were made for this alone: nothing else can have them in common."""
+        kept = set(self.mutable)
+        text = self._flat(made)
+        self.mutable = kept
+        return text
+
+
+def _shortest(torch: Any, tensor: Any) -> Any:
+    """Return a tensor as lists, with as few digits as give the same: 0.1, not 0.10000000149011612."""
+    numpy = sys.modules.get("numpy")
+    exact = tensor.tolist()
+    if numpy is None or tensor.dtype is not torch.float32:
+        return exact
+    numbers = [float(str(each)) for each in tensor.flatten().numpy()]
+    shorter = numpy.array(numbers).reshape(tuple(tensor.shape)).tolist()
+    return shorter if torch.equal(torch.tensor(shorter), tensor) else exact
 
 
 def _no() -> str:

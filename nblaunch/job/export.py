@@ -236,7 +236,8 @@ def _grouped(items: list[Item]) -> list[str]:
     open_block = False
     for item in items:
         if open_block and not item.definition:
-            blocks[-1] += f"\n{item.text}"
+            gap = "\n\n" if item.text.startswith("#") else "\n"
+            blocks[-1] += f"{gap}{item.text}"
         else:
             blocks.append(item.text)
         open_block = not item.definition
