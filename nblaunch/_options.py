@@ -20,6 +20,7 @@ from nblaunch._option_kinds import (
     one_line,
     python_name,
     rank_list,
+    script_path,
     seconds,
     switch,
     variables,
@@ -100,6 +101,12 @@ class LaunchOptions(ScriptOptions):
         default=False,
         metadata=row(
             switch(given=True), "Go on while the cell runs; its result is a handle.", doors=("magic",)
+        ),
+    )
+    export: str | None = field(
+        default=None,
+        metadata=row(
+            script_path(), "Also write the cell as a script for torchrun, to this file.", doors=("magic",)
         ),
     )
     ranks: tuple[int, ...] | None = field(

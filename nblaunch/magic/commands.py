@@ -12,7 +12,7 @@ from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
-from nblaunch.magic import auto, scripts, sessions
+from nblaunch.magic import auto, export, scripts, sessions
 from nblaunch.magic.line import option_completions
 from nblaunch.session import looking, recent
 from nblaunch.view.events import events_table
@@ -165,6 +165,10 @@ def _auto(line: str, _: Namespace) -> object:
     return Said(auto.switch(line))
 
 
+def _export(line: str, namespace: Namespace) -> object:
+    return Said(export.command(line, namespace))
+
+
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "run": scripts.run,
     "start": _start,
@@ -179,6 +183,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "interrupt": _interrupt,
     "events": _events,
     "auto": _auto,
+    "export": _export,
     "doctor": _doctor,
 }
 """What `%distributed` can be followed by; a call returns what the line shows."""

@@ -14,7 +14,7 @@ from nblaunch._errors import OptionError
 from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._protocol import CellJob
 from nblaunch.job.capture import capture_cell
-from nblaunch.magic import auto, sessions
+from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
 from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.line import option_completions
@@ -63,6 +63,9 @@ class DistributedMagics(Magics):
         number = self.shell.displayhook.prompt_count
         job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
         perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
+        ran = export.remember(number, cell, options, session)
+        if options.export is not None:
+            print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
         if options.background:
             if session is not None:
                 session.claim()
