@@ -154,7 +154,6 @@ def _auto(line: str, _: Namespace) -> object:
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
-    "run": scripts.run,
     "start": _start,
     "stop": _stop,
     "restart": _restart,
@@ -166,6 +165,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "stacks": _stacks,
     "interrupt": _interrupt,
     "auto": _auto,
+    "run": scripts.run,
     "doctor": _doctor,
 }
 """What `%distributed` can be followed by; a call returns what the line shows."""
