@@ -170,7 +170,6 @@ def _export(line: str, namespace: Namespace) -> object:
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
-    "run": scripts.run,
     "start": _start,
     "stop": _stop,
     "restart": _restart,
@@ -183,6 +182,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "interrupt": _interrupt,
     "events": _events,
     "auto": _auto,
+    "run": scripts.run,
     "export": _export,
     "doctor": _doctor,
 }
