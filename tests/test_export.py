@@ -19,27 +19,27 @@ RANKS = 2
 
 def torchrun(path: Path, *options: str) -> list[list[str]]:
     """Run a script under real torchrun; return the values that each rank has printed, in order."""
-    logs = Path(tempfile.mkdtemp(prefix="torchrun-", dir=path.parent))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    # No hostname must be looked up; and what torchelastic leaves goes where the test's own files are.
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TMPDIR": str(logs),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": "",
-    }
-    ran = subprocess.run(
-        [*run, "--log-dir", str(logs), "--redirects", "1", *options, path.name],
-        cwd=path.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-5000:]
-    texts = [path.read_text() for path in sorted(logs.glob("*/attempt_0/*/stdout.log"))]
+    # What torchelastic leaves is gone with this directory; its name is short, as sockets are made in it.
+    with tempfile.TemporaryDirectory(prefix="t-") as logs:
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",  # no hostname must be looked up
+            "TMPDIR": logs,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": "",
+        }
+        ran = subprocess.run(
+            [*run, "--log-dir", logs, "--redirects", "1", *options, path.name],
+            cwd=path.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr[-5000:]
+        texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
     assert len(texts) == RANKS
     return [
         [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith("[rank ")]
@@ -410,6 +410,7 @@ def main() -> None:
     # How much is it?
     print(f"[rank {{rank}}] {{t.item()!r}}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -181,7 +181,7 @@ def test_on_gpus_each_rank_has_its_own() -> None:
 
 def test_a_variable_called_dist_is_left_alone() -> None:
     text = script("dist = 3.5\ndist")
-    assert "from torch.distributed import destroy_process_group, init_process_group\n" in text
+    assert "from torch.distributed import barrier, destroy_process_group, init_process_group\n" in text
     assert "    init_process_group(" in text
     assert "as dist" not in text
 
