@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.magic.commands import command_completions
+
 pytest.importorskip("safetensors")
 
 RANKS = 2
@@ -185,6 +187,7 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
     ),
     "settings and models": (
         [
+            "from __future__ import annotations",
             "from dataclasses import dataclass, field\nfrom pathlib import Path",
             "import enum, torch\nfrom torch import nn",
             """
@@ -205,7 +208,7 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
                     self.config = config
                     self.layers = nn.ModuleList(nn.Linear(4, size) for size in config.sizes)
 
-                def forward(self, x):
+                def forward(self, x: Later):
                     return sum(layer(x).sum() for layer in self.layers)
             """,
             """
@@ -321,11 +324,20 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
             import functools
             half = functools.partial(pow, 0.5)
             twice = operations["double"]
+            def old():
+                return "old"
             """,
+            "before = old\ndef old():\n    return before() + 'er'",
+            "def louder(function):\n    return lambda: function().upper()",
+            "def word():\n    return 'word'",
+            "word = louder(word)",
+            "class Patched:\n    def go(self):\n        return 1",
+            "Patched.go = lambda self: 2\npatched = Patched()",
         ],
         """
         total = operations["sum"]([1, 2])
-        operations["double"](rank), total, made(rank), half(2), twice is operations["double"]
+        same = twice is operations["double"]
+        operations["double"](rank), total, made(rank), half(2), same, old(), word(), patched.go()
         """,
     ),
 }
@@ -496,6 +508,17 @@ def test_a_file_that_is_not_an_exports_is_never_overwritten_unasked(kernel, ther
     assert (there / "other_data" / "big.safetensors").read_text() == "mine"
 
 
+def test_a_module_of_the_notebooks_directory_is_told_to_a_script_elsewhere(kernel, there):
+    (there / "my_layers.py").write_text("depth = 3\n")
+    (there / "runs").mkdir()
+    kernel.ok(f"import sys\nsys.path.insert(0, {str(there)!r})\nimport my_layers")
+    kernel.ok("%%distributed -n 2\nmy_layers.depth")
+    assert "my_layers" not in kernel.ok("%distributed export train.py").result
+    said = kernel.ok("%distributed export runs/train.py").result
+    assert f"It imports my_layers of the notebook's directory: set PYTHONPATH to {there}." in said
+    kernel.ok("sys.path.pop(0)")
+
+
 # Errors
 
 
@@ -623,6 +646,11 @@ def test_a_script_that_cannot_be_written_is_said_before_the_cell_runs(kernel, th
     kernel.ok("res = None")
     assert "--force" in kernel.fails("%%distributed -n 2 --export train.py --out res\nrank").evalue
     assert kernel.value("res") is None
+
+
+def test_completion_offers_what_the_command_takes() -> None:
+    assert command_completions("%distributed exp") == ["export"]
+    assert command_completions("%distributed export --") == ["--cells", "--force"]
 
 
 @pytest.mark.usefixtures("there")

@@ -202,6 +202,8 @@ def command_completions(text_so_far: str) -> list[str]:
         return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
+    if before.split()[1] == "export":
+        return [flag for flag in export.FLAGS if flag.startswith(word)]
     return option_completions(f"%%distributed {word}")
 
 
