@@ -263,6 +263,23 @@ def directory() -> Kind:
     return Kind("the path of a directory", "PATH", check)
 
 
+def script_path() -> Kind:
+    """Take the path that a script can be written to; `~` is the home directory, as in a shell."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not value.isprintable() or not _reaches_the_system(value):
+            raise ValueError
+        if Path(value).suffix != ".py":
+            raise ValueError
+        try:
+            return str(Path(value).expanduser()) if value.startswith("~") else value
+        except RuntimeError:
+            message = "there is no such user whose home ~ could be. Write the path out."
+            raise ValueError(message) from None
+
+    return Kind("the path of a file whose name ends in .py", "FILE", check)
+
+
 def variables() -> Kind:
     """Take a mapping of names to texts; on a line one `KEY=VALUE` each time."""
 

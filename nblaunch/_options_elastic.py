@@ -15,6 +15,7 @@ from nblaunch._option_kinds_elastic import (
     endpoint,
     node_range,
     pairs,
+    python_names,
     signal_names,
     streams,
     texts,
@@ -174,6 +175,14 @@ class ScriptOptions(LogOptions):
             switch(given=True),
             "Run the script inside the rank, which every script is anyway.",
             pet=True,
+            doors=("script",),
+        ),
+    )
+    pull: tuple[str, ...] = field(
+        default=(),
+        metadata=row(
+            python_names(),
+            "Globals of the script that are its value, by name. None: the exit status is.",
             doors=("script",),
         ),
     )

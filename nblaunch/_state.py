@@ -33,6 +33,7 @@ from nblaunch._protocol import (
     Phase,
     Printed,
     Raised,
+    Reached,
     Returned,
     RunEnded,
     Shown,
@@ -90,6 +91,8 @@ class RankState:
     warning: str = ""
     usage: Usage | None = None
     """What it used when it was last measured; only while somebody watches."""
+    collectives: int | None = None
+    """How many collectives of the default group it had begun when it was last asked; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,7 @@ def _advance_rank(
     | Shown
     | Where
     | Names
+    | Reached
     | Asked
     | Healed,
 ) -> RankState:
@@ -289,6 +293,8 @@ def _advance_rank(
             return replace(known, transcript=_transcript.displayed(known.transcript, message))
         case Cleared():
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
+        case Reached():
+            return known if known.state.final else replace(known, collectives=message.collectives)
         case Switched() | Where() | Names() | Asked() | Healed():
             return known
         case Returned():

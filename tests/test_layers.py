@@ -18,7 +18,7 @@ DOORS = {"nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._session_ap
 
 THIRD_PARTY = {
     "data": {"msgspec"},
-    "job": {"cloudpickle", "numpy", "psutil", "torch"},
+    "job": {"cloudpickle", "numpy", "psutil", "safetensors", "torch"},
     "rank": {"IPython", "msgspec", "torch", "traitlets", "zmq"},
 }
 """What the lowest layers may import from outside, over and above the layers below them."""

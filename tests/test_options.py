@@ -40,6 +40,7 @@ DEFAULTS = {
     "session": None,
     "fresh": False,
     "background": False,
+    "export": None,
     "ranks": None,
     "env": {},
     "timeout": None,
@@ -74,6 +75,7 @@ DEFAULTS = {
     "module": False,
     "no_python": False,
     "run_path": False,
+    "pull": (),
 }
 
 # name: (text on a line or in a variable, the value it means, another text, its value)
@@ -85,6 +87,7 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "session": ("small", "small", "other", "other"),
     "fresh": ("true", True, "false", False),
     "background": ("true", True, "false", False),
+    "export": ("train.py", "train.py", "runs/go.py", "runs/go.py"),
     "ranks": ("0,2-4", (0, 2, 3, 4), "1", (1,)),
     "env": ("A=1", {"A": "1"}, "A=2", {"A": "2"}),
     "timeout": ("60", 60.0, "1.5", 1.5),
@@ -119,6 +122,7 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "module": ("1", True, "0", False),
     "no_python": ("1", True, "0", False),
     "run_path": ("1", True, "0", False),
+    "pull": ("loss", ("loss",), "loss,model", ("loss", "model")),
 }
 
 WRONG: dict[str, list[object]] = {
@@ -129,6 +133,7 @@ WRONG: dict[str, list[object]] = {
     "session": ["", "a b", "1a", "class", 3, True],
     "fresh": [0, 1, "no", None],
     "background": [0, 1, "no", None],
+    "export": ["", "train", "a\nb.py", ".py", "\0.py", 3, True, "~no such user/train.py"],
     "ranks": ["", "0,1", "a", "3-1", "0-99999999", 3, [-1], [True], [1.5], [], range(200_000)],
     "env": [None, "A=1", [("A", "1")], {"A": 1}, {"A": None}, {1: "1"}, {"": "1"}, {"A B": "1"}, {"A=B": "1"},
             {"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}],
@@ -164,6 +169,7 @@ WRONG: dict[str, list[object]] = {
     "module": [0, 1, "yes", None],
     "no_python": [0, 1, "yes", None],
     "run_path": [0, 1, "yes", None],
+    "pull": ["", "a b", "1a", "class", "a,", "a.b", 3, None, [3], ["a b"], [[]]],
 }  # fmt: skip
 
 WITH_VARIABLE = [option for option in OPTIONS if option.variable]
@@ -281,6 +287,11 @@ def test_environment_variables_add_up() -> None:
     assert dict(options.env) == {"A": "2", "B": "x=y", "C": "a b"}
 
 
+def test_names_to_pull_add_up_each_once() -> None:
+    assert parse_line("--pull a,b --pull=c --pull a", script=True).options.pull == ("a", "b", "c")
+    assert LaunchOptions.from_keywords(script=True, pull="a,b").pull == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("line", "role"),
     [
@@ -380,6 +391,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "session": st.none() | st.from_regex(r"[a-z_]+[0-9]", fullmatch=True),
     "fresh": st.booleans(),
     "background": st.booleans(),
+    "export": st.none() | st.from_regex(r"[a-zé/ .]*[a-z]\.py", fullmatch=True),
     "ranks": st.none() | st.sets(st.integers(0, 5000), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
     "env": st.dictionaries(_names, _env_texts),
     "timeout": st.none() | _numbers,
@@ -414,6 +426,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "module": st.booleans(),
     "no_python": st.booleans(),
     "run_path": st.booleans(),
+    "pull": st.lists(st.from_regex(r"[a-z_]+[0-9]", fullmatch=True), unique=True).map(tuple),
 }
 
 
@@ -472,7 +485,7 @@ def test_out_belongs_to_the_magic() -> None:
         LaunchOptions.from_keywords(out="results")
 
 
-@pytest.mark.parametrize("name", ["module", "no_python", "run_path"])
+@pytest.mark.parametrize("name", ["module", "no_python", "run_path", "pull"])
 def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=f"^{name}= was asked for, but only a script has this option"):
         LaunchOptions.from_keywords(**{name: True})
@@ -744,7 +757,7 @@ def test_the_table_and_the_help_name_every_option() -> None:
         assert option.help in text
         assert option.help in (LaunchOptions.__doc__ or "")
         assert "\n" not in option.help
-    assert text.startswith("%distributed run [options]\n")
+    assert text.startswith("%distributed run [options] script [arguments]\n")
     assert "--run-path" not in options_help("%%distributed")
 
 

@@ -195,6 +195,7 @@ def a_typed_storage():
         (a_typed_storage(), "_untyped_storage"),
         (distributed_c10d, "_abort_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
+        (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
         (FileTimerServer, "_reap_worker"),

@@ -160,6 +160,11 @@ def function_scope(node: FunctionNode, parent: Scope) -> Scope:
     return _scope(Kind.FUNCTION, parent, Body(node, parent).nodes, extra=[arg.arg for arg in args_of(node)])
 
 
+def module_scope(nodes: Iterable[ast.AST]) -> Scope:
+    """Return the scope of statements that stand in no function or class."""
+    return _scope(Kind.MODULE, None, nodes)
+
+
 def class_scope(node: ast.ClassDef, parent: Scope) -> Scope:
     """Return the scope of a class body."""
     return _scope(Kind.CLASS, parent, node.body)
@@ -209,7 +214,7 @@ def extends_property(decorator: ast.expr, name: str) -> bool:
     return False
 
 
-def _scope(kind: Kind, parent: Scope, nodes: Iterable[ast.AST], extra: Iterable[str] = ()) -> Scope:
+def _scope(kind: Kind, parent: Scope | None, nodes: Iterable[ast.AST], extra: Iterable[str] = ()) -> Scope:
     bindings = _Bindings()
     for node in nodes:
         bindings.visit(node)

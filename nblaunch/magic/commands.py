@@ -1,4 +1,4 @@
-"""`%distributed COMMAND`: sessions, variables, stacks, the doctor."""
+"""`%distributed COMMAND`: scripts, sessions, variables, stacks, the doctor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
-from nblaunch.magic import auto, sessions
+from nblaunch.magic import auto, export, scripts, sessions
 from nblaunch.magic.line import option_completions
 from nblaunch.session import looking, recent
 from nblaunch.view.events import events_table
@@ -165,7 +165,12 @@ def _auto(line: str, _: Namespace) -> object:
     return Said(auto.switch(line))
 
 
+def _export(line: str, namespace: Namespace) -> object:
+    return Said(export.command(line, namespace))
+
+
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
+    "run": scripts.run,
     "start": _start,
     "stop": _stop,
     "restart": _restart,
@@ -178,6 +183,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "interrupt": _interrupt,
     "events": _events,
     "auto": _auto,
+    "export": _export,
     "doctor": _doctor,
 }
 """What `%distributed` can be followed by; a call returns what the line shows."""
@@ -192,6 +198,8 @@ def command_completions(text_so_far: str) -> list[str]:
     before, _, word = text_so_far.rpartition(" ")
     if len(before.split()) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]
+    if before.split()[1] == "run":
+        return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
     return option_completions(f"%%distributed {word}")

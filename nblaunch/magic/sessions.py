@@ -10,7 +10,7 @@ from nblaunch.view.watch import watcher
 
 DEFAULT = "default"
 _OF_A_CELL = frozenset(
-    {"out", "session", "fresh", "background", "ranks", "timeout", "grace", "hang_after"}
+    {"out", "session", "fresh", "background", "export", "ranks", "timeout", "grace", "hang_after"}
     | {"redirects", "tee", "local_ranks_filter"}
 )
 """Options that may differ from cell to cell; all others are the session's."""
@@ -38,7 +38,7 @@ def start(options: LaunchOptions) -> LiveSession:
             "another name (--session NAME)."
         )
         raise OptionError(msg)
-    for option in ("fresh", "background", "ranks", "out"):
+    for option in ("fresh", "background", "export", "ranks", "out"):
         if getattr(options, option):
             msg = f"--{option} was given to %distributed start, but it is for a cell. Leave it out here."
             raise OptionError(msg)

@@ -101,9 +101,9 @@ def _cores() -> int:
 
 
 def choose_device(prepare: Prepare) -> torch.device:
-    """Return this rank's device, made current if it is an accelerator."""
+    """Return this rank's device, made current if it is an accelerator; the CPU where scripts choose."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    if prepare.device_type == "cpu" or prepare.accelerators == 0:
+    if prepare.device_type in ("", "cpu") or prepare.accelerators == 0:
         return torch.device("cpu")
     device = torch.device(prepare.device_type, local_rank % prepare.accelerators)
     torch.get_device_module(device).set_device(device)

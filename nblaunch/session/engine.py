@@ -16,7 +16,7 @@ from pathlib import Path
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._events import EventLog
 from nblaunch._options import LaunchOptions
-from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob
+from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob, ScriptJob
 from nblaunch._reports import format_ranks
 from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
@@ -40,7 +40,7 @@ _END_SECONDS = 30.0
 class Launch:
     """A job with everything that is decided before a process starts."""
 
-    job: CellJob | FunctionJob | PushJob | PullJob
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     captured: Captured
     options: LaunchOptions
     placement: Placement
@@ -92,7 +92,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
     ahead = options.log_dir is None and options.numa_binding is None
     shape = replace(settings, grace=0.0) if ahead else None
-    prepare = prepare_of(options, launch.placement, launch.environ)
+    script = isinstance(launch.job, ScriptJob)
+    prepare = prepare_of(options, launch.placement, launch.environ, script=script)
     seat = standby.take(shape)
     try:
         if seat is not None:
@@ -244,17 +245,23 @@ def prepare_of(
     environ: Mapping[str, str],
     *,
     timeout: float | None = None,
+    script: bool = False,
 ) -> Prepare:
-    """Return what makes processes the ranks of this notebook, as it is now."""
+    """Return what makes processes the ranks of this notebook, as it is now.
+
+    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
+    and, unless it is to have a process group, devices that nobody has touched.
+    """
+    untouched = script and not options.init_process_group and placement.device_type != "cpu"
     # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
     environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
         cwd=str(Path.cwd()),
-        path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
+        path=tuple(os.path.abspath(entry) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
         argv=tuple(sys.argv[:1]) or ("",),
         backend=placement.backend if options.init_process_group else None,
-        device_type=placement.device_type,
+        device_type="" if untouched else placement.device_type,
         accelerators=placement.accelerators,
         timeout=timeout,
     )

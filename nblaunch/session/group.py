@@ -30,11 +30,12 @@ from nblaunch._protocol import (
     Noticed,
     Phase,
     Prepare,
+    ReportReached,
     Returned,
     Where,
 )
 from nblaunch._reports import HangReport
-from nblaunch._state import RunState
+from nblaunch._state import RunState, State
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
 from nblaunch.agent.thread import AgentThread
@@ -106,8 +107,16 @@ class WorkerGroup(Course):
         kept.wait(_ANSWER_SECONDS)
 
     def measured(self, measured: Measured) -> None:
-        """Keep what the ranks use with what is known of the run."""
+        """Keep what the ranks use with what is known of the run, and ask how far each of them is."""
         self._hub.call(lambda: self._fold(measured))
+        self._hub.call(self._ask_how_far)
+
+    def _ask_how_far(self) -> None:
+        state = self.job.state if self.job is not None else self.state
+        if len(state.ranks) > 1:
+            for rank in state.ranks.values():
+                if rank.state is State.RUNNING:
+                    self._hub.send(self, rank.rank, ReportReached())
 
     def notice(self, text: str) -> None:
         """Say something about the job that does not end it."""

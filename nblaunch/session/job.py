@@ -22,6 +22,7 @@ from nblaunch._protocol import (
     Printed,
     Raised,
     Returned,
+    ScriptJob,
 )
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State, advance, looked_at
@@ -63,6 +64,8 @@ class Job:
         job = self.dispatch.job
         if isinstance(job, CellJob):
             titles[job.filename] = job.title
+        elif isinstance(job, ScriptJob) and job.file:
+            titles[job.file] = job.title
         return titles
 
     @property

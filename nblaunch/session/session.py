@@ -23,6 +23,7 @@ from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call
 from nblaunch.session import engine, hub, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.sent import Sent
 from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
@@ -106,6 +107,8 @@ class LiveSession:
     ) -> Perform:
         """Capture a call of `fn`; it is made when what this returns is called."""
         target: object = fn
+        if is_script(target):
+            raise refuse_in_session(target, self.name)
         if not callable(target):
             msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
             raise OptionError(msg)
@@ -217,7 +220,18 @@ class LiveSession:
             aside=wish.aside,
         )
         if wish.cancelled is None:
-            self.claim()
+            self._refuse_if(at_work=self._busy.locked())
+            # The one way to take a lock and to let it go that no interrupt comes between.
+            with self._busy:
+                return self._carry_out(launch, wish, chosen, sent or {})
+        try:
+            return self._carry_out(launch, wish, chosen, sent or {})
+        finally:
+            self._busy.release()
+
+    def _carry_out(
+        self, launch: engine.Launch, wish: _Wish, chosen: tuple[int, ...], sent: Mapping[str, Any]
+    ) -> engine.Outcome:
         present = self._sent.of(self.group.attempt)
         try:
             self._refuse_if_ended()
@@ -230,8 +244,7 @@ class LiveSession:
                 self.failed_last = finished.result.root_cause.rank
             return finished
         finally:
-            present.remember(sent or {}, captured.packed.carried, chosen)
-            self._busy.release()
+            present.remember(sent, launch.captured.packed.carried, chosen)
 
     def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
         """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""

@@ -1,0 +1,139 @@
+"""Import statements: which a notebook has run, which a value needs, and how a script writes them."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_LINE = 88
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """`import module as alias`, or with a name `from module import name as alias`."""
+
+    module: str
+    name: str = ""
+    alias: str = ""
+
+    @property
+    def bound(self) -> str:
+        """The variable that it makes."""
+        return self.alias or self.name or self.module.partition(".")[0]
+
+    def finds(self, value: object) -> bool:
+        """Return whether it makes this object its variable; imports nothing."""
+        module = sys.modules.get(self.module)
+        if module is None:
+            return False
+        if self.name:
+            found = getattr(module, self.name, sys.modules.get(f"{self.module}.{self.name}"))
+            return found is value
+        return (module if self.alias else sys.modules.get(self.bound)) is value
+
+
+def imports_in(node: ast.AST) -> list[Import]:
+    """Return what an import statement imports; nothing for any other, and for a relative one."""
+    match node:
+        case ast.Import(names=names):
+            return [Import(each.name, alias=each.asname or "") for each in names]
+        case ast.ImportFrom(module=str(module), names=names, level=0):
+            return [Import(module, each.name, each.asname or "") for each in names]
+    return []
+
+
+def import_of(name: str, value: object, known: Iterable[Import]) -> Import | None:
+    """Return the import that makes `value` the variable `name`: the last of `known`, or a new one."""
+    for each in reversed(list(known)):
+        if each.bound == name and each.finds(value):
+            # Of `import xml.etree` what is used of it decides: see `submodules`.
+            return each if each.name or each.alias else Import(each.bound)
+    if isinstance(value, types.ModuleType):
+        found = Import(value.__name__, alias="" if value.__name__ == name else name)
+        return found if found.finds(value) else None
+    module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
+        return None
+    if module == "builtins" and getattr(builtins, name, None) is value:
+        return None
+    found = Import(module, qualname, "" if qualname == name else name)
+    return found if found.finds(value) else None
+
+
+def submodules(chains: Iterable[str], namespace: dict[str, Any], known: Iterable[Import]) -> Iterator[Import]:
+    """Yield `import package.module` for what attribute chains reach and `import package` may not load."""
+    written = {each for each in known if not each.name and not each.alias and "." in each.module}
+    for chain in sorted(chains):
+        root, *attributes = chain.split(".")
+        package = namespace.get(root)
+        if not isinstance(package, types.ModuleType) or package.__name__ != root:
+            continue
+        in_stdlib = root in sys.stdlib_module_names and hasattr(package, "__path__")
+        name = deepest = root
+        for attribute in attributes:
+            name = f"{name}.{attribute}"
+            # `os.path` is a module by another name, which comes with `os`.
+            if getattr(sys.modules.get(name), "__name__", None) != name:
+                break
+            if in_stdlib or Import(name) in written:
+                deepest = name
+        if deepest != root:
+            yield Import(deepest)
+
+
+def rendered(imports: Iterable[Import]) -> str:
+    """Return import statements in the usual order: the future, the standard library, everything else."""
+    everything = set(imports)
+    covered = {each.module.partition(".")[0] for each in everything if not each.name and "." in each.module}
+    # `import torch.nn` makes `torch` as well.
+    everything -= {
+        Import(package) for package in covered if Import(package) in everything and _stdlib(package)
+    }
+    groups: list[list[Import]] = [[], [], []]
+    for each in everything:
+        root = each.module.partition(".")[0]
+        groups[0 if root == "__future__" else 1 if _stdlib(root) else 2].append(each)
+    return "\n\n".join("\n".join(_statements(group)) for group in groups if group)
+
+
+def _stdlib(root: str) -> bool:
+    return root in sys.stdlib_module_names
+
+
+def _statements(group: list[Import]) -> Iterator[str]:
+    for each in sorted((each for each in group if not each.name), key=lambda each: _natural(each.module)):
+        yield f"import {each.module}" + (f" as {each.alias}" if each.alias else "")
+    for module in sorted({each.module for each in group if each.name}, key=_natural):
+        names = sorted((each for each in group if each.name and each.module == module), key=_by_kind)
+        plain = [each.name for each in names if not each.alias]
+        for each in [each for each in names if each.alias]:
+            if plain and _by_kind(Import(module, plain[0])) < _by_kind(each):
+                yield _from(module, plain)
+                plain = []
+            yield _from(module, [f"{each.name} as {each.alias}"])
+        if plain:
+            yield _from(module, plain)
+
+
+def _natural(module: str) -> tuple[str, str]:
+    return module.lower(), module
+
+
+def _by_kind(each: Import) -> tuple[int, str, str, str]:
+    """Order names as isort does: constants, classes, the rest."""
+    name = each.name
+    kind = 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
+    return kind, name.lower(), name, each.alias
+
+
+def _from(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= _LINE:
+        return line
+    inner = "".join(f"    {name},\n" for name in names)
+    return f"from {module} import (\n{inner})"

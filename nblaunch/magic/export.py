@@ -1,0 +1,271 @@
+"""`%distributed export train.py`, `%%distributed --export train.py`: cells become a script for torchrun."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._option_kinds import rank_list
+from nblaunch._option_line import split_words
+from nblaunch._options import LaunchOptions
+from nblaunch._torchrun import torchrun_command
+from nblaunch.agent.devices import Placement
+from nblaunch.job.export import Cell, Script, Setting, bound_in, export, is_exported
+from nblaunch.magic import auto
+from nblaunch.session import engine, notebook
+from nblaunch.session.session import LiveSession
+
+_USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A `%%distributed` cell as it was run."""
+
+    number: int
+    source: str
+    options: LaunchOptions
+    placement: Placement
+    kept: tuple[int, int] | None
+    """The session that it ran in, and which attempt of it: its variables are there."""
+
+    @property
+    def title(self) -> str:
+        """What the reader calls it."""
+        return _title(self.number)
+
+
+_ran: dict[int, Ran] = {}
+"""The `%%distributed` cells of this notebook, by number, the last one last."""
+
+
+def remember(number: int, source: str, options: LaunchOptions, session: LiveSession | None) -> Ran:
+    """Take note of a cell that is about to run."""
+    kept = None
+    if session is None:
+        placement = engine.place(options)[0]
+    else:
+        placement = session.placement
+        kept = (id(session), session.group.attempt)
+        own = {
+            name: getattr(options, name)
+            for name in ("timeout", "grace", "hang_after", "ranks")
+            if getattr(options, name) != getattr(LaunchOptions(), name)
+        }
+        options = dataclasses.replace(session.options, **own)
+    ran = Ran(number, source, options, placement, kept)
+    _ran.pop(number, None)
+    _ran[number] = ran
+    return ran
+
+
+def command(line: str, namespace: dict[str, Any]) -> str:
+    """Carry out `%distributed export`; returns what the line shows."""
+    numbers, path, force = _parsed(line)
+    if not _ran:
+        msg = f"{path} was to hold the last %%distributed cell, but none has been run. Run one first."
+        raise NblaunchError(msg)
+    if numbers is None:
+        last = next(reversed(_ran.values()))
+        return write([cell_of(last)], last, path, namespace, force=force)
+    inputs = _inputs(namespace)
+    cells = [cell_of(_ran[number]) if number in _ran else _plain_cell(number, inputs) for number in numbers]
+    ran = [_ran[number] for number in numbers if number in _ran]
+    if not ran:
+        msg = (
+            f"--cells {_listed(numbers)} was asked for, but none of these is a %%distributed cell. There "
+            f"are {_listed(_ran)}."
+        )
+        raise OptionError(msg)
+    _check_alike(ran)
+    return write(cells, ran[-1], path, namespace, force=force)
+
+
+def _parsed(line: str) -> tuple[tuple[int, ...] | None, str, bool]:
+    """Return the cells' numbers, the file, and whether it may be overwritten."""
+    numbers: tuple[int, ...] | None = None
+    force = False
+    files: list[str] = []
+    words = split_words(line)
+    while words:
+        word, equals, text = words.pop(0).partition("=")
+        if word == "--cells":
+            text = text if equals else words.pop(0) if words else ""
+            numbers = _numbers(text)
+        elif word == "--force" and not equals:
+            force = True
+        elif word.startswith("-"):
+            msg = f"%distributed export was given {word!r}, but there is no such option. {_USAGE}"
+            raise OptionError(msg)
+        else:
+            files.append(word + equals + text)
+    if len(files) != 1:
+        what = f"{len(files)} files" if files else "no file"
+        msg = f"%distributed export was given {what}, but it writes one. {_USAGE}"
+        raise OptionError(msg)
+    return numbers, LaunchOptions(export=files[0]).export or files[0], force
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    kind = rank_list()
+    try:
+        numbers = kind.check(kind.parse(text))
+    except ValueError:
+        msg = (
+            f"--cells {text!r} was asked for, but it takes numbers of cells, as in In[3]. "
+            "Write --cells 3-7, or --cells 3,5,6."
+        )
+        raise OptionError(msg) from None
+    assert isinstance(numbers, tuple)  # noqa: S101 - what this kind gives
+    return numbers
+
+
+def cell_of(ran: Ran) -> Cell:
+    """Return a cell that was run, for `write`."""
+    return Cell(ran.source, ran.title)
+
+
+def _inputs(namespace: Mapping[str, Any]) -> dict[int, str]:
+    """Return the cells that the notebook has run, by number, as they were written.
+
+    `In` would be shorter, but after a `%reset` it begins anew and the numbers do not.
+    """
+    found = {name[2:]: text for name, text in namespace.items() if re.fullmatch(r"_i[1-9]\d*", name)}
+    return {int(number): text for number, text in found.items() if isinstance(text, str)}
+
+
+def _plain_cell(number: int, inputs: Mapping[int, str]) -> Cell:
+    if number not in inputs:
+        msg = (
+            f"--cells has {number}, but the notebook has run no {_title(number)}. The last one is "
+            f"{_title(max(inputs, default=0))}."
+        )
+        raise OptionError(msg)
+    return Cell(inputs[number], _title(number), on_ranks=False)
+
+
+def _title(number: int) -> str:
+    return f"In[{number}]"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _check_alike(ran: list[Ran]) -> None:
+    sizes = {each.placement.nproc for each in ran}
+    if len(sizes) > 1:
+        told = ", ".join(f"{each.title} on {each.placement.nproc}" for each in ran)
+        msg = (
+            f"One script was to hold {told} ranks, but torchrun starts one number of ranks. Export them "
+            "into a file each."
+        )
+        raise NblaunchError(msg)
+
+
+def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *, force: bool = False) -> str:
+    """Write the script of some cells; returns what to say about it. Raises `NblaunchError`."""
+    target = Path(path)
+    _check_free(target, force=force)
+    shell = notebook.shell()
+    assert shell is not None  # noqa: S101 - a magic has one
+    command_line = torchrun_command(last.options, path, last.placement.nproc)
+    with auto.suspended():
+        script = export(
+            cells,
+            namespace,
+            {number: shell.transform_cell(text) for number, text in sorted(_inputs(namespace).items())},
+            Setting(
+                last.placement.backend if last.options.init_process_group else None,
+                last.placement.device_type,
+            ),
+            command=command_line,
+            directory=_data_directory(target).name,
+            transform=shell.transform_cell,
+            elsewhere=_only_on_ranks(cells, last, shell.transform_cell),
+        )
+    _save(script, target, force=force)
+    return _said(script, target, command_line)
+
+
+def _only_on_ranks(cells: list[Cell], last: Ran, transform: Callable[[str], str]) -> Mapping[str, int]:
+    """Return the variables that other cells have made on the ranks of the session, and the cells' numbers."""
+    exported = {cell.title for cell in cells}
+    found = {}
+    for ran in _ran.values():
+        if ran.kept is not None and ran.kept == last.kept and ran.title not in exported:
+            if ran.number > last.number:
+                continue
+            found.update(dict.fromkeys(bound_in(ran.source, transform), ran.number))
+    return found
+
+
+def _data_directory(target: Path) -> Path:
+    return target.with_name(f"{target.stem}_data")
+
+
+def _check_free(target: Path, *, force: bool) -> None:
+    if not target.parent.is_dir():
+        msg = f"{target} was to be written, but there is no directory {target.parent}. Make it first."
+        raise NblaunchError(msg)
+    if target.is_dir():
+        msg = f"{target} was to be written, but it is a directory. Give another name."
+        raise NblaunchError(msg)
+    if os.path.lexists(target) and not force and not is_exported(target):
+        msg = (
+            f"{target} was to be written, but it is there, and was not written by an export. Give another "
+            f"name, or overwrite it: %distributed export --force {shlex.quote(str(target))}"
+        )
+        raise NblaunchError(msg)
+
+
+def _save(script: Script, target: Path, *, force: bool) -> None:
+    """Write the files, the script last; nothing that is not an export's own is overwritten."""
+    directory = _data_directory(target)
+    paths = {load.file: directory / load.file for load in script.files}
+    ours = target.exists() and is_exported(target)
+    strange = [path for path in paths.values() if path.exists()]
+    if paths and os.path.lexists(directory) and not directory.is_dir():
+        strange = [directory]
+    if strange and not (ours or force):
+        msg = (
+            f"{strange[0]} was to be written for {target}, but it is there. Give another name, or overwrite "
+            f"it: %distributed export --force {shlex.quote(str(target))}"
+        )
+        raise NblaunchError(msg)
+    try:
+        before = target.read_text(encoding="utf-8") if ours else ""
+        if paths:
+            directory.mkdir(exist_ok=True)
+        for load in script.files:
+            load.write(paths[load.file])
+        partial = target.with_name(f"{target.name}.partial")
+        partial.write_text(script.text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        why = error.strerror or str(error)
+        msg = f"{target} was to be written, but {why} ({error.filename}). Give another place."
+        raise NblaunchError(msg) from error
+    # What an earlier export had to save, and this one has not.
+    for name in set(re.findall(r'/ "([^"/]+)"\)', before)) - paths.keys():
+        (directory / name).unlink(missing_ok=True)
+
+
+def _said(script: Script, target: Path, command_line: str) -> str:
+    beside = (
+        f" with {', '.join(load.file for load in script.files)} in {_data_directory(target)}"
+        if script.files
+        else ""
+    )
+    lines = [f"{target} is written{beside}. It runs with:", command_line]
+    if script.left_out:
+        names = ", ".join(script.left_out)
+        lines.insert(1, f"Left out, since the cell may never use what cannot be saved: {names}.")
+    return "\n".join(lines)
