@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -46,9 +47,10 @@ class EventStream:
     A logger would be one for all runs, and could be silenced (`logging.disable`, `LOGLEVEL`).
     """
 
-    def __init__(self, run_id: str, handler: str, tell: Callable[[Event], None]) -> None:
+    def __init__(self, handler: str, tell: Callable[[Event], None]) -> None:
         """Register under `name`, to be the `event_log_handler` of this run; `handler` is the user's."""
-        self.name = f"nblaunch-{run_id}"
+        # Not the run's id, which the user may have chosen, for two runs at a time.
+        self.name = f"nblaunch-{uuid.uuid4().hex}"
         self._handler = handler
         self._tell = tell
         _loggers()[self.name] = self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -31,7 +32,7 @@ class ObservedAgent(LocalElasticAgent):
         wanted = settings.processes
         self.settings = settings
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
-        self._stream = EventStream(settings.run_id, wanted.event_log_handler, events.recorded)
+        self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec.event_log_handler = self._stream.name
         for name, value in numa.spec_options(wanted.numa_binding).items():
@@ -78,7 +79,7 @@ class ObservedAgent(LocalElasticAgent):
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         path, run_id = self.settings.processes.timer_file, self.settings.run_id
         if self.settings.processes.watchdog:
-            path = path or os.fspath(runtime.root() / f"timer-{run_id}")
+            path = path or os.fspath(runtime.root() / f"timer-{uuid.uuid4().hex}")
             thread = f"{threading.current_thread().name}-watchdog"
             self._worker_watchdog = Watchdog(path, run_id, thread, self._is_rank, self._log_watchdog_event)
             self._worker_watchdog.start()
