@@ -41,17 +41,14 @@ class ObservedAgent(LocalElasticAgent):
 
     def run(self, *arguments: Any, **keywords: Any) -> RunResult:
         """Run to the end, and record how the agent itself ended, as torchrun does once its agent has run."""
-        try:
-            result: RunResult = super().run(*arguments, **keywords)
-        except Exception:
-            record(self.get_event_failed(), self._stream.name)
-            raise
-        record(self.get_event_succeeded(), self._stream.name)
-        return result
-
-    def close(self) -> None:
-        """Let go of what torch keeps of this agent, once it has run."""
-        self._stream.close()
+        with self._stream:
+            try:
+                result: RunResult = super().run(*arguments, **keywords)
+            except Exception:
+                record(self.get_event_failed(), self._stream.name)
+                raise
+            record(self.get_event_succeeded(), self._stream.name)
+            return result
 
     def why_killed(self, pid: int) -> str:
         """Return why the watchdog has killed a process, empty if it has not."""
