@@ -83,7 +83,7 @@ class ProcessOptions(NodeOptions):
         default="forkserver",
         metadata=row(
             choice("forkserver", "spawn", "fork"),
-            "Fork a server that has torch loaded, start a new Python, or fork the notebook.",
+            "Fork a server that has torch loaded, or start a new Python (fork is refused).",
             pet=True,
         ),
     )

@@ -113,6 +113,9 @@ def test_cells_of_a_session_show_what_it_was_started_with_unless_they_say_otherw
     assert lines(kernel.ok(f"%%distributed -r 1{body}").text) == ["[rank 0] err 0", "[rank 1] err 1"]
     shown = kernel.ok(f"%%distributed --local-ranks-filter 1{body}").text
     assert lines(shown) == ["[rank 1] out 1"]
+    kernel.ok("import os\nos.environ['PET_REDIRECTS'] = '1'")
+    assert lines(kernel.ok(f"%%distributed{body}").text) == ["[rank 0] out 0", "[rank 1] out 1"]
+    kernel.ok("del os.environ['PET_REDIRECTS']")
     kernel.ok("%distributed stop")
 
 

@@ -188,3 +188,34 @@ def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel
     assert kernel.value("res.values") == [["SIGUSR1,SIGTERM", "0"]] * 2
     assert kernel.value("before == [signal.getsignal(getattr(signal, name)) for name in names]")
     assert kernel.value("'TORCHELASTIC_SIGNALS_TO_HANDLE' in os.environ") is False
+
+
+# --- a group that is ready before it is asked for --------------------------------------------------
+
+
+def test_a_group_that_was_made_ready_is_taken_only_where_its_processes_are_as_asked(start_kernel, eventually):
+    kernel = start_kernel(NBLAUNCH_STANDBY="1")
+    seat = "__import__('nblaunch.session.engine', fromlist=['x']).standby._seat"
+
+    def run(options):
+        """Return the values of a cell, and whether a group that waited for it has run it."""
+        waiting = f"(lambda seat: seat is not None and seat.group.waiting)({seat})"
+        eventually(lambda: kernel.value(waiting), "a group is ready", 30)
+        ready = kernel.value(f"[each.pid for each in {seat}.group.state.ranks.values()]")
+        kernel.ok(
+            f"%%distributed -n 2 --out res {options}\nimport os\nos.environ.get('TORCHELASTIC_TIMER_FILE')"
+        )
+        return kernel.value("res.values"), kernel.value("[each.pid for each in res.ranks]") == ready
+
+    kernel.ok("%%distributed -n 2\nrank")
+    assert run("") == ([None, None], True)
+    timers, taken = run("--env TORCHELASTIC_ENABLE_FILE_TIMER=1")
+    assert not taken
+    assert None not in timers
+    timers, taken = run("--env TORCHELASTIC_ENABLE_FILE_TIMER=1")
+    assert taken
+    assert None not in timers
+    names = [name.rpartition(".")[2] for name in kernel.value("[each.name for each in res.events]")]
+    assert names.count("START") == names.count("SUCCEEDED") - 1 == 2
+    assert run("--start-method spawn")[1] is False
+    assert run("--start-method spawn -r 3 --local-ranks-filter 1") == ([None, None], True)

@@ -188,7 +188,6 @@ class RankAgent(ObservedAgent):
     def close(self) -> None:
         """Let go of what the agent holds, once it has run."""
         self._waker.close()
-        super().close()
 
     # --- torchelastic's own steps ----------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +47,20 @@ class EventStream:
     A logger would be one for all runs, and could be silenced (`logging.disable`, `LOGLEVEL`).
     """
 
-    def __init__(self, run_id: str, handler: str, tell: Callable[[Event], None]) -> None:
-        """Register under `name`, to be the `event_log_handler` of this run; `handler` is the user's."""
-        self.name = f"nblaunch-{run_id}"
+    def __init__(self, handler: str, tell: Callable[[Event], None]) -> None:
+        """Begin under `name`, to be the `event_log_handler` of this run; `handler` is the user's."""
+        # Not the run's id, which the user may have chosen, for two runs at a time.
+        self.name = f"nblaunch-{uuid.uuid4().hex}"
         self._handler = handler
         self._tell = tell
+
+    def __enter__(self) -> None:
+        """Stand in torch's list while the block lasts."""
         _loggers()[self.name] = self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave torch's list."""
+        _loggers().pop(self.name, None)
 
     def info(self, text: str) -> None:
         """Take an event; called by torch, on any of the agent's threads."""
@@ -63,10 +72,6 @@ class EventStream:
         except Exception:  # noqa: BLE001 - logged
             # It is the user's own code, and the run must not end because of it.
             _log.error("the event handler %r failed:\n%s", self._handler, traceback.format_exc())
-
-    def close(self) -> None:
-        """Leave torch's list."""
-        _loggers().pop(self.name, None)
 
 
 def _loggers() -> dict[str, Any]:

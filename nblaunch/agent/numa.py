@@ -9,10 +9,8 @@ import torch
 from nblaunch._errors import OptionError
 
 
-def check(binding: str | None, gpus: int, nproc: int) -> None:
+def check(binding: str, gpus: int, nproc: int) -> None:
     """Raise `OptionError` where ranks have no GPU, or torch cannot bind."""
-    if binding is None:
-        return
     asked = f"numa_binding={binding!r} was asked for"
     if gpus < nproc:
         has = (

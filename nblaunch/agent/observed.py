@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -31,7 +32,7 @@ class ObservedAgent(LocalElasticAgent):
         wanted = settings.processes
         self.settings = settings
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
-        self._stream = EventStream(settings.run_id, wanted.event_log_handler, events.recorded)
+        self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec.event_log_handler = self._stream.name
         for name, value in numa.spec_options(wanted.numa_binding).items():
@@ -40,17 +41,14 @@ class ObservedAgent(LocalElasticAgent):
 
     def run(self, *arguments: Any, **keywords: Any) -> RunResult:
         """Run to the end, and record how the agent itself ended, as torchrun does once its agent has run."""
-        try:
-            result: RunResult = super().run(*arguments, **keywords)
-        except Exception:
-            record(self.get_event_failed(), self._stream.name)
-            raise
-        record(self.get_event_succeeded(), self._stream.name)
-        return result
-
-    def close(self) -> None:
-        """Let go of what torch keeps of this agent, once it has run."""
-        self._stream.close()
+        with self._stream:
+            try:
+                result: RunResult = super().run(*arguments, **keywords)
+            except Exception:
+                record(self.get_event_failed(), self._stream.name)
+                raise
+            record(self.get_event_succeeded(), self._stream.name)
+            return result
 
     def why_killed(self, pid: int) -> str:
         """Return why the watchdog has killed a process, empty if it has not."""
@@ -78,7 +76,7 @@ class ObservedAgent(LocalElasticAgent):
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         path, run_id = self.settings.processes.timer_file, self.settings.run_id
         if self.settings.processes.watchdog:
-            path = path or os.fspath(runtime.root() / f"timer-{run_id}")
+            path = path or os.fspath(runtime.root() / f"timer-{uuid.uuid4().hex}")
             thread = f"{threading.current_thread().name}-watchdog"
             self._worker_watchdog = Watchdog(path, run_id, thread, self._is_rank, self._log_watchdog_event)
             self._worker_watchdog.start()

@@ -36,7 +36,8 @@ def check(options: LaunchOptions, placement: Placement, environ: Mapping[str, st
     events.check_handler(options.event_log_handler)
     log_files.find(options.logs_specs)
     log_files.check_filters((*options.duplicate_stdout_filters, *options.duplicate_stderr_filters))
-    numa.check(options.numa_binding, devices.visible_gpus(environ), placement.nproc)
+    if options.numa_binding is not None:
+        numa.check(options.numa_binding, devices.visible_gpus(environ), placement.nproc)
     if options.virtual_local_rank:
         _check_enough_devices(environ, placement.nproc)
 

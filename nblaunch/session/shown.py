@@ -46,6 +46,7 @@ EVERYTHING = Shown()
 
 def with_those_of(own: LaunchOptions, session: LaunchOptions) -> LaunchOptions:
     """Return a cell's options, with what its session shows where the cell says nothing of it."""
-    default = LaunchOptions()
-    unsaid = {name: getattr(session, name) for name in _NAMES if getattr(own, name) == getattr(default, name)}
+    # With what `PET_` variables say, which a cell has not said itself.
+    unasked = LaunchOptions.from_keywords()
+    unsaid = {name: getattr(session, name) for name in _NAMES if getattr(own, name) == getattr(unasked, name)}
     return dataclasses.replace(own, **unsaid)
