@@ -87,6 +87,12 @@ class AgentThread:
         if agent is not None:
             agent.restart()
 
+    def rejoin(self) -> None:
+        """Meet the other nodes anew."""
+        agent = self._agent
+        if agent is not None:
+            agent.rejoin()
+
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         agent = self._agent

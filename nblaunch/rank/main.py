@@ -297,7 +297,7 @@ def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
     keep_sockets_in(orders.spill)
-    process_group.remember_agent_address()
+    process_group.remember_agent_address(orders.attempt)
     try:
         exitcode = Rank(orders).live()
     except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub

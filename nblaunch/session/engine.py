@@ -9,17 +9,18 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nblaunch import _join_key
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob
 from nblaunch._reports import format_ranks
 from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
-from nblaunch.agent import devices, forkserver, runtime
+from nblaunch.agent import devices, forkserver, meetings, runtime
 from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
@@ -76,6 +77,11 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     environ = {**os.environ, **options.env}
+    meeting = meetings.meeting_of(options)
+    if meeting is not None:
+        _wait_for_groups(lambda group: group.settings.meeting is not None)
+        meetings.refuse_taken(meeting)
+        environ |= meetings.network_variables(meeting, environ.__contains__)
     return devices.place(options.nproc_per_node, options.backend, environ), environ
 
 
@@ -85,7 +91,9 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     wait_for_gpus(launch.placement)
     options = launch.options
     settings = settings_of(options, launch.placement)
-    shape = replace(settings, grace=0.0) if options.log_dir is None else None
+    settings = with_key(settings)
+    plain = options.log_dir is None and settings.meeting is None
+    shape = replace(settings, grace=0.0) if plain else None
     prepare = prepare_of(options, launch.placement, launch.environ)
     seat = standby.take(shape)
     try:
@@ -94,6 +102,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         else:
             seat = _seat(with_logs(settings, options), private=options.log_dir is None)
         _leaving.append(weakref.ref(seat.group))
+        if settings.meeting is not None:
+            keep(seat.group)  # its agent waits for other nodes at the end
         return conduct(seat.group, launch, prepare, watcher, private=seat.private)
     finally:
         standby.used(shape)
@@ -174,13 +184,33 @@ _leaving: list[weakref.ref[WorkerGroup]] = []
 
 def wait_for_gpus(placement: Placement) -> None:
     """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
+    _wait_for_groups(lambda _: placement.device_type != "cpu")
+
+
+def _wait_for_groups(wanted: Callable[[WorkerGroup], bool]) -> None:
     _leaving[:] = [each for each in _leaving if (group := each()) is not None and not group.closed.is_set()]
-    if placement.device_type == "cpu":
-        return
     for each in _leaving:
         group = each()
-        if group is not None:
+        if group is not None and wanted(group):
             group.closed.wait(_END_SECONDS)
+
+
+def with_key(settings: AgentSettings) -> AgentSettings:
+    """Give the nodes of a run the key by which they know each other; say how to join if nobody has it yet."""
+    meeting = settings.meeting
+    if meeting is None:
+        return settings
+    key, made = _join_key.read_or_make(os.environ, runtime.root)
+    if made and meeting.most > 1:
+        static = " --rdzv-backend static --node-rank 1" if meeting.backend == "static" else ""
+        print(  # noqa: T201 - nobody else can say it, and the run waits
+            f"To join from another terminal, or from a machine to which you copy the key file:\n"
+            f"{_join_key.KEY_FILE}={made} python -m nblaunch join --rdzv-endpoint "
+            f"{meeting.host}:{meeting.port} "
+            f"--rdzv-id {settings.run_id}{static} -n {settings.nproc}",
+            flush=True,
+        )
+    return replace(settings, meeting=replace(meeting, key=key))
 
 
 def _collect(job: Job, launch: Launch, private: object) -> RunResult:
@@ -195,6 +225,9 @@ def _collect(job: Job, launch: Launch, private: object) -> RunResult:
 
 def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
     """Return what the agent needs to know, but for what each group has for itself."""
+    meeting = meetings.meeting_of(options)
+    if meeting is not None:
+        meeting = replace(meeting, ranks_backend=placement.backend)
     return AgentSettings(
         nproc=placement.nproc,
         role=options.role,
@@ -202,8 +235,9 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
         monitor_interval=options.monitor_interval,
         grace=options.grace,
         shutdown_timeout=options.shutdown_timeout,
-        run_id="",
+        run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if meeting is not None else "",
         log_dir=Path(),
+        meeting=meeting,
     )
 
 
@@ -222,7 +256,7 @@ def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> 
             "Give a directory that you can write to."
         )
         raise OptionError(msg) from error
-    return replace(settings, run_id=uuid.uuid4().hex[:12], log_dir=directory)
+    return replace(settings, run_id=settings.run_id or uuid.uuid4().hex[:12], log_dir=directory)
 
 
 def prepare_of(
