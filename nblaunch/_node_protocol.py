@@ -120,16 +120,15 @@ class ForRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Let the ranks end, and stop the `others`."""
 
+    attempt: int
     succeeded: bool
     others: tuple[int, ...]
 
 
-class Rejoin(msgspec.Struct, frozen=True, tag=True):
+class Rejoin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Meet the others anew."""
 
-
-class Restart(msgspec.Struct, frozen=True, tag=True):
-    """End the ranks as if one of them had failed."""
+    attempt: int
 
 
 class Hurry(msgspec.Struct, frozen=True, tag=True):
@@ -147,7 +146,7 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 FromNode = Joining | Workers | Said | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
-ToNode = Welcome | Refused | ForRank | Piece | Release | Rejoin | Restart | Hurry | Finish | Ping
+ToNode = Welcome | Refused | ForRank | Piece | Release | Rejoin | Hurry | Finish | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)

@@ -75,6 +75,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._reason = "started"
         self._restart = threading.Event()
         self._rejoin = threading.Event()
+        self._told = threading.Event()
         self._follows = settings.meeting is not None and not settings.meeting.hosting
         self._waker = Waker()
         self._grace_over = threading.Event()
@@ -94,11 +95,13 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def restart(self) -> None:
         """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
         self._restart.set()
+        self._told.set()
         self._waker.ring()
 
     def rejoin(self) -> None:
         """Meet the other nodes anew: one of them comes or goes. The ranks are started again."""
         self._rejoin.set()
+        self._told.set()
         self.rendezvous.rejoin()
         self._waker.ring()
 
@@ -119,6 +122,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """
         self._others = others
         self._succeeded = succeeded
+        self._told.set()
         self._leave_by = time.monotonic() + self.settings.shutdown_timeout
         context = self._pcontext
         if context is not None:
@@ -146,6 +150,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         self._known_dead, self._stopped, self._others = set(), set(), frozenset()
         self._restart.clear()
         self._rejoin.clear()
+        self._told.clear()
         self._grace_over.clear()
         self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)
@@ -175,6 +180,10 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         return pids
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # A node that meets the others before they know of its failure would look like one that came late.
+        while self._follows and not self._told.wait(_LOOK_SECONDS / 10):
+            if self._stop.is_set():
+                self._interrupted()
         if self._reason == "membership":
             self._events.membership_changing()
         super()._restart_workers(worker_group)

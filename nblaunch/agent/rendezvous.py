@@ -242,9 +242,13 @@ class NodesRendezvous(_Handler):
                 "in time. Start the others (python -m nblaunch join), or give them more time: "
                 "rdzv_conf='join_timeout=1200'."
             )
-            raise LaunchError(msg, phase="rendezvous") from error
+            raise LaunchError(msg, phase="rendezvous") from error.with_traceback(None)
         finally:
             self._signed.waiting_thread = 0
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to be let in: the notebook's agent sees to these, for all."""
+        return super().num_nodes_waiting() if self.meeting.hosting else int(self._asked_to_rejoin)
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
         """Tell the other nodes of this round which attempt it is."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from nblaunch._errors import NblaunchError
 from nblaunch.agent.contract import AgentEvents, AgentSettings
 from nblaunch.agent.elastic import RankAgent, StoppedError
 
@@ -49,6 +50,10 @@ class AgentThread:
             pass
         except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
             error = caught
+            if isinstance(caught, NblaunchError):
+                # It says all there is; its frames would hold the agent and its sockets with the user's error.
+                error = caught.with_traceback(None)
+                error.__context__ = None
         with contextlib.suppress(Exception):  # of a rendezvous that is over, nobody waits for a good end
             agent.rendezvous.shutdown()
         agent.close()

@@ -118,13 +118,11 @@ class NodeRelay:
                 self._tell(rank, said)
             case wire.Piece(number=number, offset=offset, total=total):
                 self._arrival.take(number, offset, total, data)
-            case wire.Release(succeeded=succeeded, others=others):
+            case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
                 self.succeeded = succeeded
                 self._agent.release(succeeded=succeeded, others=frozenset(others))
-            case wire.Rejoin():
+            case wire.Rejoin(attempt=attempt) if attempt == self.attempt:
                 self._agent.rejoin()
-            case wire.Restart():
-                self._agent.restart()
             case wire.Hurry():
                 self._agent.hurry()
             case wire.Finish(succeeded=succeeded):

@@ -147,7 +147,9 @@ class Course:
         job.settled, job.settle_at = True, None
         others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
         self._agent.release(succeeded=job.succeeded, others=others)
-        self._tell_nodes(wire.Release(succeeded=job.succeeded, others=tuple(sorted(others))))
+        self._tell_nodes(
+            wire.Release(attempt=self.attempt, succeeded=job.succeeded, others=tuple(sorted(others)))
+        )
         if not others:
             self._send_leave()
         if self._interruption.begun:

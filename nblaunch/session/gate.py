@@ -115,7 +115,8 @@ class Gate:
         """Send to a node; return whether there is one of that name."""
         frames: list[bytes | memoryview] = [node, encode(message), *([] if data is None else [data])]
         try:
-            self._socket.send_multipart(frames, copy=data is None)
+            # Copied: pyzmq would leave a thread of its own in the notebook for as long as that lives.
+            self._socket.send_multipart(frames)
         except zmq.ZMQError:
             return False
         return True

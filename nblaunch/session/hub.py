@@ -15,7 +15,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 import zmq
@@ -189,9 +189,7 @@ class Hub:
             ready = dict(poller.poll(wait))
             if self._socket in ready:
                 self.drain()
-            for socket, action in list(self._watched.items()):
-                if socket in ready:
-                    self._guard(action)
+            self._hear_others(ready)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -200,6 +198,11 @@ class Hub:
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
                 self._tick(now)
+
+    def _hear_others(self, ready: Container[object]) -> None:
+        for socket, action in list(self._watched.items()):
+            if socket in ready:
+                self._guard(action)
 
     def _tick(self, now: float) -> None:
         # Not in the loop that calls this: its variable would keep the last group, values and all.

@@ -112,7 +112,7 @@ class SpreadCourse(Course):
         self._changing = True
         if self.job is not None:
             self.job.settle_at = None
-        self._tell_nodes(wire.Rejoin())
+        self._tell_nodes(wire.Rejoin(attempt=self.attempt))
 
     def _close_nodes(self, *, succeeded: bool) -> None:
         nodes, self._nodes = self._nodes, None
