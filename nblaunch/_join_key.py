@@ -77,6 +77,11 @@ def _checked(text: str, source: str) -> bytes:
     return text.encode()
 
 
+def without(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the key: ranks have no use for it."""
+    return {name: value for name, value in environ.items() if name != KEY}
+
+
 def secret(key: bytes, side: str) -> bytes:
     """Return the 32 bytes that are the CURVE secret key of one side: `notebook` or `node`."""
     return hashlib.blake2b(key, digest_size=32, person=f"nblaunch-{side[:4]}".encode()).digest()

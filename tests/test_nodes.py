@@ -20,12 +20,15 @@ import psutil
 import pytest
 import torch
 import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 import nblaunch
-from nblaunch import LaunchError, OptionError, RunFailedError
+from nblaunch import LaunchError, OptionError, RunFailedError, _node_protocol
 from nblaunch._options import LaunchOptions, parse_line
+from nblaunch._protocol import ProtocolError
 from nblaunch.session import gate
 
 TESTS = Path(__file__).parent
@@ -303,6 +306,16 @@ def test_all_nodes_start_again_when_a_rank_of_one_fails(meeting, tmp_path):
     assert ended(node)[0] == 0
 
 
+def test_nodes_of_a_static_rendezvous_start_again_too(meeting, tmp_path):
+    place = ("--master-addr", "127.0.0.1", "--master-port", str(meeting.port))
+    node = meeting.join("--rdzv-backend", "static", *place, "--node-rank", "1", endpoint=False)
+    options = {**meeting.options, "rdzv_backend": "static", "max_restarts": 1}
+    result = nblaunch.run(fails_once, args=(str(tmp_path),), **options)
+    assert result.values == [4] * 4
+    assert [each.reason for each in result.attempts] == ["started", "failure"]
+    assert ended(node)[0] == 0
+
+
 def until_told(directory, most):
     import os
     import time
@@ -425,10 +438,11 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
         address = gate_port(meeting)
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
         for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection((host, int(port)), timeout=5) as raw, contextlib.suppress(OSError):
-                raw.sendall(data)
-                raw.settimeout(0.3)
-                raw.recv(1000)
+            for door in (int(port), meeting.port):
+                with socket.create_connection((host, door), timeout=5) as raw, contextlib.suppress(OSError):
+                    raw.sendall(data)
+                    raw.settimeout(0.3)
+                    raw.recv(1000)
         answered.append(knock(address))  # without CURVE
         public, secret = zmq.curve_keypair()
         answered.append(
@@ -491,6 +505,24 @@ def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
     with pytest.raises(RendezvousStateError, match="refused"):
         ours.get_state()
     assert not (tmp_path / "sprung").exists()
+
+
+@given(st.binary())
+def test_bytes_that_are_no_message_of_a_node_are_refused_by_name(data):
+    for decode in (_node_protocol.decode_from_node, _node_protocol.decode_to_node):
+        with contextlib.suppress(ProtocolError):
+            assert decode(data) is not None
+
+
+def test_the_key_does_not_reach_the_ranks(meeting, monkeypatch):
+    key = Path(os.environ["NBLAUNCH_JOIN_KEY_FILE"]).read_text()
+    monkeypatch.delenv("NBLAUNCH_JOIN_KEY_FILE")
+    monkeypatch.setenv("NBLAUNCH_JOIN_KEY", key)
+    node = meeting.join()
+    result = nblaunch.run(lambda: sorted(__import__("os").environ.values()), **meeting.options)
+    assert len(result.values) == 4
+    assert not any(key in value for values in result.values for value in values)
+    assert ended(node)[0] == 0
 
 
 def listening_below(pid: int) -> set[str]:
@@ -590,7 +622,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "join_timeout='soon'",
     ),
     "an unknown setting": ({"rdzv_endpoint": "127.0.0.1", "rdzv_conf": "colour=red"}, "'colour'"),
-    "another machine": ({"nnodes": 2, "rdzv_endpoint": "192.0.2.1:29400"}, "cannot listen there"),
+    "another machine": ({"nnodes": 2, "rdzv_endpoint": "198.51.100.1:29400"}, "cannot listen there"),
 }
 
 

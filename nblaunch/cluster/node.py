@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from nblaunch import _join_key
 from nblaunch import _node_protocol as wire
 from nblaunch._protocol import (
     CellJob,
@@ -299,7 +300,7 @@ class _Log:
 
 def of_this_machine(prepare: Prepare, env: dict[str, str], accelerators: int) -> Prepare:
     """Return what makes processes ranks of this machine: its own environment, directory and path."""
-    environ = {**os.environ, **env}
+    environ = _join_key.without({**os.environ, **env})
     return msgspec.structs.replace(
         prepare,
         environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),

@@ -268,7 +268,7 @@ def prepare_of(
 ) -> Prepare:
     """Return what makes processes the ranks of this notebook, as it is now."""
     return Prepare(
-        environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
+        environ=tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items()),
         cwd=str(Path.cwd()),
         path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
         argv=tuple(sys.argv[:1]) or ("",),

@@ -169,9 +169,9 @@ class Nodes:
             case wire.Piece(number=number, offset=offset, total=total):
                 node.arrival.take(number, offset, total, data)
             case wire.Leaving():
-                self._leave(name, node, asked=True)
-            case wire.NodeEnded():
-                self._leave(name, node, asked=False)
+                self._leave(name, node, "was told to leave", asked=True)
+            case wire.NodeEnded(error=error):
+                self._leave(name, node, f"ended: {error}" if error else "has ended")
             case wire.OthersStopped():
                 self._host.ranks_stopped(node.ranks)
             case _ if message.attempt != self._host.attempt:
@@ -264,17 +264,16 @@ class Nodes:
     def _lost(self, name: bytes) -> None:
         node = self._nodes.get(name)
         if node is not None:
-            self._leave(name, node, asked=False)
+            self._leave(name, node, "is gone (killed, or out of reach)")
 
-    def _leave(self, name: bytes, node: Node, *, asked: bool) -> None:
+    def _leave(self, name: bytes, node: Node, why: str, *, asked: bool = False) -> None:
         """Go on without a node, or end its ranks as lost."""
         del self._nodes[name]
         goes_on = bool(node.ranks) and self._host.node_leaves(node.name, asked=asked)
         if asked:
             self.gate.send(name, wire.Finish(succeeded=False))
-        how = "was told to leave" if asked else "is gone (killed, or out of reach)"
         for rank in sorted(node.ranks - node.gone):
-            reason = f"was lost with its node: {node.name} {how}"
+            reason = f"was lost with its node: {node.name} {why}"
             self._host.rank_gone(
                 Exited(rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason)
             )
