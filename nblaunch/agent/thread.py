@@ -14,6 +14,7 @@ from nblaunch.agent.contract import AgentEvents, AgentSettings
 from nblaunch.agent.elastic import RankAgent, StoppedError
 
 THREAD_PREFIX = "nblaunch-agent"
+_KEEP_ALIVE_PREFIX = "RendezvousKeepAliveTimer"
 
 
 class AgentThread:
@@ -127,4 +128,4 @@ def _quiet_torchelastic() -> None:
 
 
 def _not_ours(record: logging.LogRecord) -> bool:
-    return not (record.threadName or "").startswith(THREAD_PREFIX)
+    return not (record.threadName or "").startswith((THREAD_PREFIX, _KEEP_ALIVE_PREFIX))

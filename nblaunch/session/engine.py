@@ -21,7 +21,7 @@ from nblaunch._reports import format_ranks
 from nblaunch._results import RankFailure, RunResult
 from nblaunch._state import RunState, State
 from nblaunch.agent import devices, forkserver, meetings, runtime
-from nblaunch.agent.contract import AgentSettings
+from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
@@ -79,7 +79,7 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     environ = {**os.environ, **options.env}
     meeting = meetings.meeting_of(options)
     if meeting is not None:
-        _wait_for_groups(lambda group: group.settings.meeting is not None)
+        _wait_for_groups(lambda group: _leaves(group, meeting))
         meetings.refuse_taken(meeting)
         environ |= meetings.network_variables(meeting, environ.__contains__)
     return devices.place(options.nproc_per_node, options.backend, environ), environ
@@ -193,6 +193,13 @@ def _wait_for_groups(wanted: Callable[[WorkerGroup], bool]) -> None:
         group = each()
         if group is not None and wanted(group):
             group.closed.wait(_END_SECONDS)
+
+
+def _leaves(group: WorkerGroup, meeting: Meeting) -> bool:
+    """Whether a group that has done its job still holds the place where others are to meet."""
+    held = group.settings.meeting
+    done = group.job is None or group.job.ended.is_set()
+    return done and held is not None and held.port == meeting.port
 
 
 def with_key(settings: AgentSettings) -> AgentSettings:
