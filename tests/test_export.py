@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.magic.commands import command_completions
+
 pytest.importorskip("safetensors")
 
 RANKS = 2
@@ -19,27 +21,27 @@ RANKS = 2
 
 def torchrun(path: Path, *options: str) -> list[list[str]]:
     """Run a script under real torchrun; return the values that each rank has printed, in order."""
-    logs = Path(tempfile.mkdtemp(prefix="torchrun-", dir=path.parent))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    # No hostname must be looked up; and what torchelastic leaves goes where the test's own files are.
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TMPDIR": str(logs),
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": "",
-    }
-    ran = subprocess.run(
-        [*run, "--log-dir", str(logs), "--redirects", "1", *options, path.name],
-        cwd=path.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-5000:]
-    texts = [path.read_text() for path in sorted(logs.glob("*/attempt_0/*/stdout.log"))]
+    # What torchelastic leaves is gone with this directory; its name is short, as sockets are made in it.
+    with tempfile.TemporaryDirectory(prefix="t-") as logs:
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",  # no hostname must be looked up
+            "TMPDIR": logs,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": "",
+        }
+        ran = subprocess.run(
+            [*run, "--log-dir", logs, "--redirects", "1", *options, path.name],
+            cwd=path.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr[-5000:]
+        texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
     assert len(texts) == RANKS
     return [
         [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith("[rank ")]
@@ -185,6 +187,7 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
     ),
     "settings and models": (
         [
+            "from __future__ import annotations",
             "from dataclasses import dataclass, field\nfrom pathlib import Path",
             "import enum, torch\nfrom torch import nn",
             """
@@ -205,7 +208,7 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
                     self.config = config
                     self.layers = nn.ModuleList(nn.Linear(4, size) for size in config.sizes)
 
-                def forward(self, x):
+                def forward(self, x: Later):
                     return sum(layer(x).sum() for layer in self.layers)
             """,
             """
@@ -321,11 +324,20 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
             import functools
             half = functools.partial(pow, 0.5)
             twice = operations["double"]
+            def old():
+                return "old"
             """,
+            "before = old\ndef old():\n    return before() + 'er'",
+            "def louder(function):\n    return lambda: function().upper()",
+            "def word():\n    return 'word'",
+            "word = louder(word)",
+            "class Patched:\n    def go(self):\n        return 1",
+            "Patched.go = lambda self: 2\npatched = Patched()",
         ],
         """
         total = operations["sum"]([1, 2])
-        operations["double"](rank), total, made(rank), half(2), twice is operations["double"]
+        same = twice is operations["double"]
+        operations["double"](rank), total, made(rank), half(2), same, old(), word(), patched.go()
         """,
     ),
 }
@@ -410,6 +422,7 @@ def main() -> None:
     # How much is it?
     print(f"[rank {{rank}}] {{t.item()!r}}")
 
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -493,6 +506,17 @@ def test_a_file_that_is_not_an_exports_is_never_overwritten_unasked(kernel, ther
     assert "other_data/big.safetensors" in kernel.fails("%distributed export other.py").evalue
     assert not (there / "other.py").exists()
     assert (there / "other_data" / "big.safetensors").read_text() == "mine"
+
+
+def test_a_module_of_the_notebooks_directory_is_told_to_a_script_elsewhere(kernel, there):
+    (there / "my_layers.py").write_text("depth = 3\n")
+    (there / "runs").mkdir()
+    kernel.ok(f"import sys\nsys.path.insert(0, {str(there)!r})\nimport my_layers")
+    kernel.ok("%%distributed -n 2\nmy_layers.depth")
+    assert "my_layers" not in kernel.ok("%distributed export train.py").result
+    said = kernel.ok("%distributed export runs/train.py").result
+    assert f"It imports my_layers of the notebook's directory: set PYTHONPATH to {there}." in said
+    kernel.ok("sys.path.pop(0)")
 
 
 # Errors
@@ -622,6 +646,11 @@ def test_a_script_that_cannot_be_written_is_said_before_the_cell_runs(kernel, th
     kernel.ok("res = None")
     assert "--force" in kernel.fails("%%distributed -n 2 --export train.py --out res\nrank").evalue
     assert kernel.value("res") is None
+
+
+def test_completion_offers_what_the_command_takes() -> None:
+    assert command_completions("%distributed exp") == ["export"]
+    assert command_completions("%distributed export --") == ["--cells", "--force"]
 
 
 @pytest.mark.usefixtures("there")

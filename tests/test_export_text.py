@@ -120,7 +120,8 @@ def test_imports_are_written_in_the_usual_order(tmp_path: Path) -> None:
         Import("torch"), Import("torch.nn.functional", alias="F"), Import("torch", "nn"), Import("os"),
         Import("collections", "OrderedDict"), Import("collections", "deque"), Import("abc", "ABC", "Base"),
         Import("numpy", alias="np"), Import("__future__", "annotations"), Import("xml"),
-        Import("xml.etree.ElementTree"), Import("math", "pi"), Import("math", "e", "EULER"),
+        Import("xml.etree.ElementTree"), Import("os.path", alias="osp"), Import("math", "pi"),
+        Import("math", "e", "EULER"),
         *(Import("torch.distributed", name) for name in ("all_reduce", "all_gather", "barrier", "broadcast")),
         Import("torch.distributed", "ReduceOp"), Import("torch.distributed", "reduce_scatter_tensor"),
     ]  # fmt: skip
@@ -130,6 +131,7 @@ def test_imports_are_written_in_the_usual_order(tmp_path: Path) -> None:
     checked = subprocess.run(check, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, f"{checked.stdout}\n{path.read_text()}"
     assert "import xml\n" not in path.read_text()
+    assert "import os\nimport os.path as osp\n" in path.read_text()
 
 
 _PIECES = [
@@ -181,7 +183,7 @@ def test_on_gpus_each_rank_has_its_own() -> None:
 
 def test_a_variable_called_dist_is_left_alone() -> None:
     text = script("dist = 3.5\ndist")
-    assert "from torch.distributed import destroy_process_group, init_process_group\n" in text
+    assert "from torch.distributed import barrier, destroy_process_group, init_process_group\n" in text
     assert "    init_process_group(" in text
     assert "as dist" not in text
 

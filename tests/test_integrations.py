@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import shutil
 import sysconfig
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
     notebook.ok("%%distributed --out res\n" + ACCELERATE_EPOCHS)
     notebook.ok("%distributed stop")
     must_have_trained(notebook.value("res.values"))
+
+
+def test_the_cell_of_the_readme_runs(notebook):
+    needs("accelerate")
+    notebook.ok("model, batches = nn.Linear(1, 1), DataLoader(Line(), batch_size=4)")
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (cell,) = re.findall(r"^```python\n(%%distributed[^`]* Accelerator[^`]*)^```$", readme, re.MULTILINE)
+    notebook.ok(cell.replace("-n 2", "-n 2 --out res") + "accelerator.num_processes, len(batches)")
+    assert notebook.value("res.values") == [[2, 4], [2, 4]]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "auto"])
@@ -582,6 +592,8 @@ def inductor_can_build():
     return headers.exists() and any(map(shutil.which, ("g++", "clang++")))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_torch_compile_builds_machine_code_for_a_function_of_the_cell(kernel, tmp_path):
     if not inductor_can_build():
         pytest.skip("torch.compile's own backend needs a C++ compiler and Python.h")
@@ -599,7 +611,7 @@ def test_torch_compile_builds_machine_code_for_a_function_of_the_cell(kernel, tm
         x = torch.arange(4.0) + rank
         torch.allclose(compiled(x), curve(x))
         """,
-        timeout=100,
+        timeout=250,
     )
     assert kernel.value("res.values") == [True, True]
     assert list((tmp_path / "inductor").rglob("*.so"))

@@ -51,7 +51,7 @@ def test_the_cell_shows_the_output_that_is_written_below_it(first_lines, kernel)
     setup, cell = blocks(first_lines, "python")
     kernel.ok(setup)
     assert kernel.ok(cell).text.strip() == blocks(first_lines, "text")[0]
-    assert f"res.values is {kernel.value('res.values')}" in README.read_text()
+    assert f"`{kernel.value('res.values')}`" in README.read_text()
 
 
 def test_the_options_table_is_the_one_in_the_code():

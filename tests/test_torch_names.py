@@ -21,19 +21,23 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
 
 from nblaunch.agent import elastic, observed, stand_ins
 from nblaunch.agent import forkserver as our_forkserver
+from nblaunch.agent import rendezvous as our_rendezvous
 
 ELASTIC = Path(elastic.__file__)
-AGENT_FILES = (ELASTIC, Path(observed.__file__))
+AGENT_FILES = (ELASTIC, Path(observed.__file__), Path(our_rendezvous.__file__))
 
 AGENT = (
     "_start_workers",
     "_monitor_workers",
+    "_restart_workers",
     "_shutdown",
     "_pcontext",
     "_worker_group",
@@ -49,14 +53,18 @@ RENDEZVOUS = (
     "_state_holder",
     "_shared_tcp_store_server",
     "_bootstrap_store_info",
+    "_this_node",
+    "_stop_heartbeats",
+    "_op_executor",
 )
-USED = {*AGENT, *CONTEXT, *RENDEZVOUS}
+STATIC = ("_store",)
+USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
 
 
 def broken(owner: object, name: str) -> str:
     kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
     return (
-        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent/elastic.py uses; "
+        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent uses; "
         f"it worked with torch 2.8 to 2.13"
     )
 
@@ -66,6 +74,12 @@ def rendezvous():
     """Make torch's own rendezvous handler, as nblaunch makes it."""
     store = HashStore()
     return DynamicRendezvousHandler.from_backend("names", store, C10dRendezvousBackend(store, "names"), 1, 1)
+
+
+@pytest.fixture
+def static_rendezvous():
+    """Make torch's own static rendezvous handler; it meets nobody."""
+    return StaticTCPRendezvous("127.0.0.1", 1, 0, 1, "names", 1)
 
 
 @pytest.fixture
@@ -101,6 +115,15 @@ def test_torchs_context_of_ranks_still_has(name, process_context):
 @pytest.mark.parametrize("name", RENDEZVOUS)
 def test_torchs_rendezvous_still_has(name, rendezvous):
     assert hasattr(rendezvous, name), broken(rendezvous, name)
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_torchs_static_rendezvous_still_has(name, static_rendezvous):
+    assert hasattr(static_rendezvous, name), broken(static_rendezvous, name)
+
+
+def test_a_node_can_still_leave_a_rendezvous():
+    assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
 
 
 def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
@@ -161,12 +184,11 @@ def only_private(names: set[str]) -> set[str]:
 
 
 def test_this_file_lists_every_private_name_of_torch_that_the_agent_touches(
-    agent, process_context, rendezvous
+    agent, process_context, rendezvous, static_rendezvous
 ):
     touched, defined = private_names_of_the_agent()
-    of_torch = {
-        name for name in touched if any(hasattr(each, name) for each in (agent, process_context, rendezvous))
-    }
+    owners = (agent, process_context, rendezvous, static_rendezvous)
+    of_torch = {name for name in touched if any(hasattr(each, name) for each in owners)}
     assert of_torch <= USED
     assert touched - defined <= USED
     assert touched >= USED - {"_remaining_restarts"}

@@ -21,6 +21,9 @@ class AgentEvents(Protocol):
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
         """Take note: one of them is gone; `expected` if the agent itself stopped it, `reason` if known."""
 
+    def membership_changing(self) -> None:
+        """Take note: a node comes or goes, and every rank is about to be ended and started anew."""
+
     def others_stopped(self) -> None:
         """Take note: the ranks that were still at work are gone."""
 
@@ -60,6 +63,29 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where several nodes meet, and as whom this one comes; addresses are those that the others reach."""
+
+    backend: str
+    host: str
+    port: int
+    least: int
+    most: int
+    local_addr: str
+    hosting: bool
+    """Whether this process hosts the store: the notebook's does, a node that joins does not."""
+    node_rank: int = 0
+    conf: tuple[tuple[str, str], ...] = ()
+    ranks_backend: str = ""
+    """Backend of the ranks' default process group."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables that the ranks of all nodes get."""
+    key: bytes = field(default=b"", repr=False)
+    gate: str = ""
+    """Where nodes report to, once there is such a place."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSettings:
     """What the agent needs to know of the options."""
 
@@ -72,3 +98,5 @@ class AgentSettings:
     run_id: str
     log_dir: Path
     processes: ProcessSettings = field(default_factory=ProcessSettings)
+    meeting: Meeting | None = None
+    """None: one node, which meets nobody."""

@@ -78,6 +78,9 @@ class Collector:
             place = max(self._source.place(name), self._source.place(first))
             self._items[name] = Item((name,), f"{name} = {first}", place, frozenset({first}))
         self.found.items = list(_in_order(self._items))
+        if any(item.definition for item in self.found.items):
+            # In a notebook it holds for all cells that follow.
+            self.found.imports.update(each for each in self._source.imports if each.module == "__future__")
         return self.found
 
     def _leave_out(self, names: CellNames, directory: str) -> None:
@@ -128,7 +131,7 @@ class Collector:
         definition = source is not None
         source = source or self._source.statement(name, value, self._namespace)
         if source is not None:
-            if definition:
+            if definition or (isinstance(value, type) and value.__qualname__ == name):
                 self._owned[name] = value
             names = source.names
             self._items[name] = Item(

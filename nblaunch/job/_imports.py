@@ -89,7 +89,8 @@ def submodules(chains: Iterable[str], namespace: dict[str, Any], known: Iterable
 def rendered(imports: Iterable[Import]) -> str:
     """Return import statements in the usual order: the future, the standard library, everything else."""
     everything = set(imports)
-    covered = {each.module.partition(".")[0] for each in everything if not each.name and "." in each.module}
+    dotted = {each for each in everything if "." in each.module and not each.name and not each.alias}
+    covered = {each.module.partition(".")[0] for each in dotted}
     # `import torch.nn` makes `torch` as well.
     everything -= {
         Import(package) for package in covered if Import(package) in everything and _stdlib(package)

@@ -64,10 +64,12 @@ class NotebookSource:
         is_def = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         if chunk is not None and not is_def and hasattr(value, "__wrapped__"):
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        for code in _codes(value):
-            source = self._defined_at(name, code)
-            if source is not None:
-                return source
+        codes = [code for code in _codes(value) if _cell_of(code) is not None]
+        found = {self._defined_at(name, code) for code in codes}
+        if isinstance(value, type) and len(found) > 1:
+            return None  # a method was put into the class, or another one for it, after its definition
+        for source in found - {None}:
+            return source
         if chunk is None or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             return None
         # A class without methods, or what a decorator made of a function, cannot be asked where it is from.
@@ -76,11 +78,7 @@ class NotebookSource:
         return None
 
     def _defined_at(self, name: str, code: types.CodeType) -> Source | None:
-        entry = linecache.cache.get(code.co_filename)
-        # Entries without a modification time are no files: IPython puts cells there.
-        if entry is None or len(entry) != 4 or entry[1] is not None:  # noqa: PLR2004
-            return None
-        text = "".join(entry[2])
+        text = _cell_of(code) or ""
         for chunk in _chunks(text):
             node = chunk.node
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -106,6 +104,8 @@ class NotebookSource:
             case _:
                 return None
         names = cell_names(chunk.text)
+        if any(self.place(each) > (number, chunk.nodes[0].lineno) for each in names.needed):
+            return None  # what it was made of has been defined anew since
         used = [namespace[each] for each in names.needed & namespace.keys() if each != "__name__"]
         if name in names.needed or not all(
             isinstance(each, types.ModuleType) or callable(each) for each in used
@@ -114,6 +114,13 @@ class NotebookSource:
         if isinstance(made, ast.Lambda) and getattr(value, "__name__", "") != "<lambda>":
             return None
         return Source(chunk.text.strip("\n"), (number, chunk.nodes[0].lineno), names)
+
+
+def _cell_of(code: types.CodeType) -> str | None:
+    """Return the source of the cell that code was compiled from."""
+    entry = linecache.cache.get(code.co_filename)
+    # Entries without a modification time are no files: IPython puts cells there.
+    return "".join(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else None  # noqa: PLR2004
 
 
 def _codes(value: object) -> Iterator[types.CodeType]:

@@ -223,9 +223,10 @@ class _Writer:
             where = ", device_id=device" if kind != "cpu" else ""
             first.append(f'{prefix}init_process_group("{backend}"{where})')
         if "destroy_process_group" not in called:
-            last.append(f"{prefix}destroy_process_group()")
+            # Without it a rank may be gone while another one still connects to it.
+            last += [f"{prefix}barrier()", f"{prefix}destroy_process_group()"]
         if first or last:
-            here = [name for name in ("init_process_group", "destroy_process_group") if name not in called]
+            here = [line.partition("(")[0] for line in [*first, *last] if not line.startswith("torch.")]
             self._imports.update([dist] if prefix else [Import("torch.distributed", name) for name in here])
         return first, last
 

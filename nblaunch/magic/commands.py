@@ -170,7 +170,6 @@ def _export(line: str, namespace: Namespace) -> object:
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
-    "run": scripts.run,
     "start": _start,
     "stop": _stop,
     "restart": _restart,
@@ -183,6 +182,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "interrupt": _interrupt,
     "events": _events,
     "auto": _auto,
+    "run": scripts.run,
     "export": _export,
     "doctor": _doctor,
 }
@@ -202,6 +202,8 @@ def command_completions(text_so_far: str) -> list[str]:
         return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
+    if before.split()[1] == "export":
+        return [flag for flag in export.FLAGS if flag.startswith(word)]
     return option_completions(f"%%distributed {word}")
 
 

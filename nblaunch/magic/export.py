@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
 import shlex
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +20,13 @@ from nblaunch._option_line import split_words
 from nblaunch._options import LaunchOptions
 from nblaunch._torchrun import torchrun_command
 from nblaunch.agent.devices import Placement
+from nblaunch.job._imports import imports_in
 from nblaunch.job.export import Cell, Script, Setting, bound_in, export, is_exported
 from nblaunch.magic import auto
 from nblaunch.session import engine, notebook
 from nblaunch.session.session import LiveSession
 
+FLAGS = ("--cells", "--force")
 _USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
 
 
@@ -33,7 +38,7 @@ class Ran:
     source: str
     options: LaunchOptions
     placement: Placement
-    kept: tuple[int, int] | None
+    kept: tuple[weakref.ref[LiveSession], int] | None
     """The session that it ran in, and which attempt of it: its variables are there."""
 
     @property
@@ -46,24 +51,27 @@ _ran: dict[int, Ran] = {}
 """The `%%distributed` cells of this notebook, by number, the last one last."""
 
 
-def remember(number: int, source: str, options: LaunchOptions, session: LiveSession | None) -> Ran:
-    """Take note of a cell that is about to run."""
+def about_to_run(number: int, source: str, options: LaunchOptions, session: LiveSession | None) -> Ran:
+    """Return what is to be remembered of a cell."""
     kept = None
     if session is None:
         placement = engine.place(options)[0]
     else:
         placement = session.placement
-        kept = (id(session), session.group.attempt)
+        kept = (weakref.ref(session), session.group.attempt)
         own = {
             name: getattr(options, name)
             for name in ("timeout", "grace", "hang_after", "ranks")
             if getattr(options, name) != getattr(LaunchOptions(), name)
         }
         options = dataclasses.replace(session.options, **own)
-    ran = Ran(number, source, options, placement, kept)
-    _ran.pop(number, None)
-    _ran[number] = ran
-    return ran
+    return Ran(number, source, options, placement, kept)
+
+
+def remember(ran: Ran) -> None:
+    """Take note of a cell that runs."""
+    _ran.pop(ran.number, None)
+    _ran[ran.number] = ran
 
 
 def command(line: str, namespace: dict[str, Any]) -> str:
@@ -265,7 +273,24 @@ def _said(script: Script, target: Path, command_line: str) -> str:
         else ""
     )
     lines = [f"{target} is written{beside}. It runs with:", command_line]
+    local = _local_modules(script.text)
+    if local and target.parent.resolve() != Path.cwd():
+        lines.insert(
+            1, f"It imports {', '.join(local)} of the notebook's directory: set PYTHONPATH to {Path.cwd()}."
+        )
     if script.left_out:
         names = ", ".join(script.left_out)
         lines.insert(1, f"Left out, since the cell may never use what cannot be saved: {names}.")
     return "\n".join(lines)
+
+
+def _local_modules(text: str) -> list[str]:
+    """Return the modules that a script imports and Python finds because they are where the notebook is."""
+    roots = {each.module.partition(".")[0] for node in ast.walk(ast.parse(text)) for each in imports_in(node)}
+    places = {root: getattr(sys.modules.get(root), "__file__", None) for root in roots}
+    return sorted(root for root, place in places.items() if place and _is_here(Path(place)))
+
+
+def _is_here(file: Path) -> bool:
+    directory = file.parent.parent if file.name == "__init__.py" else file.parent
+    return directory.resolve() == Path.cwd()

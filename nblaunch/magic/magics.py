@@ -63,9 +63,10 @@ class DistributedMagics(Magics):
         number = self.shell.displayhook.prompt_count
         job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
         perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
-        ran = export.remember(number, cell, options, session)
+        ran = export.about_to_run(number, cell, options, session)
         if options.export is not None:
             print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
+        export.remember(ran)
         if options.background:
             if session is not None:
                 session.claim()

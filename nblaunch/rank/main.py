@@ -364,7 +364,7 @@ def resume(orders: dict[str, Any]) -> NoReturn:
 
 def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
-    process_group.remember_agent_address()
+    process_group.remember_agent_address(orders.attempt)
     try:
         return Rank(orders).live()
     except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub

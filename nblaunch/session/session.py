@@ -20,7 +20,7 @@ from nblaunch._state import State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
-from nblaunch.session import engine, hub, notebook, outcome
+from nblaunch.session import engine, hub, joining, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.scripts import is_script, refuse_in_session
@@ -67,12 +67,19 @@ class LiveSession:
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
         self._sent = Sent()
+        if options.nodes[1] > 1:
+            msg = (
+                f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are "
+                "on one node. Run the "
+                "cell on fresh ranks (%%distributed --nnodes 2 ...), or leave nnodes out."
+            )
+            raise OptionError(msg)
         self.placement, environ = engine.place(options)
         self._prepare = engine.prepare_of(options, self.placement, environ, timeout=_COLLECTIVE_SECONDS)
         forkserver.server.ensure_running()
         engine.wait_for_gpus(self.placement)
         settings = dataclasses.replace(
-            engine.with_logs(engine.settings_of(options, self.placement), options),
+            engine.with_logs(joining.with_key(engine.settings_of(options, self.placement)), options),
             max_restarts=options.max_restarts or _UNLIMITED,
         )
         self._private = None if options.log_dir else outcome.LogDirectory(settings.log_dir)
