@@ -695,3 +695,38 @@ def test_a_key_that_others_can_read_is_refused(meeting, capsys):
     key.chmod(0o644)
     assert main(["join", "--rdzv-id", "x", "--rdzv-endpoint", meeting.endpoint]) == 2
     assert "chmod 600" in capsys.readouterr().err
+
+
+def says_how_it_was_started(directory):
+    import os
+    import sys
+    from pathlib import Path
+
+    import psutil
+
+    Path(directory, f"{os.environ['RANK']}-was-here").touch()
+    print("a step of", os.environ["RANK"])
+    print("on stderr", file=sys.stderr)
+    return os.environ["LOCAL_RANK"], "nblaunch.rank.main" in " ".join(psutil.Process().cmdline())
+
+
+def test_a_node_starts_its_processes_as_its_own_line_says(meeting, tmp_path):
+    logs = tmp_path / "theirs"
+    node = meeting.join(
+        "--virtual-local-rank", "--start-method", "spawn", "--event-log-handler", "console",
+        "--duplicate-stdout-filters", "step", "--log-dir", str(logs),
+    )  # fmt: skip
+    result = nblaunch.run(says_how_it_was_started, (str(tmp_path),), **meeting.options)
+    assert result.values == [("0", False), ("1", False), ("0", True), ("0", True)]
+    assert [each.local_rank for each in result.ranks] == [0, 1, 0, 1]
+    status, said = ended(node)
+    assert status == 0
+    assert said.count('"torchelastic.worker.status.SUCCEEDED", "source": "WORKER"') == 2
+    filtered = [sorted(path.read_text().splitlines()) for path in logs.rglob("filtered_stdout.log")]
+    assert filtered == [["[rank0]:a step of 2", "[rank1]:a step of 3"]]
+
+
+def test_a_node_with_an_option_that_cannot_be_says_so(meeting):
+    status, said = ended(meeting.join("--start-method", "fork"))
+    assert status == 2
+    assert "start_method='fork' was asked for" in said

@@ -29,13 +29,16 @@ from nblaunch._options import OPTIONS, LaunchOptions, parse_line
 from nblaunch.agent import devices, forkserver, meetings, runtime, stores
 from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.cluster.node import NodeRelay, of_this_machine
-from nblaunch.session import engine, hub
+from nblaunch.session import engine, hub, process_options
 from nblaunch.session.gate import REFUSALS, encrypted
 
 USAGE = """\
 usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N]
            [--rdzv-backend c10d|static] [--rdzv-conf KEY=VALUE,...] [--node-rank N] [--local-addr HOST]
            [--role NAME] [--log-dir DIRECTORY] [--signals-to-handle NAMES]
+           [--start-method forkserver|spawn] [--virtual-local-rank] [--numa-binding NAME]
+           [--event-log-handler NAME] [--logs-specs NAME]
+           [--duplicate-stdout-filters TEXT,...] [--duplicate-stderr-filters TEXT,...]
 
 Start N ranks here: a node of the run that a notebook has begun with --nnodes, the same endpoint and name.
 The notebook's key is taken from NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY.
@@ -52,6 +55,8 @@ _OURS = frozenset(
             "local_addr",
         ),
         *("master_addr", "master_port", "role", "log_dir", "signals_to_handle", "nnodes"),
+        *("start_method", "numa_binding", "virtual_local_rank", "event_log_handler", "logs_specs"),
+        *("duplicate_stdout_filters", "duplicate_stderr_filters"),
     }
 )
 _ANSWER_SECONDS = 30.0
@@ -94,6 +99,7 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
     if options.rdzv_id is None:
         msg = "No --rdzv-id was given. Give the name that the notebook's run has."
         raise OptionError(msg)
+    process_options.check(options, devices.place(options.nproc_per_node, "gloo", os.environ), os.environ)
     return options
 
 
@@ -199,6 +205,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
         shutdown_timeout=welcome.shutdown_timeout,
         run_id=options.rdzv_id or "",
         log_dir=directory,
+        processes=process_options.settings_of(options, {**os.environ, **env}),
         meeting=replace(meeting, least=welcome.least, most=welcome.most),
     )
     relay = NodeRelay(

@@ -73,6 +73,7 @@ class NodeRelay:
         self._early: list[FromRank] = []
         self._started = False
         self._over = False
+        self._processes = settings.processes
         self._agent = AgentThread(settings, self._rank_arguments, self)
 
     def start(self) -> None:
@@ -200,7 +201,16 @@ class NodeRelay:
     # --- what the agent says, on its thread ------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        return (Orders(self._hub.address, self.group, self.token, attempt, str(self._directory)),)
+        orders = Orders(
+            self._hub.address,
+            self.group,
+            self.token,
+            attempt,
+            str(self._directory),
+            fresh=self._processes.start_method == "spawn",
+            virtual_local_rank=self._processes.virtual_local_rank,
+        )
+        return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
         """Take note before the first process is forked: it may speak before the last one is."""

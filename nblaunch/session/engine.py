@@ -238,7 +238,7 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
         shutdown_timeout=options.shutdown_timeout,
         run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if meeting is not None else "",
         log_dir=Path(),
-        processes=process_options.settings_of(options),
+        processes=process_options.settings_of(options, {**os.environ, **options.env}),
         meeting=meeting,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from nblaunch._errors import OptionError
@@ -14,9 +13,8 @@ from nblaunch.agent.devices import Placement
 _SWITCHED_ON = "1"
 
 
-def settings_of(options: LaunchOptions) -> ProcessSettings:
-    """Return what the agent is to know; variables of `--env` count as those of the notebook do."""
-    environ: Mapping[str, str] = {**os.environ, **options.env}
+def settings_of(options: LaunchOptions, environ: Mapping[str, str]) -> ProcessSettings:
+    """Return what the agent is to know; `environ` is that of the ranks."""
     return ProcessSettings(
         logs_specs=options.logs_specs,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
