@@ -268,20 +268,23 @@ def test_a_second_interrupt_skips_the_grace_period(kernel, tmp_path, eventually)
 
 
 def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
-    flag = tmp_path / "flag"
+    at_work, under_way = tmp_path / "at work", tmp_path / "under way"
     cell = f"""
         %%distributed -n 2 --out res
         import pathlib, time
         if rank:
-            print("printed before the interrupt")
-            pathlib.Path({str(flag)!r}).touch()
+            print("printed before the interrupt"); pathlib.Path({str(at_work)!r}).touch()
             time.sleep(1000)
-        "the value of rank 0"
+        class Value:
+            def __reduce__(self):  # called when the value leaves
+                pathlib.Path({str(under_way)!r}).touch()
+                return str, ("the value of rank 0",)
+        Value()
         """
-    ran, _ = interrupted(kernel, cell, flag.exists, eventually)
+    ran, _ = interrupted(kernel, cell, lambda: at_work.exists() and under_way.exists(), eventually)
     assert kernel.value("res.values") == ["the value of rank 0", None]
     assert kernel.value("res.ranks[1].stdout") == "printed before the interrupt\n"
-    assert "[rank 1] at cell line 6: time.sleep(1000)" in ran.error.evalue
+    assert "[rank 1] at cell line 5: time.sleep(1000)" in ran.error.evalue
     assert "[rank 0] had finished" in ran.error.evalue
     assert kernel.value("[group.ranks for group in res.hang_report.groups]") == [[1]]
     assert kernel.value("res.hang_report.finished") == [0]
