@@ -220,8 +220,9 @@ def at_work(directory, *ranks):
 
 def test_an_interrupt_reaches_every_rank_of_every_node(meeting, tmp_path):
     node = meeting.join()
-    with once(at_work(tmp_path, 0, 1, 2, 3), press_stop), pytest.raises(KeyboardInterrupt):
+    with once(at_work(tmp_path, 0, 1, 2, 3), press_stop), pytest.raises(KeyboardInterrupt) as interrupted:
         nblaunch.run(waits_for_ever, args=(str(tmp_path),), grace=10.0, **meeting.options)
+    assert "[ranks 0,2-3] in barrier" in str(interrupted.value)
     assert ended(node)[0] == 1
 
 

@@ -107,6 +107,12 @@ class RankAgent(ObservedAgent):
         self.rendezvous.rejoin()
         self._waker.ring()
 
+    def forget_orders(self) -> None:
+        """Forget what was asked of the attempt before; a node that follows says when that is."""
+        self._restart.clear()
+        self._rejoin.clear()
+        self._told.clear()
+
     def all_alive(self) -> bool:
         """Whether no process of this attempt has ended, as far as the system has told."""
         sentinels = [process.sentinel for process in self._processes()]
@@ -150,9 +156,8 @@ class RankAgent(ObservedAgent):
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub has taken note it may still release ranks of the attempt before.
         self._known_dead, self._stopped, self._others = set(), set(), frozenset()
-        self._restart.clear()
-        self._rejoin.clear()
-        self._told.clear()
+        if not self._follows:
+            self.forget_orders()
         self._grace_over.clear()
         self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)

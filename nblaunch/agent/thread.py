@@ -99,6 +99,12 @@ class AgentThread:
         if agent is not None:
             agent.rejoin()
 
+    def forget_orders(self) -> None:
+        """Forget what was asked of the attempt before."""
+        agent = self._agent
+        if agent is not None:
+            agent.forget_orders()
+
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         agent = self._agent

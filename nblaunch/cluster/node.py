@@ -219,6 +219,8 @@ class NodeRelay:
         def note() -> None:
             self._close_logs()
             self.attempt, self._started, self._early = number, False, []
+            # On this thread, so that an order for the attempt that begins is not forgotten with the others.
+            self._agent.forget_orders()
             done.set()
 
         self._hub.call(note)
