@@ -632,6 +632,19 @@ def test_variables_of_a_sessions_ranks_are_exported_with_the_cells_that_made_the
         kernel.ok("%distributed stop")
 
 
+def test_terminal_ipython_exports_as_a_notebook_does(terminal, tmp_path):
+    cells = [
+        "%load_ext nblaunch",
+        "x = = 1",
+        "def three():\n    return 3",
+        "%%distributed -n 2\nthree() + rank",
+        "%distributed export train.py",
+    ]
+    ran = terminal(cells)
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in ran.stdout
+    assert "def three():\n    return 3\n" in tidy_script(tmp_path / "train.py")
+
+
 # The option
 
 
