@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RunFailedError,
         RunTimeoutError,
     )
+    from nblaunch._events import Event
     from nblaunch._options import LaunchOptions
     from nblaunch._reports import HangReport
     from nblaunch._results import RankFailure, RankResult, RunResult
@@ -41,6 +42,7 @@ _HOMES = {
     "CaptureError": "_errors",
     "Display": "_transcript",
     "DoctorReport": "diagnose.report",
+    "Event": "_events",
     "Handle": "session.background",
     "HangReport": "_reports",
     "LaunchError": "_errors",
@@ -64,6 +66,7 @@ __all__ = [
     "CaptureError",
     "Display",
     "DoctorReport",
+    "Event",
     "Handle",
     "HangReport",
     "LaunchError",

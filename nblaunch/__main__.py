@@ -1,8 +1,9 @@
-"""The command line: `python -m nblaunch demo | doctor`."""
+"""The command line: `python -m nblaunch demo | doctor | join`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="look for what would make runs fail, hang or crawl here")
     doctor.set_defaults(run=_doctor)
+    commands.add_parser("join", help="start ranks here for a notebook's run on several nodes", add_help=False)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["join"]:
+        # Its options are those of a run, with a parser of their own.
+        return _join(words[1:])
     run: Callable[[], int] = parser.parse_args(arguments).run
     return run()
 
@@ -34,6 +40,16 @@ def _doctor() -> int:
     report = doctor()
     print(report)
     return 0 if report.ok else 1
+
+
+def _join(words: Sequence[str]) -> int:
+    # What torch's stores say of connections that end is no news: the notebook, which hosts them, goes first.
+    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from nblaunch.cluster.join import join
+
+    if level == "ERROR":
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # has been read; the ranks have torch's own level
+    return join(words)
 
 
 if __name__ == "__main__":

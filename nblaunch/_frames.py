@@ -9,7 +9,7 @@ from collections.abc import Mapping
 _OURS = re.compile(
     r"(/nblaunch/(rank|job|agent|session)/|/torch/distributed/elastic/|/torch/multiprocessing/"
     r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
-    r"|<frozen runpy>|/asyncio/(runners|base_events|events)\.py)"
+    r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
 _FATAL_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

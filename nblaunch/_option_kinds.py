@@ -25,10 +25,11 @@ _NAME = r"[a-z][a-z0-9_]*"
 _BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
 _AGENT_VARIABLE = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE"
-    r"|ROLE_RANK|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*",
+    r"|ROLE_RANK|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
+    r"|TORCHELASTIC_(?!(?:ENABLE_FILE_TIMER|TIMER_FILE)\Z).*",
     re.DOTALL,
 )
-"""What torchelastic sets in each rank (`LocalElasticAgent._start_workers`)."""
+"""What torchelastic sets in each rank (`LocalElasticAgent._start_workers`); two variables it only reads."""
 
 
 class Variables(Mapping[str, str]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable
+from keyword import iskeyword
 from numbers import Integral
 
 from nblaunch._option_kinds import Kind, brief, is_bool
@@ -132,6 +133,25 @@ def texts() -> Kind:
         return (",".join(value),) if isinstance(value, tuple) else ()
 
     return Kind("texts without commas (on a line as in error,warning)", "TEXT,...", check, parse, written)
+
+
+def python_names() -> Kind:
+    """Take names that a Python program can have, as one text separated by commas or several; a tuple."""
+
+    def check(value: object) -> tuple[str, ...]:
+        if not isinstance(value, Iterable):
+            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
+        names = value.split(",") if isinstance(value, str) else list(value)
+        if not all(isinstance(name, str) and name.isidentifier() and not iskeyword(name) for name in names):
+            raise ValueError
+        return tuple(dict.fromkeys(names))
+
+    def written(value: object) -> tuple[str, ...]:
+        return (",".join(value),) if isinstance(value, tuple) else ()
+
+    return Kind(
+        "Python names (on a line as in model,losses)", "NAME,...", check, texts=written, repeatable=True
+    )
 
 
 def signal_names() -> Kind:

@@ -47,6 +47,8 @@ class Scanned:
             before = values.get(name)
             if given.option.kind.repeatable and isinstance(before, Mapping) and isinstance(value, Mapping):
                 value = {**before, **value}
+            elif given.option.kind.repeatable and isinstance(before, tuple) and isinstance(value, tuple):
+                value = tuple(dict.fromkeys(before + value))
             values[name] = value
         return values
 

@@ -73,7 +73,7 @@ class LaunchOptions(ScriptOptions):
         default=True,
         metadata=row(
             switch(given=False),
-            "With --no-init (init_process_group=False) ranks begin without a default process group.",
+            "With --no-init (init_process_group=False), and scripts, ranks begin without a process group.",
             flag="--no-init",
         ),
     )
@@ -263,8 +263,8 @@ def parse_line(line: str, *, positional: bool = False, script: bool = False) -> 
 
     Words that are no options are allowed with `positional` and with `script` only; the first one ends the
     options, as with torchrun. With `script` there are also the options that only a script has. Of an option
-    given twice the last counts, `--env` adds up. Raises `OptionError` for everything that is wrong with the
-    line; never prints, never exits.
+    given twice the last counts, `--env` and `--pull` add up. Raises `OptionError` for everything that is
+    wrong with the line; never prints, never exits.
 
     >>> parse_line("-n 2 --log-dir runs").options.to_line()
     '--nproc-per-node=2 --log-dir=runs'
@@ -283,10 +283,11 @@ def options_table() -> str:
 def options_help(prog: str, *, script: bool = False) -> str:
     """Return the help text of a magic; `prog` is how it is written, such as `%%distributed`."""
     options = plain_help(_OF_SCRIPT if script else _OF_MAGIC)
+    what = "[options] script [arguments]" if script else "[options]"
     return (
-        f"{prog} [options]\n\n{options}\n  -h, --help\n      Show this text.\n\n"
+        f"{prog} {what}\n\n{options}\n  -h, --help\n      Show this text.\n\n"
         "Each option can be written with underscores too: --max_restarts. Of an option given twice the last\n"
-        "counts; --env adds up. An option on the line beats its environment variable."
+        "counts; --env and --pull add up. An option on the line beats its environment variable."
     )
 
 
@@ -300,6 +301,13 @@ def _with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOpti
         if script or option.doors != ("script",)
     }
     everything: dict[str, Any] = {**found, **values}
+    if everything.get("standalone") and everything.get("rdzv_endpoint"):
+        message = (
+            f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the "
+            "first keeps the "
+            "rendezvous private and the second opens it to others. Leave one of them out."
+        )
+        raise OptionError(message)
     return LaunchOptions(**everything)
 
 

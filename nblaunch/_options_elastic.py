@@ -15,6 +15,7 @@ from nblaunch._option_kinds_elastic import (
     endpoint,
     node_range,
     pairs,
+    python_names,
     signal_names,
     streams,
     texts,
@@ -82,7 +83,7 @@ class ProcessOptions(NodeOptions):
         default="forkserver",
         metadata=row(
             choice("forkserver", "spawn", "fork"),
-            "Fork a server that has torch loaded, start a new Python, or fork the notebook.",
+            "Fork a server that has torch loaded, or start a new Python (fork is refused).",
             pet=True,
         ),
     )
@@ -174,6 +175,14 @@ class ScriptOptions(LogOptions):
             switch(given=True),
             "Run the script inside the rank, which every script is anyway.",
             pet=True,
+            doors=("script",),
+        ),
+    )
+    pull: tuple[str, ...] = field(
+        default=(),
+        metadata=row(
+            python_names(),
+            "Globals of the script that are its value, by name. None: the exit status is.",
             doors=("script",),
         ),
     )

@@ -16,6 +16,7 @@ from nblaunch._records import FrameRecord as FrameRecord  # noqa: PLC0414 - expo
 from nblaunch._records import Offsets as Offsets  # noqa: PLC0414 - exported
 from nblaunch._records import Payload as Payload  # noqa: PLC0414 - exported
 from nblaunch._records import Phase as Phase  # noqa: PLC0414 - exported
+from nblaunch._records import ScriptJob as ScriptJob  # noqa: PLC0414 - exported
 from nblaunch._records import Stream as Stream  # noqa: PLC0414 - exported
 
 PROTOCOL_VERSION = 1
@@ -143,6 +144,12 @@ class Names(_FromRank, frozen=True):
     names: tuple[str, ...]
 
 
+class Reached(_FromRank, frozen=True):
+    """How many collectives of the default process group the rank has begun."""
+
+    collectives: int
+
+
 class Asked(_FromRank, frozen=True):
     """The rank waits for a line that the user is to type: `input()`, `getpass()`, a debugger's prompt."""
 
@@ -236,6 +243,7 @@ FromRank = (
     | Shown
     | Where
     | Names
+    | Reached
     | Asked
     | Healed
 )
@@ -302,7 +310,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cell reaches through attributes (`import xml` does not load `xml.etree`).
     """
 
-    job: CellJob | FunctionJob | PushJob | PullJob
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     payload: Payload
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
@@ -314,6 +322,10 @@ class Interrupt(msgspec.Struct, frozen=True, tag=True):
 
 class ReportWhere(msgspec.Struct, frozen=True, tag=True):
     """Answer with `Where`, from the control thread, whatever the main thread does."""
+
+
+class ReportReached(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Reached`, from the control thread."""
 
 
 class FreeCollective(msgspec.Struct, frozen=True, tag=True):
@@ -343,7 +355,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | ReportWhere | FreeCollective | Answer | Heal | Leave
+ToRank = Prepare | Dispatch | Interrupt | ReportWhere | ReportReached | FreeCollective | Answer | Heal | Leave
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

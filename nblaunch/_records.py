@@ -1,4 +1,4 @@
-"""What messages are made of: phases, streams, payloads, frames, failures."""
+"""What messages are made of: phases, streams, payloads, frames, failures, scripts."""
 
 from __future__ import annotations
 
@@ -73,3 +73,20 @@ class FailureRecord(msgspec.Struct, frozen=True):
     exitcode: int = 1
     time: float = 0.0
     phase: Phase = Phase.JOB
+
+
+class ScriptJob(msgspec.Struct, frozen=True, tag=True):
+    """A script, run as `__main__`: what is at `path`, with `module` the module `name`.
+
+    With `program` it is one that Python does not run. `file` holds the code and is called `title`, where that
+    is known. The value are the globals named in `pull`, by name; without any it is the exit status.
+    """
+
+    name: str
+    path: str = ""
+    file: str = ""
+    title: str = ""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    program: bool = False
+    pull: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import RunFailedError
+from nblaunch._events import Event, EventLog
 from nblaunch._protocol import FrameRecord, Phase
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State
@@ -199,6 +200,7 @@ class RunResult:
     _late: list[str] = field(default_factory=list, repr=False)
     """Grows when a rank leaves badly after its value has come."""
     _log_dir: Path | None = None
+    _events: EventLog = field(default_factory=lambda: EventLog(complete=True), repr=False)
     _state: RunState | None = field(default=None, repr=False)
     _keep: object = field(default=None, repr=False)
     """Holds the private log directory: it is removed when the last result of it is collected."""
@@ -225,6 +227,17 @@ class RunResult:
     def warnings(self) -> tuple[str, ...]:
         """What went wrong without failing the run; ranks may still add to it while they leave."""
         return (*self._warnings, *self._late)
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """What torchelastic has recorded of the ranks, oldest first; waits (5 s at most) until they are gone.
+
+        In a session: since it began, up to the end of this run.
+
+        >>> [event.name for event in result.events]                # doctest: +SKIP
+        ['torchelastic.worker.status.START', ..., 'torchelastic.worker.status.SUCCEEDED']
+        """
+        return self._events.all()
 
     @property
     def log_dir(self) -> Path | None:

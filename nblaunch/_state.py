@@ -33,6 +33,7 @@ from nblaunch._protocol import (
     Phase,
     Printed,
     Raised,
+    Reached,
     Returned,
     RunEnded,
     Shown,
@@ -90,6 +91,8 @@ class RankState:
     warning: str = ""
     usage: Usage | None = None
     """What it used when it was last measured; only while somebody watches."""
+    collectives: int | None = None
+    """How many collectives of the default group it had begun when it was last asked; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
     if message.number < state.attempt.number:
         return state
     if message.number == state.attempt.number:
+        state = _resized(state, message.world_size)
         ranks = {
             rank: replace(known, pid=message.pids.get(rank, known.pid), state=_at_least_starting(known.state))
             for rank, known in state.ranks.items()
@@ -227,6 +231,16 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         earlier=(*state.earlier, ended),
         notices=state.notices,
     )
+
+
+def _resized(state: RunState, world_size: int) -> RunState:
+    """Return the state with as many ranks as the nodes that met have; before that, nobody knows."""
+    begun = any(rank.state is not State.INIT for rank in state.ranks.values())
+    if begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
+        return state
+    ranks = {rank: state.ranks.get(rank, RankState(rank)) for rank in range(world_size)}
+    attempt = replace(state.attempt, world_size=world_size)
+    return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
 
 
 def _measured(state: RunState, message: Measured) -> RunState:
@@ -262,6 +276,7 @@ def _advance_rank(
     | Shown
     | Where
     | Names
+    | Reached
     | Asked
     | Healed,
 ) -> RankState:
@@ -289,6 +304,8 @@ def _advance_rank(
             return replace(known, transcript=_transcript.displayed(known.transcript, message))
         case Cleared():
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
+        case Reached():
+            return known if known.state.final else replace(known, collectives=message.collectives)
         case Switched() | Where() | Names() | Asked() | Healed():
             return known
         case Returned():

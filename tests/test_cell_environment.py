@@ -281,6 +281,11 @@ def test_ranks_have_random_numbers_of_their_own(kernel):
     assert len(set(numbers)) == 12
 
 
+def test_a_rank_is_no_prompt_although_the_notebook_is_one(kernel):
+    kernel.ok("%%distributed -n 2 --out res\nimport sys\nhasattr(sys, 'ps1')")
+    assert kernel.value("[hasattr(__import__('sys'), 'ps1'), *res.values]") == [True, False, False]
+
+
 # --- the kernel's own state ------------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ def test_the_public_names_are_these():
         "CaptureError",
         "Display",
         "DoctorReport",
+        "Event",
         "Handle",
         "HangReport",
         "LaunchError",

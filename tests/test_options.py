@@ -75,6 +75,7 @@ DEFAULTS = {
     "module": False,
     "no_python": False,
     "run_path": False,
+    "pull": (),
 }
 
 # name: (text on a line or in a variable, the value it means, another text, its value)
@@ -121,6 +122,7 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "module": ("1", True, "0", False),
     "no_python": ("1", True, "0", False),
     "run_path": ("1", True, "0", False),
+    "pull": ("loss", ("loss",), "loss,model", ("loss", "model")),
 }
 
 WRONG: dict[str, list[object]] = {
@@ -167,6 +169,7 @@ WRONG: dict[str, list[object]] = {
     "module": [0, 1, "yes", None],
     "no_python": [0, 1, "yes", None],
     "run_path": [0, 1, "yes", None],
+    "pull": ["", "a b", "1a", "class", "a,", "a.b", 3, None, [3], ["a b"], [[]]],
 }  # fmt: skip
 
 WITH_VARIABLE = [option for option in OPTIONS if option.variable]
@@ -282,6 +285,11 @@ def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
 def test_environment_variables_add_up() -> None:
     options = parse_line("--env A=1 --env=B=x=y --env A=2 --env 'C=a b'").options
     assert dict(options.env) == {"A": "2", "B": "x=y", "C": "a b"}
+
+
+def test_names_to_pull_add_up_each_once() -> None:
+    assert parse_line("--pull a,b --pull=c --pull a", script=True).options.pull == ("a", "b", "c")
+    assert LaunchOptions.from_keywords(script=True, pull="a,b").pull == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -418,6 +426,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "module": st.booleans(),
     "no_python": st.booleans(),
     "run_path": st.booleans(),
+    "pull": st.lists(st.from_regex(r"[a-z_]+[0-9]", fullmatch=True), unique=True).map(tuple),
 }
 
 
@@ -476,7 +485,7 @@ def test_out_belongs_to_the_magic() -> None:
         LaunchOptions.from_keywords(out="results")
 
 
-@pytest.mark.parametrize("name", ["module", "no_python", "run_path"])
+@pytest.mark.parametrize("name", ["module", "no_python", "run_path", "pull"])
 def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=f"^{name}= was asked for, but only a script has this option"):
         LaunchOptions.from_keywords(**{name: True})
@@ -748,7 +757,7 @@ def test_the_table_and_the_help_name_every_option() -> None:
         assert option.help in text
         assert option.help in (LaunchOptions.__doc__ or "")
         assert "\n" not in option.help
-    assert text.startswith("%distributed run [options]\n")
+    assert text.startswith("%distributed run [options] script [arguments]\n")
     assert "--run-path" not in options_help("%%distributed")
 
 

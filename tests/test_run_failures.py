@@ -521,7 +521,7 @@ def test_wrong_options_and_values_that_cannot_be_sent_are_refused_before_any_pro
         said,
         [
             *("nproc", "nproc", "backend='gloo'", "no GPU is visible", "timeout", "timeout", "max_restarts"),
-            *("log_dir", "env", "not callable"),
+            *("log_dir", "env", "the script 'nothing' was asked for"),
             *("lock", "lock", "lock"),
         ],
         strict=True,

@@ -363,10 +363,12 @@ def run(interrupt=None):
 session = nblaunch.Session(2, grace=2)
 session.cell("kept = [rank]")
 run()
-counted = Interrupt(-1)
+file = sys.argv[4]
+counted = Interrupt(-1, file)
 run(counted)
-for at in sorted(random.Random(int(sys.argv[1])).sample(range(1, counted.lines), int(sys.argv[2]))):
-    interrupt = Interrupt(at)
+lines = range(1, counted.lines)
+for at in sorted(random.Random(int(sys.argv[1])).sample(lines, min(int(sys.argv[2]), len(lines)))):
+    interrupt = Interrupt(at, file)
     started = time.monotonic()
     try:
         run(interrupt)
@@ -382,11 +384,16 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    ("seed", "lines"), [(0, 25), pytest.param(1, 150, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+    ("seed", "lines", "file"),
+    [
+        (0, 25, "/nblaunch/"),
+        (0, 40, "/nblaunch/session/session.py"),
+        pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
 )
-def test_an_interrupt_before_any_line_of_ours(seed, lines, tmp_path):
+def test_an_interrupt_before_any_line_of_ours(seed, lines, file, tmp_path):
     """In the notebook's own process, wherever its main thread may be."""
-    assert said_by(EVERY_LINE, tmp_path, seed, lines, 5) == "done\n"
+    assert said_by(EVERY_LINE, tmp_path, seed, lines, 5, file) == "done\n"
 
 
 def test_an_interrupt_of_idle_ranks_does_nothing(session):

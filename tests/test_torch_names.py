@@ -16,26 +16,36 @@ import cloudpickle
 import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
+from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.events import handlers
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.timer import FileTimerServer
 
-from nblaunch.agent import elastic, stand_ins
+from nblaunch.agent import elastic, observed, stand_ins
 from nblaunch.agent import forkserver as our_forkserver
+from nblaunch.agent import rendezvous as our_rendezvous
 
 ELASTIC = Path(elastic.__file__)
+AGENT_FILES = (ELASTIC, Path(observed.__file__), Path(our_rendezvous.__file__))
 
 AGENT = (
     "_start_workers",
     "_monitor_workers",
+    "_restart_workers",
     "_shutdown",
     "_pcontext",
     "_worker_group",
     "_remaining_restarts",
     "_setup_local_watchdog",
     "_setup_healthcheck",
+    "_worker_watchdog",
+    "_log_watchdog_event",
 )
 CONTEXT = ("_pc", "_ret_vals")
 RENDEZVOUS = (
@@ -43,14 +53,18 @@ RENDEZVOUS = (
     "_state_holder",
     "_shared_tcp_store_server",
     "_bootstrap_store_info",
+    "_this_node",
+    "_stop_heartbeats",
+    "_op_executor",
 )
-USED = {*AGENT, *CONTEXT, *RENDEZVOUS}
+STATIC = ("_store",)
+USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
 
 
 def broken(owner: object, name: str) -> str:
     kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
     return (
-        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent/elastic.py uses; "
+        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent uses; "
         f"it worked with torch 2.8 to 2.13"
     )
 
@@ -60,6 +74,12 @@ def rendezvous():
     """Make torch's own rendezvous handler, as nblaunch makes it."""
     store = HashStore()
     return DynamicRendezvousHandler.from_backend("names", store, C10dRendezvousBackend(store, "names"), 1, 1)
+
+
+@pytest.fixture
+def static_rendezvous():
+    """Make torch's own static rendezvous handler; it meets nobody."""
+    return StaticTCPRendezvous("127.0.0.1", 1, 0, 1, "names", 1)
 
 
 @pytest.fixture
@@ -95,6 +115,15 @@ def test_torchs_context_of_ranks_still_has(name, process_context):
 @pytest.mark.parametrize("name", RENDEZVOUS)
 def test_torchs_rendezvous_still_has(name, rendezvous):
     assert hasattr(rendezvous, name), broken(rendezvous, name)
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_torchs_static_rendezvous_still_has(name, static_rendezvous):
+    assert hasattr(static_rendezvous, name), broken(static_rendezvous, name)
+
+
+def test_a_node_can_still_leave_a_rendezvous():
+    assert hasattr(dynamic_rendezvous, "_RendezvousExitOp"), broken(dynamic_rendezvous, "_RendezvousExitOp")
 
 
 def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
@@ -145,24 +174,28 @@ def private_names(path: Path) -> tuple[set[str], set[str]]:
     return only_private(touched), only_private(defined)
 
 
+def private_names_of_the_agent() -> tuple[set[str], set[str]]:
+    found = [private_names(path) for path in AGENT_FILES]
+    return set().union(*(touched for touched, _ in found)), set().union(*(defined for _, defined in found))
+
+
 def only_private(names: set[str]) -> set[str]:
     return {name for name in names if name.startswith("_") and not name.startswith("__")}
 
 
 def test_this_file_lists_every_private_name_of_torch_that_the_agent_touches(
-    agent, process_context, rendezvous
+    agent, process_context, rendezvous, static_rendezvous
 ):
-    touched, defined = private_names(ELASTIC)
-    of_torch = {
-        name for name in touched if any(hasattr(each, name) for each in (agent, process_context, rendezvous))
-    }
+    touched, defined = private_names_of_the_agent()
+    owners = (agent, process_context, rendezvous, static_rendezvous)
+    of_torch = {name for name in touched if any(hasattr(each, name) for each in owners)}
     assert of_torch <= USED
     assert touched - defined <= USED
     assert touched >= USED - {"_remaining_restarts"}
 
 
 def test_no_name_of_our_own_hides_one_of_torchs(agent, rendezvous):
-    _, defined = private_names(ELASTIC)
+    _, defined = private_names_of_the_agent()
     for name in defined - USED:
         assert not hasattr(agent, name), f"torch {torch.__version__} has a {name} of its own: rename ours"
         assert not hasattr(rendezvous, name), (
@@ -184,12 +217,24 @@ def a_typed_storage():
         (a_typed_storage(), "_untyped_storage"),
         (distributed_c10d, "_abort_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
+        (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
+        (torch_events, "_events_loggers"),
+        (handlers, "_log_handlers"),
+        (FileTimerServer, "_reap_worker"),
+        (FileTimerServer, "_watchdog_loop"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_torch_still_has(owner, name):
     whose = getattr(owner, "__name__", type(owner).__name__)
     assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+
+
+def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):
+    server = FileTimerServer(str(tmp_path / "timer"), "names")
+    for name in ("_stop_signaled", "_file_path", "_watchdog_thread"):
+        assert hasattr(server, name), f"torch {torch.__version__} broke FileTimerServer.{name}"
+    server.stop()
 
 
 @pytest.mark.parametrize(

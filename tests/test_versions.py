@@ -32,10 +32,13 @@ def version(text: str) -> tuple[int, ...]:
 
 
 DEPENDENCIES = floors(PROJECT["dependencies"])
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+OURS = [f"nblaunch[{name}]" for name in EXTRAS]
+"""Requirements that are an extra of this project's own: `test` brings `integrations`."""
 TOOLS = {
     name: floor
-    for extra in PROJECT["optional-dependencies"].values()
-    for name, floor in floors(extra).items()
+    for extra in EXTRAS.values()
+    for name, floor in floors([each for each in extra if each not in OURS]).items()
 }
 
 

@@ -18,6 +18,7 @@ from nblaunch._protocol import (
     Payload,
     Printed,
     Raised,
+    Reached,
     Returned,
     Shown,
     Started,
@@ -35,7 +36,7 @@ from nblaunch.view.live_screen import WIDEST
 from nblaunch.view.output import read
 from nblaunch.view.report import Reporter
 from nblaunch.view.rows import Rows
-from nblaunch.view.stragglers import SILENT, UNFINISHED, Stragglers
+from nblaunch.view.stragglers import BEHIND, SILENT, UNFINISHED, Stragglers
 from nblaunch.view.tail import KEPT, WAITING
 from nblaunch.view.terminal import Line
 
@@ -496,6 +497,25 @@ def test_where_few_ranks_print_nobody_is_marked(ranks, printing):
 def test_of_two_ranks_the_one_that_stopped_printing_is_marked():
     *_, last = steps(2, 15, [0], run_of(2, out("once\n", 1)))
     assert last == {1: SILENT}
+
+
+def test_a_rank_that_the_others_wait_for_in_a_collective_is_marked_after_a_while():
+    def began(rank, collectives):
+        return Reached(rank=rank, collectives=collectives)
+
+    looked, state = Stragglers(), run_of(3, began(0, 7), began(1, 7), began(2, 6))
+    assert looked.marks(state, 0.0) == {}
+    state = advance(advance(state, began(0, 9)), began(1, 9))
+    assert looked.marks(state, stragglers.BEHIND_SECONDS) == {2: f"3 collectives {BEHIND}"}
+    state = advance(state, began(2, 8))
+    assert looked.marks(state, 3.0) == {}, "it moves"
+    assert looked.marks(state, 3.0 + stragglers.BEHIND_SECONDS) == {2: f"1 collective {BEHIND}"}
+    assert looked.marks(advance(state, began(2, 9)), 20.0) == {}
+
+
+def test_without_collectives_nobody_is_behind():
+    looked = Stragglers()
+    assert looked.marks(run_of(2), 0.0) == looked.marks(run_of(2), 9.0) == {}
 
 
 def test_the_last_to_finish_are_marked_after_a_while():

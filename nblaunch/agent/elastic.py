@@ -1,10 +1,12 @@
-"""torchelastic's own agent, as nblaunch runs it. The one module that touches torch's private names.
+"""torchelastic's own agent, as nblaunch runs it.
+
+This module touches torch's private names; so do `observed`, `events`, `watchdog` and `rendezvous`, which list
+theirs.
 
 Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torch broke them):
-`LocalElasticAgent._start_workers`, `._monitor_workers`, `._shutdown`, `._setup_local_watchdog`,
+`LocalElasticAgent._start_workers`, `._monitor_workers`, `._restart_workers`, `._shutdown`,
 `._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`;
-`MultiprocessContext._pc`, `._ret_vals`; `DynamicRendezvousHandler._create_tcp_store_server`,
-`._state_holder`, `._shared_tcp_store_server`, `._bootstrap_store_info`.
+`MultiprocessContext._pc`, `._ret_vals`.
 """
 
 from __future__ import annotations
@@ -12,27 +14,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NoReturn
 
-import torch.distributed as dist
-from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
 
-from nblaunch.agent import forkserver
+from nblaunch.agent import forkserver, rendezvous
 from nblaunch.agent.contract import AgentEvents, AgentSettings, Worker
+from nblaunch.agent.observed import ObservedAgent
 from nblaunch.agent.waking import Waker
 
 StoppedError = SignalException
@@ -45,64 +39,7 @@ _KILL_WAIT_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 0.1
 
 
-class LoopbackRendezvous(DynamicRendezvousHandler):
-    """c10d standalone rendezvous of one node: nothing of it listens beyond 127.0.0.1."""
-
-    @classmethod
-    def standalone(cls, run_id: str) -> LoopbackRendezvous:
-        """Make the rendezvous over a store inside this process: one node needs no server for it."""
-        store = dist.HashStore()
-        backend = C10dRendezvousBackend(store, run_id)
-        timeout = RendezvousTimeout(join=timedelta(seconds=60))
-        handler: LoopbackRendezvous = cls.from_backend(
-            run_id, store, backend, 1, 1, local_addr=_LOOPBACK, timeout=timeout
-        )
-        return handler
-
-    def next_rendezvous(self) -> Any:
-        """Join at once: the 0 to 0.3 s that torch sleeps in round 0 spread the load of many nodes."""
-        holder = self._state_holder
-        if holder.state.round == 0:
-            holder.state.round = 1
-        info: Any = super().next_rendezvous()
-        if self._shared_tcp_store_server is None:
-            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. What it
-            # is set for (addresses of a dead attempt) the ranks' own prefixes see to.
-            server = self._create_tcp_store_server(_LOOPBACK, 0)
-            self._shared_tcp_store_server = server
-            where = info.bootstrap_store_info
-            where.master_addr, where.master_port = _LOOPBACK, server.port
-        return info
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Say that the agent hosts the ranks' store: it does, whatever the environment says."""
-        return True
-
-    def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
-        """Host the ranks' store on a socket bound to the loopback address; torch's listens on `::`."""
-        listener = socket.socket(socket.AF_INET)
-        listener.bind((_LOOPBACK, master_port))
-        listener.listen(1024)
-        port = listener.getsockname()[1]
-        return dist.TCPStore(
-            host_name=_LOOPBACK,
-            port=port,
-            is_master=True,
-            wait_for_workers=False,
-            # The store owns the descriptor from here on.
-            master_listen_fd=listener.detach(),
-        )
-
-    def shutdown(self) -> bool:
-        """Close, and let go of the store's server and its threads."""
-        closed = super().shutdown()
-        self._shared_tcp_store_server = None
-        self._bootstrap_store_info = None
-        return bool(closed)
-
-
-class RankAgent(local_elastic_agent.LocalElasticAgent):
+class RankAgent(ObservedAgent):
     """`LocalElasticAgent` that tells what happens, and that cannot wait for ever.
 
     torchelastic decides when to restart and when to give up. Added here: a rank that ends without
@@ -116,7 +53,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`."""
         from nblaunch.rank.main import run_rank
 
-        self.rendezvous = LoopbackRendezvous.standalone(settings.run_id)
+        self._stop = threading.Event()
+        self.rendezvous = rendezvous.make(settings, self._stop)
         spec = WorkerSpec(
             role=settings.role,
             local_world_size=settings.nproc,
@@ -124,22 +62,23 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             rdzv_handler=self.rendezvous,
             max_restarts=settings.max_restarts,
             monitor_interval=settings.monitor_interval,
-            local_addr=_LOOPBACK,
+            local_addr=settings.meeting.local_addr if settings.meeting is not None else _LOOPBACK,
         )
-        logs = DefaultLogsSpecs(log_dir=os.fspath(settings.log_dir), redirects=Std.ALL)
         super().__init__(
             spec,
-            logs,
+            settings,
+            events,
             start_method=forkserver.register(),
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
         )
-        self.settings = settings
         self._arguments = arguments
         self._events = events
         self._attempt = -1
         self._reason = "started"
-        self._stop = threading.Event()
         self._restart = threading.Event()
+        self._rejoin = threading.Event()
+        self._told = threading.Event()
+        self._follows = settings.meeting is not None and not settings.meeting.hosting
         self._waker = Waker()
         self._grace_over = threading.Event()
         self._known_dead: set[int] = set()
@@ -158,6 +97,14 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def restart(self) -> None:
         """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
         self._restart.set()
+        self._told.set()
+        self._waker.ring()
+
+    def rejoin(self) -> None:
+        """Meet the other nodes anew: one of them comes or goes. The ranks are started again."""
+        self._rejoin.set()
+        self._told.set()
+        self.rendezvous.rejoin()
         self._waker.ring()
 
     def all_alive(self) -> bool:
@@ -177,6 +124,7 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         """
         self._others = others
         self._succeeded = succeeded
+        self._told.set()
         self._leave_by = time.monotonic() + self.settings.shutdown_timeout
         context = self._pcontext
         if context is not None:
@@ -193,12 +141,18 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._stop.is_set():
             self._interrupted()
-        self._attempt += 1
+        # The nodes that join start theirs once the notebook's are there, under the same number.
+        store = worker_group.store
+        self._attempt = (
+            self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
+        )
         world_size = worker_group.workers[0].world_size
         self._events.attempt_starting(self._attempt, world_size, self._reason)
         # Only now: until the hub has taken note it may still release ranks of the attempt before.
         self._known_dead, self._stopped, self._others = set(), set(), frozenset()
         self._restart.clear()
+        self._rejoin.clear()
+        self._told.clear()
         self._grace_over.clear()
         self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)
@@ -222,8 +176,19 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             for worker in worker_group.workers
         )
         self._events.attempt_started(self._attempt, world_size, workers)
+        if not self._follows:
+            self.rendezvous.post_attempt(store, self._attempt)
         self._reason = "membership"  # unless a failure is seen first
         return pids
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        # A node that meets the others before they know of its failure would look like one that came late.
+        while self._follows and not self._told.wait(_LOOK_SECONDS / 10):
+            if self._stop.is_set():
+                self._interrupted()
+        if self._reason == "membership":
+            self._events.membership_changing()
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Ranks that are idle, or at work, cost nothing here.
@@ -232,6 +197,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             self._waker.wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
         if self._stop.is_set():
             self._interrupted()
+        if self._rejoin.is_set():
+            return RunResult(state=WorkerState.HEALTHY)
         if self._restart.is_set():
             return self._failed(worker_group)
         self._stop_others()
@@ -247,7 +214,8 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._tell(exitcodes, expected=False)
         bad = any(code != 0 for local_rank, code in exitcodes.items() if local_rank not in self._stopped)
-        if bad and not self._succeeded:
+        # Of several nodes, the failure may be another one's.
+        if (bad or self.settings.meeting is not None) and not self._succeeded:
             return self._failed(worker_group)
         if any(exitcodes.values()):
             ranks = [worker.global_rank for worker in worker_group.workers]
@@ -298,9 +266,6 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
         super()._shutdown(*arguments, **keywords)
         forkserver.server.sweep()
 
-    def _setup_local_watchdog(self, envs: Any) -> None:
-        """Start no `FileTimerServer` here: it sends SIGKILL to its own process, which is the notebook."""
-
     def _setup_healthcheck(self) -> None:
         """Start no server that listens for health checks: nothing but the ranks' store listens."""
 
@@ -331,8 +296,9 @@ class RankAgent(local_elastic_agent.LocalElasticAgent):
             if local_rank not in self._known_dead:
                 self._known_dead.add(local_rank)
                 rank = self._worker_group.workers[local_rank].global_rank
-                lost = self._processes()[local_rank].lost
-                reason = forkserver.LOST if lost else ""
+                process = self._processes()[local_rank]
+                killed = self.why_killed(process.pid) if code < 0 else ""
+                reason = forkserver.LOST if process.lost else killed
                 self._events.worker_exited(rank, code, expected=expected, reason=reason)
 
     def _terminate(self, processes: Sequence[Any]) -> None:

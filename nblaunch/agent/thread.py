@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from nblaunch._errors import NblaunchError
 from nblaunch.agent.contract import AgentEvents, AgentSettings
 from nblaunch.agent.elastic import RankAgent, StoppedError
 
 THREAD_PREFIX = "nblaunch-agent"
+_KEEP_ALIVE_PREFIX = "RendezvousKeepAliveTimer"
 
 
 class AgentThread:
@@ -49,6 +51,10 @@ class AgentThread:
             pass
         except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
             error = caught
+            if isinstance(caught, NblaunchError):
+                # It says all there is; its frames would hold the agent and its sockets with the user's error.
+                error = caught.with_traceback(None)
+                error.__context__ = None
         with contextlib.suppress(Exception):  # of a rendezvous that is over, nobody waits for a good end
             agent.rendezvous.shutdown()
         agent.close()
@@ -87,6 +93,12 @@ class AgentThread:
         if agent is not None:
             agent.restart()
 
+    def rejoin(self) -> None:
+        """Meet the other nodes anew."""
+        agent = self._agent
+        if agent is not None:
+            agent.rejoin()
+
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         agent = self._agent
@@ -116,4 +128,4 @@ def _quiet_torchelastic() -> None:
 
 
 def _not_ours(record: logging.LogRecord) -> bool:
-    return not (record.threadName or "").startswith(THREAD_PREFIX)
+    return not (record.threadName or "").startswith((THREAD_PREFIX, _KEEP_ALIVE_PREFIX))

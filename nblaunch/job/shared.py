@@ -122,7 +122,14 @@ def get(payload: Payload, *, private: bool) -> tuple[memoryview, ...]:
     mapping is the one and only copy. The sender must still hold the payload when this is called.
     Raises `OSError` if it does not.
     """
-    offsets, total = _layout(payload.sizes)
+    offsets, _ = _layout(payload.sizes)
+    whole = joined(payload, private=private)
+    return tuple(whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True))
+
+
+def joined(payload: Payload, *, private: bool) -> memoryview:
+    """Map a payload as `get` does, and return its parts in one, with the room between them."""
+    total = _layout(payload.sizes)[1]
     if payload.inline is not None:
         whole = memoryview(payload.inline)
         if private or len(payload.sizes) > 1:
@@ -141,7 +148,39 @@ def get(payload: Payload, *, private: bool) -> tuple[memoryview, ...]:
                 whole = memoryview(mmap.mmap(fd, total, access=access))
         finally:
             os.close(fd)
-    return tuple(whole[offset : offset + size] for offset, size in zip(offsets, payload.sizes, strict=True))
+    return whole
+
+
+class Incoming:
+    """A payload that arrives in pieces, from another machine; its memory stays until `close`."""
+
+    def __init__(self, total: int, directory: Path) -> None:
+        """Make room; raises `NoRoomError` or `OSError` if there is none."""
+        self.path = ""
+        if total <= _free_memory() * _RESERVE and hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+        else:
+            free = shutil.disk_usage(directory).free
+            if total > free * _RESERVE:
+                raise NoRoomError(_no_room(total, directory, free))
+            self.fd, self.path = tempfile.mkstemp(prefix="payload-", dir=directory)
+        os.ftruncate(self.fd, total)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Take one piece."""
+        while data.nbytes:
+            count = os.pwrite(self.fd, data, offset)
+            data, offset = data[count:], offset + count
+
+    def payload(self, sizes: tuple[int, ...]) -> Payload:
+        """Return the payload as a process of this machine gets it."""
+        return Payload(sizes=sizes, pid=os.getpid(), fd=self.fd, path=self.path)
+
+    def close(self) -> None:
+        """Free what nobody has mapped."""
+        os.close(self.fd)
+        if self.path:
+            Path(self.path).unlink(missing_ok=True)
 
 
 def _read(fd: int, total: int) -> bytearray:

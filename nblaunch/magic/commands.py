@@ -1,4 +1,4 @@
-"""`%distributed COMMAND`: sessions, variables, stacks, the doctor."""
+"""`%distributed COMMAND`: scripts, sessions, variables, stacks, the doctor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from nblaunch._option_row import nearest
 from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._reports import HangReport
 from nblaunch.diagnose.doctor import doctor
-from nblaunch.magic import auto, export, sessions
+from nblaunch.magic import auto, export, scripts, sessions
 from nblaunch.magic.line import option_completions
-from nblaunch.session import looking
+from nblaunch.session import looking, recent
+from nblaunch.view.events import events_table
 
 Namespace = dict[str, Any]
 
@@ -149,6 +150,17 @@ def _doctor(line: str, _: Namespace) -> object:
     return doctor()
 
 
+def _events(line: str, _: Namespace) -> object:
+    if split_words(line):
+        msg = (
+            f"'%distributed events {line}' was asked for, but events takes nothing after it: it shows "
+            "those of the last run. Of any other result, look at result.events."
+        )
+        raise OptionError(msg)
+    log = recent.events()
+    return Said("no run has ended yet" if log is None else events_table(log.all()))
+
+
 def _auto(line: str, _: Namespace) -> object:
     return Said(auto.switch(line))
 
@@ -168,7 +180,9 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "debug": _debug,
     "stacks": _stacks,
     "interrupt": _interrupt,
+    "events": _events,
     "auto": _auto,
+    "run": scripts.run,
     "export": _export,
     "doctor": _doctor,
 }
@@ -184,6 +198,8 @@ def command_completions(text_so_far: str) -> list[str]:
     before, _, word = text_so_far.rpartition(" ")
     if len(before.split()) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]
+    if before.split()[1] == "run":
+        return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
     if before.split()[1] == "export":

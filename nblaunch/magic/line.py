@@ -7,20 +7,22 @@ calls a magic.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from nblaunch._option_line import HELP_FLAGS
+from nblaunch._option_row import Option
 from nblaunch._options import OPTIONS
 
 _MAGIC = re.compile(r"\s*%%?\w+\s")
-_OPTIONS = [option for option in OPTIONS if "magic" in option.doors]
-_BY_SPELLING = {spelling: option for option in _OPTIONS for spelling in option.spellings}
+_OF_SCRIPT = [option for option in OPTIONS if {"magic", "script"} & set(option.doors)]
+_OPTIONS = [option for option in _OF_SCRIPT if "magic" in option.doors]
 
 
-def option_completions(text_so_far: str) -> list[str]:
+def option_completions(text_so_far: str, *, script: bool = False) -> list[str]:
     """Return what the last word of a line can become: options, or the choices of the one before it.
 
     The text ends at the cursor, with or without `%%distributed`. After `--backend=` the choices come alone,
-    because IPython replaces only what follows the `=`.
+    because IPython replaces only what follows the `=`. With `script` there are also the options of a script.
 
     >>> option_completions("%%distributed -n 2 --ti")
     ['--timeout']
@@ -35,15 +37,16 @@ def option_completions(text_so_far: str) -> list[str]:
     spelling, equals, value = word.partition("=")
     if not equals and before:
         spelling, value = before[-1], word
-    option = _BY_SPELLING.get(spelling)
+    options = _OF_SCRIPT if script else _OPTIONS
+    option = next((each for each in options if spelling in each.spellings), None)
     if option is not None and not option.kind.switch:
         return [choice for choice in option.kind.words if choice.startswith(value)]
-    return [] if equals else _options_from(word)
+    return [] if equals else _options_from(word, options)
 
 
-def _options_from(word: str) -> list[str]:
+def _options_from(word: str, options: Iterable[Option]) -> list[str]:
     """Return the options that begin with `word`; those with underscores only once one was typed."""
     if not word:
-        return [option.flags[0] for option in _OPTIONS]
-    flags = [flag for option in _OPTIONS for flag in (option.spellings if "_" in word else option.flags)]
+        return [option.flags[0] for option in options]
+    flags = [flag for option in options for flag in (option.spellings if "_" in word else option.flags)]
     return [flag for flag in (*flags, *HELP_FLAGS) if flag.startswith(word)]

@@ -13,12 +13,12 @@ from IPython.utils.text import DollarFormatter
 from nblaunch._errors import OptionError
 from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._protocol import CellJob
-from nblaunch._results import RunResult
 from nblaunch.job.capture import capture_cell
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
 from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.line import option_completions
+from nblaunch.magic.scripts import hand_over, with_macros_kept
 from nblaunch.session import engine, notebook
 from nblaunch.session.background import Handle
 from nblaunch.session.session import LiveSession
@@ -40,7 +40,7 @@ class DistributedMagics(Magics):
     def distributed(self, line: str, cell: str | None = None) -> object:
         """Run the cell on N torch ranks; without a cell, a command."""
         if cell is None:
-            return command(self._expanded(line), self.shell.user_ns)
+            return command(self._expanded(with_macros_kept(line)), self.shell.user_ns)
         return self._run_cell(line, cell)
 
     @cell_magic
@@ -73,7 +73,7 @@ class DistributedMagics(Magics):
             return self._in_background(perform, options)
         finished = perform(None)
         if finished.result is not None:
-            self._hand_over(finished.result, options)
+            hand_over(finished.result, options, self.shell)
         if finished.error is not None:
             raise finished.error
         return None
@@ -144,12 +144,6 @@ class DistributedMagics(Magics):
             except SyntaxError as error:
                 error.filename = job.filename
                 raise error.with_traceback(None) from None
-
-    def _hand_over(self, result: RunResult, options: LaunchOptions) -> None:
-        """Make the result `_` and the variable of `--out`, whether the run succeeded or not."""
-        if options.out is not None:
-            self.shell.user_ns[options.out] = result
-        self.shell.displayhook.update_user_ns(result)
 
 
 def register(shell: InteractiveShell) -> None:

@@ -11,6 +11,7 @@ from nblaunch.view.watch import watcher
 DEFAULT = "default"
 _OF_A_CELL = frozenset(
     {"out", "session", "fresh", "background", "export", "ranks", "timeout", "grace", "hang_after"}
+    | {"redirects", "tee", "local_ranks_filter"}
 )
 """Options that may differ from cell to cell; all others are the session's."""
 

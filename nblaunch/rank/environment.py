@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,7 +35,6 @@ AGENT_VARIABLES = (
 )
 
 _DEFAULTS = {
-    "OMP_NUM_THREADS": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # So that rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
     "TTY_COMPATIBLE": "1",
@@ -48,7 +48,9 @@ def apply(prepare: Prepare) -> None:
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in prepare.environ)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
-    wanted = {**_DEFAULTS, **wanted, **agent}
+    # torchrun's rule: one thread each where there is more than one rank; a rank that is alone has all cores.
+    threads = {"OMP_NUM_THREADS": "1"} if agent.get("LOCAL_WORLD_SIZE") != "1" else {}
+    wanted = {**_DEFAULTS, **threads, **wanted, **agent}
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():
@@ -58,8 +60,20 @@ def apply(prepare: Prepare) -> None:
         os.chdir(prepare.cwd)
     sys.path[:] = prepare.path
     sys.argv[:] = prepare.argv
-    _set_threads(os.environ["OMP_NUM_THREADS"])
+    _set_threads(os.environ.get("OMP_NUM_THREADS"))
     _read_again()
+
+
+def see_one_device_only() -> None:
+    """Be local rank 0 with one GPU to see, as torchrun's --virtual-local-rank has it, also without GPUs."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = chosen.split(",") if chosen is not None else []
+    if chosen is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
+    elif chosen.strip():
+        os.environ["CUDA_VISIBLE_DEVICES"] = named[local_rank].strip()
+    os.environ["LOCAL_RANK"] = "0"
 
 
 def _read_again() -> None:
@@ -72,18 +86,24 @@ def _read_again() -> None:
             torch._logging._internal._init_logs()  # noqa: SLF001
 
 
-def _set_threads(value: str) -> None:
+def _set_threads(value: str | None) -> None:
     """Follow OMP_NUM_THREADS although torch, imported in the fork server, has read it already."""
     with contextlib.suppress(ValueError):
-        threads = int(value.partition(",")[0])
+        threads = int(value.partition(",")[0]) if value is not None else _cores()
         if threads > 0 and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
 
+def _cores() -> int:
+    """Return how many threads torch takes by itself: one for each core that this process may use."""
+    logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(logical, psutil.cpu_count(logical=False) or logical)
+
+
 def choose_device(prepare: Prepare) -> torch.device:
-    """Return this rank's device, made current if it is an accelerator."""
+    """Return this rank's device, made current if it is an accelerator; the CPU where scripts choose."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    if prepare.device_type == "cpu" or prepare.accelerators == 0:
+    if prepare.device_type in ("", "cpu") or prepare.accelerators == 0:
         return torch.device("cpu")
     device = torch.device(prepare.device_type, local_rank % prepare.accelerators)
     torch.get_device_module(device).set_device(device)

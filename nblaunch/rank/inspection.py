@@ -59,6 +59,14 @@ class RankInspector:
             pending=None if entries is None else sum(not _completed(entry) for entry in entries),
         )
 
+    def collectives(self) -> int | None:
+        """Return how many collectives of the default group this rank has begun, None where there is none."""
+        default = distributed_c10d.GroupMember.WORLD
+        if not isinstance(default, distributed_c10d.ProcessGroup):
+            return None
+        # As torch's own debug wrapper does.
+        return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+
     def free(self, fds: tuple[int, ...]) -> None:
         """Shut connections to other ranks: a gloo collective that waits on one raises at once.
 

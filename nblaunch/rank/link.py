@@ -24,6 +24,8 @@ from nblaunch._protocol import (
     Leave,
     Offsets,
     Prepare,
+    Reached,
+    ReportReached,
     ReportWhere,
     Switched,
     ToRank,
@@ -44,6 +46,9 @@ class Inspector(Protocol):
 
     def where(self) -> Where:
         """Return where the main thread is."""
+
+    def collectives(self) -> int | None:
+        """Return how many collectives have been begun, None where there is no process group."""
 
     def free(self, fds: tuple[int, ...]) -> None:
         """End the collective in which the main thread is stuck."""
@@ -175,6 +180,11 @@ class Link:
                 # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
                 with contextlib.suppress(Exception):
                     self._socket.send(encode(self._inspector.where()))
+            case ReportReached():
+                with contextlib.suppress(Exception):
+                    begun = self._inspector.collectives()
+                    if begun is not None:
+                        self._socket.send(encode(Reached(rank=self._rank, collectives=begun)))
             case Answer():
                 if self.on_answer is not None:
                     self.on_answer(message)

@@ -17,9 +17,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +27,7 @@ from nblaunch._protocol import (
     CellJob,
     Dispatch,
     Entered,
+    FailureRecord,
     FunctionJob,
     Heal,
     Healed,
@@ -39,11 +40,23 @@ from nblaunch._protocol import (
     PushJob,
     Raised,
     Returned,
+    ScriptJob,
     Shown,
     Started,
 )
+from nblaunch._state import describe_exit
 from nblaunch.job import payload, shared
-from nblaunch.rank import environment, failure, inspection, introspection, process_group, shell, streams
+from nblaunch.rank import (
+    environment,
+    failure,
+    fresh,
+    inspection,
+    introspection,
+    process_group,
+    script,
+    shell,
+    streams,
+)
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
@@ -64,6 +77,10 @@ class Orders:
     spill: str
     keep: bool = False
     """Whether the rank has one job after the other."""
+    fresh: bool = False
+    """Whether the rank is to be a new Python."""
+    virtual_local_rank: bool = False
+    """Whether it is to see one GPU only, as local rank 0."""
 
 
 class ValueNotSentError(TypeError):
@@ -78,6 +95,7 @@ class Rank:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self.device = torch.device("cpu")
+        self.device_name = "cpu"
         self.phase = Phase.CONNECT
         self.titles: dict[str, str] = {}
         self.outgoing: shared.Outgoing | None = None
@@ -137,15 +155,20 @@ class Rank:
                     self._tell_names()
         except SystemExit as error:
             self._exited(error)
+        except script.ProgramEndedError as error:
+            self._program_ended(error.exitcode)
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
 
     def _prepare(self, prepare: Prepare) -> None:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare)
+        if self.orders.virtual_local_rank:
+            environment.see_one_device_only()
         process_group.prefer_loopback()
         inspection.record_collectives()
         self.device = environment.choose_device(prepare)
+        self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout)
@@ -154,7 +177,7 @@ class Rank:
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        self.link.send(Entered(rank=self.rank, phase=phase, device=str(self.device)))
+        self.link.send(Entered(rank=self.rank, phase=phase, device=self.device_name))
 
     def _work(self, dispatch: Dispatch) -> None:
         self.phase = Phase.JOB
@@ -175,9 +198,10 @@ class Rank:
         payload.remember_received_classes()
         value = self._do(job, loaded)
         self.link.end_job()
-        self._returned(value)
+        # That a script has come to its end is all that its exit status says.
+        self._returned(value, seen=not isinstance(job, ScriptJob) or bool(job.pull))
 
-    def _do(self, job: CellJob | FunctionJob | PushJob | PullJob, loaded: Any) -> object:
+    def _do(self, job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob, loaded: Any) -> object:
         match job:
             case CellJob():
                 return self._run_cell(job, loaded)
@@ -188,6 +212,8 @@ class Rank:
                 return self.variables.pull(names)
             case FunctionJob():
                 return self._call(*loaded)
+            case ScriptJob():
+                return self._run_script(job)
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         self.variables.bring(captured)
@@ -206,24 +232,32 @@ class Rank:
             self.variables.bound_by(shell.prepare().transform_cell(job.source))
         return result.result
 
+    def _run_script(self, job: ScriptJob) -> object:
+        if job.file:
+            self.titles[job.file] = job.title
+        script.run(job)
+        pulled = dict(zip(job.pull, self.variables.pull(job.pull), strict=True))
+        script.end()
+        return pulled if job.pull else 0
+
     @staticmethod
     def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         value = function(*args, **kwargs)
         return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
 
-    def _returned(self, value: object) -> None:
+    def _returned(self, value: object, *, seen: bool = True) -> None:
         self.phase = Phase.VALUE
         if self.orders.keep:
             # Before the value, with which the job ends: the next one is made of what is known then.
             self._tell_names()
-        text, html = shell.prepare().describe(value)
+        text, html = shell.prepare().describe(value) if seen else ("", "")
         try:
             packed = payload.dumps_home(value)
             self.outgoing = shared.put(packed, lambda: Path(self.orders.spill))
         except Exception as error:
             msg = (
-                f"the job returned a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
-                f"sent to the notebook: {error}. Return plain data (numbers, tensors, a state_dict) instead."
+                f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {error}. "
+                "Return plain data (numbers, tensors, a state_dict) instead."
             )
             raise ValueNotSentError(msg) from error
         self.link.send(
@@ -255,6 +289,13 @@ class Rank:
             failure.write_error_file(error)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
+
+    def _program_ended(self, exitcode: int) -> None:
+        """Say of a program what is said of a rank that ends without a word."""
+        record = FailureRecord(
+            type="ProcessExited", message=describe_exit(exitcode), exitcode=exitcode, time=time.time()
+        )
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
 
     def _tell_names(self) -> None:
         names = self.variables.names()
@@ -289,6 +330,16 @@ class Rank:
                 self.outgoing.close()
 
 
+def _unsendable(value: object) -> str:
+    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
+    for key, each in value.items() if type(value) is dict else ():
+        try:
+            payload.dumps_home(each)
+        except Exception:  # noqa: BLE001 - whatever the objects raise
+            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 async def _awaited(value: Any) -> object:
     return await value
 
@@ -296,13 +347,27 @@ async def _awaited(value: Any) -> object:
 def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
+    if orders.fresh:
+        fresh.begin_anew(asdict(orders), orders.spill)
+    exitcode = _live(orders)
+    if exitcode:
+        raise SystemExit(exitcode)
+
+
+def resume(orders: dict[str, Any]) -> NoReturn:
+    """Be a rank in a new Python; `orders` are the fields of `Orders`."""
+    fresh.load_what_torchelastic_brings()
+    exitcode = _live(Orders(**orders))
+    # As a fork ends: what runs at exit has run.
+    os._exit(exitcode)
+
+
+def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
-    process_group.remember_agent_address()
+    process_group.remember_agent_address(orders.attempt)
     try:
-        exitcode = Rank(orders).live()
+        return Rank(orders).live()
     except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub
         # torch would write it to a file in the temporary directory, which nobody reads or removes.
         traceback.print_exc()
-        exitcode = 1
-    if exitcode:
-        raise SystemExit(exitcode)
+        return 1

@@ -137,12 +137,13 @@ def _store(where: str, number: int) -> dist.Store:
         _agent_store = dist.TCPStore(
             _agent_address[0], _agent_address[1], is_master=False, timeout=_STORE_TIMEOUT
         )
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    return dist.PrefixStore(f"nblaunch/{attempt}/{where}/{number}", _agent_store)
+    return dist.PrefixStore(f"nblaunch/{_attempt}/{where}/{number}", _agent_store)
 
 
 # Taken when the rank starts, before the user's code can set these variables to an address of its own.
 _agent_address: tuple[str, int] = ("127.0.0.1", 0)
+# Not torchelastic's restart count: that of a node that joined late is another one.
+_attempt = 0
 
 
 def agent_address() -> tuple[str, int]:
@@ -156,7 +157,8 @@ def forget_store() -> None:
     _agent_store = None
 
 
-def remember_agent_address() -> None:
-    """Note where the agent's store is."""
-    global _agent_address
+def remember_agent_address(attempt: int) -> None:
+    """Note where the agent's store is, and which attempt this is."""
+    global _agent_address, _attempt
+    _attempt = attempt
     _agent_address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

@@ -70,6 +70,11 @@ class RankShell(InteractiveShell):
         # Not done by a blank line in the source: IPython strips those, and looks for `%%` in line 1.
         return "\n" * self.lines_above + str(super().transform_cell(raw_cell))
 
+    def init_prompts(self) -> None:
+        """Have no `sys.ps1`, by which programs tell a notebook: Lightning refuses to run ranks in one."""
+        for name in ("ps1", "ps2", "ps3"):
+            vars(sys).pop(name, None)
+
     def enable_gui(self, gui: str | None = None) -> None:
         """Start no event loop: `%matplotlib inline` asks for none, and a rank has no windows."""
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Collection
 
+from nblaunch import _node_protocol as wire
+from nblaunch._events import EventLog
 from nblaunch._protocol import (
     AttemptStarted,
     Entered,
@@ -20,7 +23,9 @@ from nblaunch._protocol import (
     Noticed,
     Phase,
     Prepare,
+    ReportReached,
     RunEnded,
+    ToRank,
 )
 from nblaunch._state import RunState, State, advance
 from nblaunch.agent.contract import AgentSettings
@@ -30,6 +35,7 @@ from nblaunch.session.healing import Healing
 from nblaunch.session.hub import Hub
 from nblaunch.session.interruption import Interruption
 from nblaunch.session.job import Job
+from nblaunch.session.nodes import Nodes
 from nblaunch.session.phases import Phases
 from nblaunch.session.rank_logs import RankLogs
 
@@ -55,6 +61,8 @@ class Course:
         self.names: dict[int, tuple[str, ...]] = {}
         """Of a kept group: the variables that each rank has."""
         self.closed = threading.Event()
+        self.events = EventLog()
+        """What torchelastic has recorded of these ranks."""
         self._notes: list[str] = []
         """Of a kept group: what has happened to its ranks and has not been told with a job yet."""
         self._hub = hub
@@ -64,8 +72,11 @@ class Course:
         self._error: BaseException | None = None
         self._launch_failure: tuple[str, str] | None = None
         self._restart_at: float | None = None
-        self._interruption = Interruption(lambda rank, message: hub.send(self, rank, message))
-        self._healing = Healing(lambda rank, message: hub.send(self, rank, message))
+        self._interruption = Interruption(self._send)
+        self._healing = Healing(self._send)
+        self._nodes: Nodes | None = None
+        self._changing = False
+        """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
         self._phases = Phases()
 
     @property
@@ -77,13 +88,21 @@ class Course:
     def _titles(self) -> dict[str, str]:
         return self.job.titles if self.job is not None else {}
 
+    def _send(self, rank: int, message: ToRank) -> None:
+        if self._nodes is None or not self._nodes.send(rank, message):
+            self._hub.send(self, rank, message)
+
+    def _tell_nodes(self, message: wire.ToNode) -> None:
+        if self._nodes is not None:
+            self._nodes.tell(message)
+
     def _begin(self, job: Job | None, prepare: Prepare) -> None:
         self.job = job
         if self._prepare is None:
             self._prepare = prepare
             for rank in self.state.ranks.values():
                 if rank.node:
-                    self._hub.send(self, rank.rank, prepare)
+                    self._send(rank.rank, prepare)
             self._phases.begin_process_group(self.state.world_size)
         if job is None:
             return
@@ -101,7 +120,7 @@ class Course:
 
     def _dispatch_when_ready(self) -> None:
         """Dispatch once every rank has its process group, and its log files are known."""
-        if len(self._ready) < self.state.world_size or not self._logs.known:
+        if len(self._ready) < self.state.world_size or not self._logs.known(self.state.world_size):
             return
         self._phases.passed()
         job = self.job
@@ -109,7 +128,7 @@ class Course:
             return
         job.dispatched = True
         for rank in job.state.ranks:
-            self._hub.send(self, rank, job.dispatch)
+            self._send(rank, job.dispatch)
             # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
             job.fold(Entered(rank=rank, phase=Phase.JOB))
 
@@ -122,9 +141,16 @@ class Course:
         elif job.state.failed and job.settle_at is None:
             job.settle_at = time.monotonic() + SETTLE_SECONDS
 
+    def _ask_how_far(self) -> None:
+        state = self.job.state if self.job is not None else self.state
+        if len(state.ranks) > 1:
+            for rank in state.ranks.values():
+                if rank.state is State.RUNNING:
+                    self._hub.send(self, rank.rank, ReportReached())
+
     def _settled(self, job: Job) -> None:
         """Every rank of the job has an outcome, or has had the time to say what happened to it."""
-        if job.settled:
+        if job.settled or self._changing:
             return
         if self.keep:
             self._settled_and_kept(job)
@@ -132,6 +158,9 @@ class Course:
         job.settled, job.settle_at = True, None
         others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
         self._agent.release(succeeded=job.succeeded, others=others)
+        self._tell_nodes(
+            wire.Release(attempt=self.attempt, succeeded=job.succeeded, others=tuple(sorted(others)))
+        )
         if not others:
             self._send_leave()
         if self._interruption.begun:
@@ -213,15 +242,17 @@ class Course:
     def _dismiss(self) -> None:
         self._agent.release(succeeded=True, others=frozenset())
         for rank in self.state.ranks:
-            self._hub.send(self, rank, Leave())
+            self._send(rank, Leave())
 
-    def _send_leave(self) -> None:
+    def _send_leave(self, only: Collection[int] | None = None) -> None:
         job = self.job
         for rank in job.state.ranks.values() if job is not None else ():
+            if only is not None and rank.rank not in only:
+                continue
             if rank.state is State.FAILED and rank.failure is not None:
-                self._hub.send(self, rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
+                self._send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
             elif rank.state.final:
-                self._hub.send(self, rank.rank, Leave())
+                self._send(rank.rank, Leave())
 
     def _on_healed(self, message: Healed) -> None:
         outcome = self._healing.healed(message)

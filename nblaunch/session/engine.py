@@ -9,27 +9,30 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
+from nblaunch import _join_key
+from nblaunch._errors import LaunchError, OptionError, RunFailedError
+from nblaunch._events import EventLog
 from nblaunch._options import LaunchOptions
-from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob
-from nblaunch._reports import format_ranks
-from nblaunch._results import RankFailure, RunResult
-from nblaunch._state import RunState, State
-from nblaunch.agent import devices, forkserver, runtime
-from nblaunch.agent.contract import AgentSettings
+from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob, ScriptJob
+from nblaunch._results import RunResult
+from nblaunch._state import RunState
+from nblaunch.agent import devices, forkserver, meetings, runtime
+from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
-from nblaunch.session import hub, notebook, outcome
+from nblaunch.session import hub, joining, notebook, outcome, process_options, recent
 from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
+from nblaunch.session.shown import Shown
 from nblaunch.session.standby import Seat, Standby
 from nblaunch.session.usage import measuring
+from nblaunch.session.verdict import verdict
 
 _END_SECONDS = 30.0
 
@@ -38,7 +41,7 @@ _END_SECONDS = 30.0
 class Launch:
     """A job with everything that is decided before a process starts."""
 
-    job: CellJob | FunctionJob | PushJob | PullJob
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     captured: Captured
     options: LaunchOptions
     placement: Placement
@@ -76,7 +79,14 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     environ = {**os.environ, **options.env}
-    return devices.place(options.nproc_per_node, options.backend, environ), environ
+    meeting = meetings.meeting_of(options)
+    if meeting is not None:
+        _wait_for_groups(lambda group: _leaves(group, meeting))
+        meetings.refuse_taken(meeting)
+        environ |= meetings.network_variables(meeting, environ.__contains__)
+    placement = devices.place(options.nproc_per_node, options.backend, environ)
+    process_options.check(options, placement, environ)
+    return placement, environ
 
 
 def perform(launch: Launch, watcher: Watcher) -> Outcome:
@@ -85,8 +95,12 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     wait_for_gpus(launch.placement)
     options = launch.options
     settings = settings_of(options, launch.placement)
-    shape = replace(settings, grace=0.0) if options.log_dir is None else None
-    prepare = prepare_of(options, launch.placement, launch.environ)
+    settings = joining.with_key(settings)
+    # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
+    ahead = options.log_dir is None and options.numa_binding is None and settings.meeting is None
+    shape = replace(settings, grace=0.0) if ahead else None
+    script = isinstance(launch.job, ScriptJob)
+    prepare = prepare_of(options, launch.placement, launch.environ, script=script)
     seat = standby.take(shape)
     try:
         if seat is not None:
@@ -94,6 +108,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         else:
             seat = _seat(with_logs(settings, options), private=options.log_dir is None)
         _leaving.append(weakref.ref(seat.group))
+        if settings.meeting is not None:
+            keep(seat.group)  # its agent waits for other nodes at the end
         return conduct(seat.group, launch, prepare, watcher, private=seat.private)
     finally:
         standby.used(shape)
@@ -130,17 +146,19 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
     """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
     with shared.put(launch.captured.packed, runtime.root) as outgoing:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
-        job = Job(_dispatch(launch, outgoing.payload), state, aside=launch.aside)
+        job = Job(
+            _dispatch(launch, outgoing.payload), state, aside=launch.aside, shown=Shown.of(launch.options)
+        )
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:
             with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage):
                 error = ending.wait()
             try:
-                result = _collect(job, launch, private)
+                result = _collect(group, job, launch, private)
             except KeyboardInterrupt as interrupt:
                 # All values are here: whoever stops the notebook now still gets them.
-                result, error = _collect(job, launch, private), interrupt
+                result, error = _collect(group, job, launch, private), interrupt
             shown = result.state
         finally:
             try:
@@ -149,7 +167,7 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
                 job.values = {}
             finally:
                 watcher.close(shown if shown.finished else job.state)
-    error = error or _error(job, result, launch.options)
+    error = error or verdict(job, result, launch.options)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
     return Outcome(result, error)
@@ -174,27 +192,43 @@ _leaving: list[weakref.ref[WorkerGroup]] = []
 
 def wait_for_gpus(placement: Placement) -> None:
     """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
+    _wait_for_groups(lambda _: placement.device_type != "cpu")
+
+
+def _wait_for_groups(wanted: Callable[[WorkerGroup], bool]) -> None:
     _leaving[:] = [each for each in _leaving if (group := each()) is not None and not group.closed.is_set()]
-    if placement.device_type == "cpu":
-        return
     for each in _leaving:
         group = each()
-        if group is not None:
+        if group is not None and wanted(group):
             group.closed.wait(_END_SECONDS)
 
 
-def _collect(job: Job, launch: Launch, private: object) -> RunResult:
+def _leaves(group: WorkerGroup, meeting: Meeting) -> bool:
+    """Whether a group that has done its job still holds the place where others are to meet."""
+    held = group.settings.meeting
+    done = group.job is None or group.job.ended.is_set()
+    return done and held is not None and held.port == meeting.port
+
+
+def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> RunResult:
+    events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+    if not launch.aside:
+        recent.remember(events)
     return outcome.collect(
         job,
         backend=launch.placement.backend,
         title=launch.title,
-        log_dir=_own_directory(job),
+        log_dir=_own_directory(job, group.settings),
+        events=events,
         keep=private,
     )
 
 
 def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
     """Return what the agent needs to know, but for what each group has for itself."""
+    meeting = meetings.meeting_of(options)
+    if meeting is not None:
+        meeting = replace(meeting, ranks_backend=placement.backend)
     return AgentSettings(
         nproc=placement.nproc,
         role=options.role,
@@ -202,8 +236,10 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
         monitor_interval=options.monitor_interval,
         grace=options.grace,
         shutdown_timeout=options.shutdown_timeout,
-        run_id="",
+        run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if meeting is not None else "",
         log_dir=Path(),
+        processes=process_options.settings_of(options),
+        meeting=meeting,
     )
 
 
@@ -222,7 +258,7 @@ def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> 
             "Give a directory that you can write to."
         )
         raise OptionError(msg) from error
-    return replace(settings, run_id=uuid.uuid4().hex[:12], log_dir=directory)
+    return replace(settings, run_id=settings.run_id or uuid.uuid4().hex[:12], log_dir=directory)
 
 
 def prepare_of(
@@ -231,15 +267,23 @@ def prepare_of(
     environ: Mapping[str, str],
     *,
     timeout: float | None = None,
+    script: bool = False,
 ) -> Prepare:
-    """Return what makes processes the ranks of this notebook, as it is now."""
+    """Return what makes processes the ranks of this notebook, as it is now.
+
+    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
+    and, unless it is to have a process group, devices that nobody has touched.
+    """
+    untouched = script and not options.init_process_group and placement.device_type != "cpu"
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(
-        environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
+        environ=tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items()),
         cwd=str(Path.cwd()),
-        path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
+        path=tuple(os.path.abspath(entry) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
         argv=tuple(sys.argv[:1]) or ("",),
         backend=placement.backend if options.init_process_group else None,
-        device_type=placement.device_type,
+        device_type="" if untouched else placement.device_type,
         accelerators=placement.accelerators,
         timeout=timeout,
     )
@@ -258,83 +302,14 @@ def _dispatch(launch: Launch, payload: object) -> Dispatch:
     )
 
 
-def _own_directory(job: Job) -> Path | None:
+def _own_directory(job: Job, settings: AgentSettings) -> Path | None:
     """Return this run's directory: below it are attempts, below those ranks, below those files."""
+    if settings.processes.logs_specs is not None:
+        return settings.log_dir  # what is where below it only the user's class knows
     for ranks in job.logs.values():
         for logs in ranks.values():
             return Path(logs.worker.stdout).parents[2]
     return None
-
-
-def _error(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
-    """Return the error that a run which was not cut short ends with, if it failed."""
-    if job.launch_failure is not None:
-        phase, message = job.launch_failure
-        return LaunchError(message, phase=phase)
-    if job.error is not None:
-        if isinstance(job.error, NblaunchError):
-            return job.error
-        phase = _phase_of(job.error, job.state)
-        error: BaseException = LaunchError(
-            f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}", phase=phase
-        )
-        error.__cause__ = job.error
-        return error
-    root = result.root_cause
-    if root is None:
-        if result.ok:
-            return None
-        return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
-    if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
-        error = LaunchError(
-            f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"
-            + (f"\n{root.last_output}" if root.last_output else ""),
-            phase=root.phase.value,
-        )
-    else:
-        error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
-    error.__cause__ = root.exception
-    return error
-
-
-def _unfinished(result: RunResult) -> RunFailedError:
-    """Say that ranks have no value although none failed: a peer's process ended after its value came."""
-    ranks = [each.rank for each in result.ranks if each.state is not State.SUCCEEDED]
-    warnings = "".join(f"\n{warning}" for warning in result.warnings)
-    msg = (
-        f"{format_ranks(ranks)} of {result.world_size} did not finish: the group ended before that{warnings}"
-    )
-    return RunFailedError(msg, result=result)
-
-
-def _phase_of(error: BaseException, state: RunState) -> str:
-    """Return the phase in which the agent itself broke."""
-    if type(error).__name__.startswith("Rendezvous"):
-        return "rendezvous"
-    phases = list(Phase)
-    return max((rank.phase for rank in state.ranks.values()), key=phases.index, default=Phase.FORK).value
-
-
-def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
-    """Say which rank failed, how, where, and what became of the others; no times, no pids."""
-    # A mistake in the code fails every rank alike; who is first by the clock differs from run to run.
-    causes = [failure for failure in result.failures if failure.consequence_of is None]
-    alike = [failure.rank for failure in causes if failure.reason == root.reason]
-    lines = [f"{format_ranks(alike)} of {result.world_size} failed: {root.reason}"]
-    if root.frame is not None and root.frame.source:
-        lines[0] += f"\n    {root.frame.source}"
-    failed_too = [failure.rank for failure in causes if failure.rank not in alike]
-    if failed_too:
-        lines.append(f"{format_ranks(failed_too)} failed too")
-    ended = [failure.rank for failure in result.failures if failure.consequence_of is not None]
-    ended += [each.rank for each in result.ranks if each.state is State.STOPPED]
-    if ended:
-        lines.append(f"{format_ranks(ended)} ended because of that")
-    if options.max_restarts:
-        lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
-    if root.type == "ProcessExited" and root.last_output:
-        lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
-    return "\n".join(lines)
 
 
 def close() -> None:

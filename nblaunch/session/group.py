@@ -13,8 +13,13 @@ import secrets
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
-from nblaunch._errors import LaunchError, RunFailedError
+import msgspec
+
+from nblaunch import _node_protocol as wire
+from nblaunch._errors import RunFailedError
+from nblaunch._events import Event
 from nblaunch._protocol import (
     Answer,
     Asked,
@@ -29,6 +34,7 @@ from nblaunch._protocol import (
     Noticed,
     Phase,
     Prepare,
+    Raised,
     Returned,
     Where,
 )
@@ -38,12 +44,12 @@ from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
 from nblaunch.agent.thread import AgentThread
 from nblaunch.rank.main import Orders
-from nblaunch.session.course import Course
 from nblaunch.session.departures import Departures
 from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.job import Job
 from nblaunch.session.phases import Phases
+from nblaunch.session.spread import SpreadCourse
 from nblaunch.session.status import alive
 
 _ANSWER_SECONDS = 1.0
@@ -51,7 +57,7 @@ _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 
 
-class WorkerGroup(Course):
+class WorkerGroup(SpreadCourse):
     """N ranks under one agent; `keep` says whether they outlive a job."""
 
     def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool = False) -> None:
@@ -59,10 +65,16 @@ class WorkerGroup(Course):
         super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
         self._started = False
-        self._agent = AgentThread(settings, self._rank_arguments, self)
-        # Last: an interrupt that comes while this is made must leave nothing behind.
         self._directory = runtime.make_directory("group-")
         self._departures = Departures(self._directory)
+        if settings.meeting is not None and settings.meeting.most > 1:
+            settings = self._open_gate(settings.meeting, self._directory)
+        try:
+            self._agent = AgentThread(settings, self._rank_arguments, self)
+        except BaseException:
+            hub.call(lambda: self._close_nodes(succeeded=False))
+            runtime.remove_tree(self._directory)
+            raise
 
     # --- for the caller's thread -----------------------------------------------------------------
 
@@ -84,7 +96,7 @@ class WorkerGroup(Course):
         )
         self._hub.call(lambda: self._interruption.ask(inquiry))
         inquiry.complete.wait(seconds)
-        return inquiry.report(self._at_work, str(self._directory), self._titles)
+        return inquiry.report(self._here(self._at_work), str(self._directory), self._titles)
 
     @property
     def _at_work(self) -> RunState:
@@ -105,8 +117,9 @@ class WorkerGroup(Course):
         kept.wait(_ANSWER_SECONDS)
 
     def measured(self, measured: Measured) -> None:
-        """Keep what the ranks use with what is known of the run."""
+        """Keep what the ranks use with what is known of the run, and ask how far each of them is."""
         self._hub.call(lambda: self._fold(measured))
+        self._hub.call(self._ask_how_far)
 
     def notice(self, text: str) -> None:
         """Say something about the job that does not end it."""
@@ -114,7 +127,7 @@ class WorkerGroup(Course):
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Tell a rank what the user has typed."""
-        self._hub.call(lambda: self._hub.send(self, rank, answer))
+        self._hub.call(lambda: self._send(rank, answer))
 
     def interrupt(self, job: Job | None = None) -> None:
         """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective.
@@ -138,6 +151,7 @@ class WorkerGroup(Course):
     def hurry(self) -> None:
         """Skip what is left of the grace period."""
         self._agent.hurry()
+        self._hub.call(lambda: self._tell_nodes(wire.Hurry()))
         if self.keep:
             self.restart("it was interrupted twice")
         else:
@@ -170,53 +184,55 @@ class WorkerGroup(Course):
     # --- from the agent's thread -----------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
-        spill = str(self._directory)
-        return (Orders(self._hub.address, self.group, self.token, attempt, spill, self.keep),)
+        wanted = self.settings.processes
+        orders = Orders(
+            self._hub.address,
+            self.group,
+            self.token,
+            attempt,
+            spill=str(self._directory),
+            keep=self.keep,
+            fresh=wanted.start_method == "spawn",
+            virtual_local_rank=wanted.virtual_local_rank,
+        )
+        return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
         """Take note before the first process is forked: it may speak before the last one is."""
-        done = threading.Event()
-
-        def note() -> None:
-            self._on_attempt(
-                AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
-            )
-            done.set()
-
-        self._hub.call(note)
-        while not done.wait(1.0):
-            if not self._hub.usable:
-                msg = "the hub, which carries the ranks' messages, has ended"
-                raise LaunchError(msg, phase=Phase.CONNECT.value)
+        started = AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
+        self._noted(lambda: self._on_attempt(started))
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Take note of the processes and their log files."""
-        self._hub.call(lambda: self._on_workers(number, world_size, workers))
+        """Take note of the processes and their log files, before those of other nodes."""
+        self._noted(lambda: self._on_workers(number, world_size, workers))
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
         """Take note of a process that is gone."""
         exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
         self._hub.call(lambda: self._on_exit(exited))
 
-    def others_stopped(self) -> None:
-        """Take note that nobody is at work any more: those that have failed may go."""
-        self._hub.call(self._send_leave)
+    def recorded(self, event: Event) -> None:
+        """Keep one of torchelastic's events."""
+        self.events.add(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
         """Take note of the agent's end."""
+        self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
     # --- on the hub's thread: what the ranks say -------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
+        if self._changing and isinstance(message, Raised):
+            return
         self._heard()
         for printed in self._logs.before(message):
             self._fold(printed)
         match message:
             case Hello():
                 if self._prepare is not None:
-                    self._hub.send(self, message.rank, self._prepare)
+                    self._send(message.rank, self._prepare)
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
@@ -275,6 +291,8 @@ class WorkerGroup(Course):
         if job is not None and not job.ended.is_set():
             for printed in self._logs.news(job.state.ranks):
                 self._fold(printed)
+        if self._nodes is not None:
+            self._nodes.tick(now)
         self._fold_exits(now)
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self._settled(job)
@@ -302,6 +320,9 @@ class WorkerGroup(Course):
         self.attempt = message.number
         self._ready, self.names = set(), {}
         self._departures.forget()
+        self._changing = False
+        if self._nodes is not None:
+            self._nodes.begin()
         self._restart_at = None
         self._healing.abandon()
         self._phases = Phases()
@@ -317,6 +338,8 @@ class WorkerGroup(Course):
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
+        if self._nodes is not None:
+            self._nodes.keep_logs_at(Path(workers[0].stdout).parents[1])
         pids = {worker.rank: worker.pid for worker in workers}
         self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
         # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
@@ -325,6 +348,8 @@ class WorkerGroup(Course):
 
     def _on_exit(self, exited: Exited) -> None:
         self._hub.drain()
+        if self._changing:
+            exited = msgspec.structs.replace(exited, expected=True)
         if self.keep and not self.ready and not exited.expected:
             self._agent.stop()  # a rank that cannot even be started would not come into being again
         self._healing.abandon()
@@ -364,6 +389,7 @@ class WorkerGroup(Course):
             self._error = self._error or error
             # Here and not in `close`: a caller who is interrupted once more may never come that far.
             self._hub.remove(self)
+            self._close_nodes(succeeded=job is not None and job.succeeded)
             self._logs.close()
             runtime.remove_tree(self._directory)
             self.closed.set()

@@ -15,7 +15,7 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol
 
 import zmq
@@ -82,6 +82,8 @@ class Hub:
         self._members: dict[str, Member] = {}
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
+        self._watched: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._poller = zmq.Poller()
         self._closing = False
         self._broken = False
         self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
@@ -126,6 +128,14 @@ class Hub:
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([identity, encode(message)])
 
+    def watch(self, socket: zmq.Socket[bytes], action: Callable[[], None] | None) -> None:
+        """Call `action` whenever another socket has something; only on the hub's thread. None: no more."""
+        if action is not None:
+            self._watched[socket] = action
+            self._poller.register(socket, zmq.POLLIN)
+        elif self._watched.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
     def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
         """Handle the messages that are here already; only on the hub's thread.
 
@@ -166,7 +176,7 @@ class Hub:
             self._run_calls()
 
     def _route(self) -> None:
-        poller = zmq.Poller()
+        poller = self._poller
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         next_tick = 0.0
@@ -179,6 +189,7 @@ class Hub:
             ready = dict(poller.poll(wait))
             if self._socket in ready:
                 self.drain()
+            self._hear_others(ready)
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
@@ -187,6 +198,11 @@ class Hub:
             if now >= next_tick:
                 next_tick = now + _TICK_SECONDS
                 self._tick(now)
+
+    def _hear_others(self, ready: Container[object]) -> None:
+        for socket, action in list(self._watched.items()):
+            if socket in ready:
+                self._guard(action)
 
     def _tick(self, now: float) -> None:
         # Not in the loop that calls this: its variable would keep the last group, values and all.

@@ -19,21 +19,27 @@ from nblaunch._protocol import (
     FailureRecord,
     Message,
     Phase,
+    Printed,
     Raised,
     Returned,
+    ScriptJob,
 )
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State, advance, looked_at
 from nblaunch.job import shared
 from nblaunch.session.rank_logs import Logs
+from nblaunch.session.shown import EVERYTHING, Shown
 
 
 class Job:
     """A job that has been given to a group, or is about to be."""
 
-    def __init__(self, dispatch: Dispatch, state: RunState, *, aside: bool = False) -> None:
+    def __init__(
+        self, dispatch: Dispatch, state: RunState, *, aside: bool = False, shown: Shown = EVERYTHING
+    ) -> None:
         """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result."""
         self.aside = aside
+        self.shown = shown
         self.dispatch = dispatch
         self.state = state
         self.values: dict[int, tuple[memoryview, ...]] = {}
@@ -58,6 +64,8 @@ class Job:
         job = self.dispatch.job
         if isinstance(job, CellJob):
             titles[job.filename] = job.title
+        elif isinstance(job, ScriptJob) and job.file:
+            titles[job.file] = job.title
         return titles
 
     @property
@@ -90,6 +98,8 @@ class Job:
 
     def fold(self, message: Message) -> None:
         """Take a message into account; after the end only what warns of a rank that left badly."""
+        if isinstance(message, Printed) and not self.shown.shows(self._local(message.rank), message.stream):
+            return  # it is in the rank's files, and from there in the result
         before = self.state
         after = advance(before, message)
         if not self.ended.is_set():
@@ -98,6 +108,11 @@ class Job:
             warning = after.ranks[message.rank].warning
             if warning and warning != before.ranks[message.rank].warning:
                 self.late.append(warning)
+
+    def _local(self, rank: int) -> int:
+        """Return a rank's number on its node: the agent's word, since a virtual local rank is always 0."""
+        known = self.logs.get(self.state.attempt.number, {}).get(rank)
+        return known.worker.local_rank if known is not None else self.state.ranks[rank].local_rank
 
     def keep(self, report: HangReport) -> None:
         """Keep a report of where the ranks are."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch._protocol import FailureRecord, Phase
+from nblaunch._events import EventLog
+from nblaunch._protocol import FailureRecord, Phase, Stream
 from nblaunch._results import Attempt, RankFailure, RankResult, RankResults, RunResult
 from nblaunch._state import AttemptState, RankState, RunState, State, signal_name
 from nblaunch.agent import runtime
@@ -20,6 +21,7 @@ from nblaunch.job import payload
 from nblaunch.session import hub
 from nblaunch.session.job import Job
 from nblaunch.session.rank_logs import Logs
+from nblaunch.session.shown import Shown
 
 _LAST_OUTPUT_LINES = 10
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
@@ -42,14 +44,17 @@ def _remove(path: Path, owner: int) -> None:
         hub.later(functools.partial(runtime.remove_tree, path))
 
 
-def collect(job: Job, *, backend: str, title: str, log_dir: Path | None, keep: object) -> RunResult:
+def collect(  # noqa: PLR0913 - what a result holds
+    job: Job, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
+) -> RunResult:
     """Return the result of a job that has ended."""
     values, broken = _unpickled(job)
     state = _with_failures(job.state, broken)
     logs = job.logs
     *earlier, last = state.attempts
-    attempts = [_attempt(each, {}, logs.get(each.number, {})) for each in earlier]
-    attempts.append(_attempt(last, values, logs.get(last.number, {})))
+    shown = job.shown
+    attempts = [_attempt(each, {}, logs.get(each.number, {}), shown) for each in earlier]
+    attempts.append(_attempt(last, values, logs.get(last.number, {}), shown))
     return RunResult(
         ranks=attempts[-1].ranks,
         world_size=state.world_size,
@@ -60,6 +65,7 @@ def collect(job: Job, *, backend: str, title: str, log_dir: Path | None, keep: o
         title=title,
         hang_report=state.hang,
         _log_dir=log_dir,
+        _events=events,
         _late=job.late,
         _state=state,
         _keep=keep,
@@ -98,9 +104,14 @@ def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunS
     return replace(state, ranks=ranks)
 
 
-def _attempt(attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs]) -> Attempt:
+def _attempt(
+    attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs], shown: Shown
+) -> Attempt:
     found = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
-    failures = tuple(_failure(each, attempt.ranks[each.rank]) for each in explain(found))
+    failures = tuple(
+        _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), shown))
+        for each in explain(found)
+    )
     by_rank = {failure.rank: failure for failure in failures}
     return Attempt(
         number=attempt.number,
@@ -116,7 +127,7 @@ def _attempt(attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int
     )
 
 
-def _failure(explained: Explained, rank: RankState) -> RankFailure:
+def _failure(explained: Explained, last_output: str) -> RankFailure:
     record = explained.failure
     exception = None
     if record.exception is not None:
@@ -136,17 +147,29 @@ def _failure(explained: Explained, rank: RankState) -> RankFailure:
         time=record.time,
         phase=record.phase,
         consequence_of=explained.consequence_of,
-        last_output=_last_output(rank),
+        last_output=last_output,
         shown=record.shown,
     )
 
 
-def _last_output(rank: RankState) -> str:
+def _last_output(rank: RankState, logs: Logs | None, shown: Shown) -> str:
+    """Return the last lines that a rank has printed; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
+    for stream in Stream:
+        if logs is not None and not shown.shows(logs.worker.local_rank, stream):
+            text = f"{text.rstrip()}\n{_kept(logs, stream)}"
     lines = _CONTROL.sub("", text).split("\n")
     # A progress bar writes over its line: what counts is what stands there at last.
-    shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return "\n".join([line for line in shown if line.strip()][-_LAST_OUTPUT_LINES:])
+    final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    return "\n".join([line for line in final if line.strip()][-_LAST_OUTPUT_LINES:])
+
+
+def _kept(logs: Logs, stream: Stream) -> str:
+    """Return what the job wrote to one of the rank's two files."""
+    start, ended = logs.started, logs.ended
+    if stream is Stream.STDOUT:
+        return read_text(logs.worker.stdout, start.stdout, ended.stdout if ended else None)
+    return read_text(logs.worker.stderr, start.stderr, ended.stderr if ended else None)
 
 
 def _rank_result(
@@ -154,9 +177,7 @@ def _rank_result(
 ) -> RankResult:
     stdout = stderr = ""
     if logs is not None:
-        ended = logs.ended
-        stdout = read_text(logs.worker.stdout, logs.started.stdout, ended.stdout if ended else None)
-        stderr = read_text(logs.worker.stderr, logs.started.stderr, ended.stderr if ended else None)
+        stdout, stderr = _kept(logs, Stream.STDOUT), _kept(logs, Stream.STDERR)
     return RankResult(
         rank=rank.rank,
         local_rank=logs.worker.local_rank if logs is not None else rank.local_rank,

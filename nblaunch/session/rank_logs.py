@@ -40,10 +40,9 @@ class RankLogs:
         self._present: dict[int, Logs] = {}
         self._tails: dict[int, LogTail] = {}
 
-    @property
-    def known(self) -> bool:
-        """Whether the files of the present attempt are known."""
-        return bool(self._tails)
+    def known(self, ranks: int) -> bool:
+        """Whether the files of the present attempt's `ranks` are known."""
+        return len(self._tails) >= ranks
 
     def begin_job(self, attempt: int) -> dict[int, dict[int, Logs]]:
         """Return where the output of a job that begins now will be noted, attempt by attempt."""
@@ -56,6 +55,12 @@ class RankLogs:
         self.close()
         self._present = self.attempts[attempt] = {worker.rank: Logs(worker) for worker in workers}
         self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
+
+    def extend(self, workers: tuple[Worker, ...]) -> None:
+        """Take note of more processes of the same attempt: another node's."""
+        for worker in workers:
+            self._present[worker.rank] = Logs(worker)
+            self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr)
 
     def close(self) -> None:
         """Close the files of the present attempt."""

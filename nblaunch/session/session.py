@@ -20,10 +20,12 @@ from nblaunch._state import State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
-from nblaunch.session import engine, hub, notebook, outcome
+from nblaunch.session import engine, hub, joining, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.sent import Sent
+from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
 Watch = Callable[[str, str], Watcher]
@@ -65,12 +67,19 @@ class LiveSession:
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
         self._sent = Sent()
+        if options.nodes[1] > 1:
+            msg = (
+                f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are "
+                "on one node. Run the "
+                "cell on fresh ranks (%%distributed --nnodes 2 ...), or leave nnodes out."
+            )
+            raise OptionError(msg)
         self.placement, environ = engine.place(options)
         self._prepare = engine.prepare_of(options, self.placement, environ, timeout=_COLLECTIVE_SECONDS)
         forkserver.server.ensure_running()
         engine.wait_for_gpus(self.placement)
         settings = dataclasses.replace(
-            engine.with_logs(engine.settings_of(options, self.placement), options),
+            engine.with_logs(joining.with_key(engine.settings_of(options, self.placement)), options),
             max_restarts=options.max_restarts or _UNLIMITED,
         )
         self._private = None if options.log_dir else outcome.LogDirectory(settings.log_dir)
@@ -105,6 +114,8 @@ class LiveSession:
     ) -> Perform:
         """Capture a call of `fn`; it is made when what this returns is called."""
         target: object = fn
+        if is_script(target):
+            raise refuse_in_session(target, self.name)
         if not callable(target):
             msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
             raise OptionError(msg)
@@ -208,7 +219,7 @@ class LiveSession:
         launch = engine.Launch(
             job=job,
             captured=captured,
-            options=wish.options or self.options,
+            options=with_those_of(wish.options, self.options) if wish.options else self.options,
             placement=self.placement,
             environ={},
             title=wish.title,
@@ -216,7 +227,18 @@ class LiveSession:
             aside=wish.aside,
         )
         if wish.cancelled is None:
-            self.claim()
+            self._refuse_if(at_work=self._busy.locked())
+            # The one way to take a lock and to let it go that no interrupt comes between.
+            with self._busy:
+                return self._carry_out(launch, wish, chosen, sent or {})
+        try:
+            return self._carry_out(launch, wish, chosen, sent or {})
+        finally:
+            self._busy.release()
+
+    def _carry_out(
+        self, launch: engine.Launch, wish: _Wish, chosen: tuple[int, ...], sent: Mapping[str, Any]
+    ) -> engine.Outcome:
         present = self._sent.of(self.group.attempt)
         try:
             self._refuse_if_ended()
@@ -229,8 +251,7 @@ class LiveSession:
                 self.failed_last = finished.result.root_cause.rank
             return finished
         finally:
-            present.remember(sent or {}, captured.packed.carried, chosen)
-            self._busy.release()
+            present.remember(sent, launch.captured.packed.carried, chosen)
 
     def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
         """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""

@@ -195,6 +195,18 @@ def test_64_ranks_are_calm_and_readable(front, gate):
     expect(front.outputs.last).to_contain_text("SUCCEEDED")
 
 
+def test_the_rank_that_another_waits_for_in_a_collective_is_marked(front, gate):
+    body = "import torch, torch.distributed as dist\nif rank == 1:\n"
+    body += "\n".join(f"    {line}" for line in gate.wait().splitlines())
+    front.start(cell(2, f"{body}\ndist.all_reduce(torch.ones(1))"))
+    late = front.panel.get_by_role("article", name="Rank 1", exact=True)
+    expect(late).to_contain_text("1 collective behind the others", timeout=20_000)
+    waiting = front.panel.get_by_role("article", name="Rank 0", exact=True)
+    expect(waiting).not_to_contain_text("behind")
+    gate.open()
+    front.finished()
+
+
 def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(front, gate):
     body = f"if rank == 1:\n    raise ValueError('the first to fail')\n{gate.wait()}"
     front.run(cell(3, body))

@@ -55,6 +55,12 @@ def test_nccl_works_and_leaves_the_kernels_cuda_uninitialised(kernel):
     assert kernel.value("torch.cuda.is_initialized()") is False
 
 
+def test_a_script_finds_devices_that_nobody_has_touched(kernel, tmp_path):
+    (tmp_path / "train.py").write_text("import torch\ntouched = torch.cuda.is_initialized()")
+    kernel.ok(f"%distributed run -n 2 --pull touched {tmp_path}/train.py", timeout=120)
+    assert kernel.value("_.values") == [{"touched": False}] * 2
+
+
 def test_one_rank_with_nccl_is_a_process_of_its_own(kernel):
     kernel.ok(
         """

@@ -1,0 +1,319 @@
+"""Where nodes meet: torch's own rendezvous, bound to one address, its state signed with the join key.
+
+Beside `elastic` the one module that touches torch's private names (`tests/test_torch_names.py`):
+`DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
+`._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
+`StaticTCPRendezvous._store`.
+
+torch keeps the state of a c10d rendezvous as a pickle in a store that anybody who reaches its port can
+write to. Here each state carries a code made with the join key, and none without it is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _RendezvousExitOp,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from nblaunch._errors import LaunchError
+from nblaunch.agent import stores
+from nblaunch.agent.contract import AgentSettings, Meeting
+
+_LOOPBACK = "127.0.0.1"
+_STEP = 0.2
+_JOIN_SECONDS = 600
+# torch's own 5 s and 3 attempts: a node that was killed would hold up the others for a quarter of a minute.
+_KEEP_ALIVE_SECONDS = 1
+_KEEP_ALIVE_ATTEMPTS = 4
+
+
+class Rendezvous(Protocol):
+    """What the agent wants of a rendezvous, over and above what torch's agent does."""
+
+    def next_rendezvous(self) -> Any:
+        """Meet the other nodes."""
+
+    def leave(self) -> None:
+        """Make room at once, so that nobody waits for this node."""
+
+    def shutdown(self) -> bool:
+        """End."""
+
+    def rejoin(self) -> None:
+        """Have the agent believe that a node waits: it starts the ranks anew, and counts no failure."""
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Tell the other nodes the number of the attempt that is being started."""
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until that is told, and return it."""
+
+
+def make(settings: AgentSettings, stopped: threading.Event) -> Any:
+    """Return the rendezvous that the settings ask for; it gives up waiting once `stopped` is set.
+
+    Raises `LaunchError` if its store can be neither hosted nor reached.
+    """
+    meeting = settings.meeting
+    if meeting is None:
+        return LoopbackRendezvous.standalone(settings.run_id)
+    store = stores.host_store(meeting.host, meeting.port) if meeting.hosting else stores.reach_store(meeting)
+    if meeting.hosting:
+        store.set(stores.bulletin_key(settings.run_id), json.dumps({"gate": meeting.gate}))
+    if meeting.backend == "static":
+        return StaticRendezvous(meeting, settings.run_id, store)
+    return NodesRendezvous.at(meeting, settings.run_id, store, stopped)
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's c10d rendezvous, whose store for the ranks listens on the node's own address only."""
+
+    _asked_to_rejoin = False
+
+    def _address(self) -> str:
+        return str(self._this_node.addr)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Say that the agent hosts the ranks' store: it does, whatever the environment says."""
+        return True
+
+    def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
+        return stores.host_store(self._address(), master_port)
+
+    def next_rendezvous(self) -> Any:
+        """Meet, and host the ranks' store where torch would not."""
+        self._asked_to_rejoin = False
+        info: Any = super().next_rendezvous()
+        if info.rank == 0 and self._shared_tcp_store_server is None:
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. What it
+            # is set for (addresses of a dead attempt) the ranks' own prefixes see to.
+            where = info.bootstrap_store_info
+            server = self._create_tcp_store_server(self._address(), self._free_port(where.master_port))
+            self._shared_tcp_store_server = server
+            where.master_addr, where.master_port = self._address(), server.port
+        return info
+
+    def _free_port(self, announced: int) -> int:
+        """Return the port for a store that torch has not made: the other nodes know which was announced."""
+        return announced
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to be let in."""
+        return 1 if self._asked_to_rejoin else int(super().num_nodes_waiting())
+
+    def rejoin(self) -> None:
+        """Have the agent believe that a node waits."""
+        self._asked_to_rejoin = True
+
+    def leave(self) -> None:
+        """Make room at once."""
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Tell nobody: there is one node."""
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Never called: the one node counts by itself."""
+        raise NotImplementedError
+
+    def shutdown(self) -> bool:
+        """Close, and let go of the store's server and its threads."""
+        closed = super().shutdown()
+        self._shared_tcp_store_server = None
+        self._bootstrap_store_info = None
+        return bool(closed)
+
+
+class LoopbackRendezvous(_Handler):
+    """c10d standalone rendezvous of one node: nothing of it listens beyond 127.0.0.1."""
+
+    @classmethod
+    def standalone(cls, run_id: str) -> LoopbackRendezvous:
+        """Make the rendezvous over a store inside this process: one node needs no server for it."""
+        store = dist.HashStore()
+        backend = C10dRendezvousBackend(store, run_id)
+        timeout = RendezvousTimeout(join=timedelta(seconds=60))
+        handler: LoopbackRendezvous = cls.from_backend(
+            run_id, store, backend, 1, 1, local_addr=_LOOPBACK, timeout=timeout
+        )
+        return handler
+
+    def next_rendezvous(self) -> Any:
+        """Join at once: the 0 to 0.3 s that torch sleeps in round 0 spread the load of many nodes."""
+        holder = self._state_holder
+        if holder.state.round == 0:
+            holder.state.round = 1
+        return super().next_rendezvous()
+
+    def _free_port(self, announced: int) -> int:
+        del announced
+        return 0
+
+
+class _Signed(C10dRendezvousBackend):
+    """Keeps torch's state in the store, signed; whoever waits on it can be told to stop."""
+
+    def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
+        super().__init__(store, run_id)
+        self._secret = hashlib.blake2b(key, person=b"nblaunch-state").digest()
+        self._stopped = stopped
+        self.waiting_thread = 0
+
+    def get_state(self) -> Any:
+        """Return the state, if it is one of ours."""
+        if self._stopped.is_set() and threading.get_ident() == self.waiting_thread:
+            msg = "the run was stopped"
+            raise SignalException(msg, 15)  # type: ignore[arg-type]
+        found = super().get_state()
+        return None if found is None else (self._opened(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> Any:
+        """Store the state with its code."""
+        found = super().set_state(hmac.digest(self._secret, state, "sha256") + state, token)
+        return None if found is None else (self._opened(found[0]), *found[1:])
+
+    def _opened(self, signed: bytes) -> bytes:
+        code, state = signed[:32], signed[32:]
+        if not hmac.compare_digest(code, hmac.digest(self._secret, state, "sha256")):
+            msg = "the state of the rendezvous was written by somebody who has not this run's key: refused"
+            raise RendezvousStateError(msg)
+        return state
+
+
+class NodesRendezvous(_Handler):
+    """c10d rendezvous of several nodes at an endpoint."""
+
+    meeting: Meeting
+    _signed: _Signed
+
+    @classmethod
+    def at(
+        cls, meeting: Meeting, run_id: str, store: dist.Store, stopped: threading.Event
+    ) -> NodesRendezvous:
+        """Make the rendezvous over the store at the endpoint."""
+        conf = dict(meeting.conf)
+        backend = _Signed(store, run_id, meeting.key, stopped)
+        handler: NodesRendezvous = cls.from_backend(
+            run_id,
+            store,
+            backend,
+            meeting.least,
+            meeting.most,
+            local_addr=meeting.local_addr,
+            timeout=RendezvousTimeout(*(_seconds(conf, name) for name in ("join", "last_call", "close"))),
+            keep_alive_interval=int(conf.get("keep_alive_interval", _KEEP_ALIVE_SECONDS)),
+            keep_alive_max_attempt=int(conf.get("keep_alive_max_attempt", _KEEP_ALIVE_ATTEMPTS)),
+        )
+        handler.meeting, handler._signed = meeting, backend
+        return handler
+
+    def next_rendezvous(self) -> Any:
+        """Meet the other nodes; raises `LaunchError` if they do not come in time."""
+        # Of each round anew: the node that hosted the last one may be gone.
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        self._signed.waiting_thread = threading.get_ident()
+        try:
+            return super().next_rendezvous()
+        except RendezvousTimeoutError as error:
+            meeting = self.meeting
+            msg = (
+                f"{meeting.least} nodes were to meet at {meeting.host}:{meeting.port}, and not all of "
+                "them came "
+                "in time. Start the others (python -m nblaunch join), or give them more time: "
+                "rdzv_conf='join_timeout=1200'."
+            )
+            raise LaunchError(msg, phase="rendezvous") from error.with_traceback(None)
+        finally:
+            self._signed.waiting_thread = 0
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to be let in: the notebook's agent sees to these, for all."""
+        return super().num_nodes_waiting() if self.meeting.hosting else int(self._asked_to_rejoin)
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Tell the other nodes of this round which attempt it is."""
+        store.set("nblaunch/attempt", str(attempt))
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until the notebook's ranks are there, and return the number of the attempt."""
+        return _wait_for_attempt(store, "nblaunch/attempt", stopped)
+
+    def leave(self) -> None:
+        """Make room at once."""
+        with contextlib.suppress(RendezvousError):
+            self._stop_heartbeats()
+            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + _STEP * 10)
+
+    def shutdown(self) -> bool:
+        """Close the rendezvous, if this is the notebook's; a node that leaves closes nothing."""
+        if self.meeting.hosting:
+            return super().shutdown()
+        self.leave()
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        return True
+
+
+class StaticRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous, over a store that listens on the address of node 0 only."""
+
+    def __init__(self, meeting: Meeting, run_id: str, store: dist.TCPStore) -> None:
+        """Take part as node `meeting.node_rank`."""
+        seconds = int(dict(meeting.conf).get("timeout", _JOIN_SECONDS))
+        super().__init__(meeting.host, store.port, meeting.node_rank, meeting.most, run_id, seconds)
+        store.set_timeout(timedelta(seconds=seconds))
+        self._store = store
+        self._posted = self._read = 0
+
+    def rejoin(self) -> None:
+        """Do nothing: its nodes never change."""
+
+    def leave(self) -> None:
+        """Do nothing: its nodes never change."""
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Tell the other nodes."""
+        self._posted += 1
+        store.set(f"nblaunch/attempt/{self._posted}", str(attempt))
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until the notebook's ranks are there, and return the number of the attempt."""
+        self._read += 1
+        return _wait_for_attempt(store, f"nblaunch/attempt/{self._read}", stopped)
+
+    def shutdown(self) -> bool:
+        """Let go of the store."""
+        self._store = None
+        return True
+
+
+def _wait_for_attempt(store: dist.Store, key: str, stopped: threading.Event) -> int:
+    while not store.check([key]):
+        if stopped.wait(0.02):
+            msg = "the run was stopped"
+            raise SignalException(msg, 15)  # type: ignore[arg-type]
+    return int(store.get(key))
+
+
+def _seconds(conf: dict[str, str], name: str) -> timedelta | None:
+    value = conf.get(f"{name}_timeout")
+    return None if value is None else timedelta(seconds=int(value))

@@ -1,0 +1,1 @@
+"""Where agents run beside the notebook's own: nodes that join it."""

@@ -1,0 +1,175 @@
+"""A script in a rank: `__main__` of this very process, as `python train.py` and `python -m` have it.
+
+A program that Python does not run is a child of the rank, with its environment, streams and end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import importlib.util
+import io
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from nblaunch._protocol import ScriptJob
+
+
+class ProgramEndedError(Exception):
+    """A program that Python does not run has ended badly; `exitcode` is negative for a signal."""
+
+    def __init__(self, exitcode: int) -> None:
+        """Keep how it ended."""
+        super().__init__(exitcode)
+        self.exitcode = exitcode
+
+
+def run(job: ScriptJob) -> None:
+    """Run a script to its end. Raises what it raises, `SystemExit` only with an exit status other than 0."""
+    # torchelastic's macro (`torch.distributed.elastic.utils.macros`).
+    args = [Template(arg).safe_substitute(local_rank=os.environ["LOCAL_RANK"]) for arg in job.args]
+    if job.program:
+        _run_program([job.path, *args])
+        return
+    # It may have been written a moment ago, with the modules that it imports.
+    importlib.invalidate_caches()
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv[:] = [job.name, *args]
+    try:
+        code = _module(job.name, main) if job.module else _file(job.path, main)
+        exec(code, main.__dict__)  # noqa: S102 - to run it is what was asked for
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+
+
+def end() -> None:
+    """Do what Python does after the last line of a script: wait for its threads, call its exit functions.
+
+    Here, while what they print still belongs to the run.
+    """
+    # Executors have their threads end first. Private, and without them an idle one would be waited for.
+    shutdowns: tuple[Callable[[], object], ...] = tuple(getattr(threading, "_threading_atexits", ()))
+    for shut_down in reversed(shutdowns):
+        shut_down()
+    while threads := [each for each in threading.enumerate() if not each.daemon and each is not _main()]:
+        for thread in threads:
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+
+
+def _main() -> threading.Thread:
+    return threading.main_thread()
+
+
+# --- Python ------------------------------------------------------------------------------------------
+
+
+def _file(path: str, main: types.ModuleType) -> types.CodeType:
+    """Return the code of a file, of a directory with a `__main__.py`, or of a zip file with one."""
+    importer: Any = pkgutil.get_importer(path)
+    if importer is not None:
+        sys.path.insert(0, path)
+        return _code(importer.find_spec("__main__"), path, main)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    _describe(main, file=path, loader=SourceFileLoader("__main__", path))
+    with io.open_code(path) as file:
+        compiled: types.CodeType | None = pkgutil.read_code(file)
+    return compiled or compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+
+def _module(name: str, main: types.ModuleType) -> types.CodeType:
+    """Return the code of a module, or of a package's `__main__`."""
+    sys.path.insert(0, str(Path.cwd()))
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = _code(spec, name, main)
+    sys.argv[0] = str(main.__file__)
+    return code
+
+
+def _code(spec: ModuleSpec | None, name: str, main: types.ModuleType) -> types.CodeType:
+    loader: Any = spec.loader if spec is not None else None
+    code: types.CodeType | None = loader.get_code(spec.name) if spec is not None and loader else None
+    if spec is None or code is None:
+        msg = f"there is no Python code to run in {name!r}"
+        raise ImportError(msg)
+    _describe(main, file=spec.origin, loader=loader, spec=spec)
+    return code
+
+
+def _describe(
+    main: types.ModuleType, *, file: str | None, loader: object, spec: ModuleSpec | None = None
+) -> None:
+    """Give the module what Python gives the one that it runs."""
+    vars(main).update(
+        __builtins__=builtins,
+        __file__=file,
+        __cached__=spec.cached if spec is not None else None,
+        __loader__=loader,
+        __package__=spec.parent if spec is not None else None,
+        __spec__=spec,
+    )
+
+
+# --- any program ---------------------------------------------------------------------------------------
+
+
+def _run_program(command: list[str]) -> None:
+    """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` if that was its cause."""
+    with _forwarding() as (received, started):
+        process = subprocess.Popen(command, process_group=0)  # noqa: S603 - to run it is what was asked for
+        started(process.pid)
+        exitcode = process.wait()
+    if signal.SIGTERM in received:
+        # The rank itself was to end, and has waited for the program only.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    if exitcode and signal.SIGINT in received:
+        raise KeyboardInterrupt
+    if exitcode:
+        raise ProgramEndedError(exitcode)
+
+
+@contextlib.contextmanager
+def _forwarding() -> Iterator[tuple[list[int], Callable[[int], None]]]:
+    """Send what is sent to this process on to a program and its children: a process group of their own.
+
+    Yields the signals so far, and what is to be told the group.
+    """
+    received: list[int] = []
+    groups: list[int] = []
+
+    def forward(number: int, _: object = None) -> None:
+        received.append(number)
+        deliver(number)
+
+    def deliver(number: int) -> None:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
+
+    def started(group: int) -> None:
+        groups.append(group)
+        for number in tuple(received):
+            deliver(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received, started
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

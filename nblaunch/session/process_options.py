@@ -1,0 +1,53 @@
+"""Options that torchelastic itself carries out: what they become, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from nblaunch._errors import OptionError
+from nblaunch._options import LaunchOptions
+from nblaunch.agent import devices, events, log_files, numa, start_methods, watchdog
+from nblaunch.agent.contract import ProcessSettings
+from nblaunch.agent.devices import Placement
+
+_SWITCHED_ON = "1"
+
+
+def settings_of(options: LaunchOptions) -> ProcessSettings:
+    """Return what the agent is to know; variables of `--env` count as those of the notebook do."""
+    environ: Mapping[str, str] = {**os.environ, **options.env}
+    return ProcessSettings(
+        logs_specs=options.logs_specs,
+        duplicate_stdout_filters=options.duplicate_stdout_filters,
+        duplicate_stderr_filters=options.duplicate_stderr_filters,
+        event_log_handler=options.event_log_handler,
+        numa_binding=options.numa_binding,
+        start_method=options.start_method,
+        virtual_local_rank=options.virtual_local_rank,
+        watchdog=environ.get(watchdog.SWITCH) == _SWITCHED_ON,
+        timer_file=environ.get(watchdog.FILE),
+    )
+
+
+def check(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> None:
+    """Raise `OptionError` for what cannot be carried out here; no process has started yet."""
+    start_methods.check(options.start_method)
+    events.check_handler(options.event_log_handler)
+    log_files.find(options.logs_specs)
+    log_files.check_filters((*options.duplicate_stdout_filters, *options.duplicate_stderr_filters))
+    if options.numa_binding is not None:
+        numa.check(options.numa_binding, devices.visible_gpus(environ), placement.nproc)
+    if options.virtual_local_rank:
+        _check_enough_devices(environ, placement.nproc)
+
+
+def _check_enough_devices(environ: Mapping[str, str], nproc: int) -> None:
+    chosen = environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [part for part in chosen.split(",") if part.strip()]
+    if named and len(named) < nproc:
+        msg = (
+            f"virtual_local_rank was asked for with {nproc} ranks, which gives each rank one GPU of its own, "
+            f"but CUDA_VISIBLE_DEVICES={chosen!r} names {len(named)}. Lower nproc, or leave it out."
+        )
+        raise OptionError(msg)
