@@ -393,7 +393,7 @@ def test_the_readme_shows_the_script_of_its_cell(kernel, there):
 
 
 @pytest.mark.usefixtures("there")
-def test_a_script_reads_as_if_somebody_had_written_it(kernel):
+def test_a_script_reads_as_if_somebody_had_written_it(kernel, tmp_path):
     text = exported(
         kernel,
         "t = torch.ones(1) * scale\ndist.all_reduce(t)\n# How much is it?\nt.item()",
@@ -404,7 +404,7 @@ def test_a_script_reads_as_if_somebody_had_written_it(kernel):
         text
         == f'''"""In[{number}], exported from a notebook by nblaunch.
 
-    torchrun --standalone --nproc-per-node 2 train.py
+torchrun --standalone --nproc-per-node 2 train.py
 """
 
 import os
@@ -433,6 +433,8 @@ if __name__ == "__main__":
     main()
 '''
     )
+    formatted = [sys.executable, "-m", "ruff", "format", "--isolated", "--check", str(tmp_path / "train.py")]
+    assert subprocess.run(formatted, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("there")
