@@ -208,7 +208,10 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
                     self.config = config
                     self.layers = nn.ModuleList(nn.Linear(4, size) for size in config.sizes)
 
-                def forward(self, x: Later):
+                def copied(self, other: Net):
+                    return other
+
+                def forward(self, x):
                     return sum(layer(x).sum() for layer in self.layers)
             """,
             """
@@ -390,7 +393,7 @@ def test_the_readme_shows_the_script_of_its_cell(kernel, there):
 
 
 @pytest.mark.usefixtures("there")
-def test_a_script_reads_as_if_somebody_had_written_it(kernel):
+def test_a_script_reads_as_if_somebody_had_written_it(kernel, tmp_path):
     text = exported(
         kernel,
         "t = torch.ones(1) * scale\ndist.all_reduce(t)\n# How much is it?\nt.item()",
@@ -401,7 +404,7 @@ def test_a_script_reads_as_if_somebody_had_written_it(kernel):
         text
         == f'''"""In[{number}], exported from a notebook by nblaunch.
 
-    torchrun --standalone --nproc-per-node 2 train.py
+torchrun --standalone --nproc-per-node 2 train.py
 """
 
 import os
@@ -430,6 +433,8 @@ if __name__ == "__main__":
     main()
 '''
     )
+    formatted = [sys.executable, "-m", "ruff", "format", "--isolated", "--check", str(tmp_path / "train.py")]
+    assert subprocess.run(formatted, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("there")
@@ -627,6 +632,19 @@ def test_variables_of_a_sessions_ranks_are_exported_with_the_cells_that_made_the
         assert torchrun(there / "train.py") == [["1"], ["4"]]
     finally:
         kernel.ok("%distributed stop")
+
+
+def test_terminal_ipython_exports_as_a_notebook_does(terminal, tmp_path):
+    cells = [
+        "%load_ext nblaunch",
+        "x = = 1",
+        "def three():\n    return 3",
+        "%%distributed -n 2\nthree() + rank",
+        "%distributed export train.py",
+    ]
+    ran = terminal(cells)
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in ran.stdout
+    assert "def three():\n    return 3\n" in tidy_script(tmp_path / "train.py")
 
 
 # The option

@@ -21,6 +21,7 @@ from nblaunch._torchrun import TORCHRUNS_DEFAULTS, torchrun_command
 from nblaunch.job._cell_text import indented
 from nblaunch.job._imports import Import, rendered
 from nblaunch.job._literals import NoLiteralError, Writer
+from nblaunch.job._saved import loads
 from nblaunch.job.export import Cell, Setting, export
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
@@ -163,6 +164,66 @@ def test_indenting_changes_no_text_within_quotes(parts: list[str]) -> None:
     if before.body:
         after = ast.parse(f"if 1:\n{indented(source)}\n")
         assert ast.dump(ast.Module(after.body[0].body, [])) == ast.dump(before)  # type: ignore[attr-defined]
+
+
+# Values in files
+
+
+def loaded(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Save values, run the statements that load them, and return what these make."""
+    directory.mkdir()
+    found = loads(values, lambda _: None, "DATA", device=False)
+    for load in found:
+        load.write(directory / load.file)
+    imports = rendered({each for load in found for each in load.imports})
+    namespace: dict[str, Any] = {"DATA": directory}
+    exec("\n".join([imports, *(load.text for load in found)]), namespace)  # noqa: S102 - as a script does
+    return {name: namespace[name] for name in values}
+
+
+def test_tensors_are_saved_with_safetensors_where_that_gives_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    base = torch.arange(12.0)
+    values: dict[str, Any] = {
+        "plain": torch.randn(3, 4),
+        "weights": {"z": torch.ones(2, dtype=torch.bfloat16), "a": torch.zeros(1, dtype=torch.int16)},
+        "view": base[3:],
+        "base": base,
+        "turned": torch.randn(3, 4).t(),
+        "learned": torch.ones(2, requires_grad=True),
+        "complex": torch.ones(2, dtype=torch.complex64),
+        "nothing": torch.ones(0, 3),
+    }
+    for place, files in (
+        ("with", {"plain.safetensors", "weights.safetensors", "objects.pt"}),
+        ("without", {"objects.pt"}),
+    ):
+        made = loaded(values, tmp_path / place)
+        assert {path.name for path in (tmp_path / place).iterdir()} == files
+        assert list(made["weights"]) == ["z", "a"]
+        flat = {**made, **made["weights"]}
+        for name, value in {**values, **values["weights"]}.items():
+            if name != "weights":
+                assert torch.equal(flat[name], value)
+                assert flat[name].dtype == value.dtype
+        assert made["learned"].requires_grad
+        made["base"][3] = 100
+        assert made["view"][0] == 100, "they share their memory as they did in the notebook"
+        monkeypatch.setitem(sys.modules, "safetensors", None)
+
+
+def test_what_is_saved_together_is_one_object_again(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    inner = [1]
+    values = {"model": model, "weight": model.weight, "one": {"inner": inner}, "two": (inner,)}
+    made = loaded(values, tmp_path / "data")
+    assert made["model"].weight is made["weight"]
+    assert made["one"]["inner"] is made["two"][0]
 
 
 def script(source: str, namespace: dict[str, Any] | None = None, *, device: str = "cpu") -> str:

@@ -66,7 +66,7 @@ class NotebookSource:
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
         codes = [code for code in _codes(value) if _cell_of(code) is not None]
         found = {self._defined_at(name, code) for code in codes}
-        if isinstance(value, type) and len(found) > 1:
+        if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
         for source in found - {None}:
             return source

@@ -179,7 +179,8 @@ class _Pickled:
         self.uses: set[str] = set()
         self.by_value: set[str] = set()
         self.storages: set[int] = set()
-        self._of_torch = self._of_cuda = False
+        self._of_torch = False
+        self._gpus: set[str] = set()
         self._names = tuple(values)
         self._data = b""
         if not values:
@@ -193,7 +194,8 @@ class _Pickled:
     def saw_tensor(self, tensor: Any) -> None:
         """Take note of a tensor within."""
         self._of_torch = True
-        self._of_cuda = self._of_cuda or tensor.is_cuda
+        if tensor.is_cuda:
+            self._gpus.add(str(tensor.device))
         if tensor.layout is sys.modules["torch"].strided and not tensor.is_meta:
             self.storages.add(tensor.untyped_storage().data_ptr())
 
@@ -226,8 +228,9 @@ class _Pickled:
             told = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
             comment += f"\n# Reading it needs cloudpickle, for code that has no source to be copied: {told}."
         if self._of_torch:
-            where = ', map_location="cpu"' if not device else ", map_location=device"
-            place = where if self._of_cuda else ""
+            arrival = "str(device)" if device else '"cpu"'
+            moved = ", ".join(f'"{gpu}": {arrival}' for gpu in sorted(self._gpus))
+            place = f", map_location={{{moved}}}" if moved else ""
             text = f'{targets} = torch.load({directory} / "{stem}.pt", weights_only=False{place})'
             imports, file = (Import("torch"),), f"{stem}.pt"
         else:

@@ -246,7 +246,8 @@ def _grouped(items: list[Item]) -> list[str]:
 
 
 def _docstring(title: str, command: str) -> str:
-    text = f"{title}, {MARKER}.\n\n" + "\n".join(f"    {line}" for line in command.split("\n"))
+    # Not indented: formatters take the margin of a docstring away.
+    text = f"{title}, {MARKER}.\n\n{command}"
     escaped = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
     return f'"""{escaped}\n"""'
 

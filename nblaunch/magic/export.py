@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import os
 import re
@@ -149,6 +150,15 @@ def _inputs(namespace: Mapping[str, Any]) -> dict[int, str]:
     return {int(number): text for number, text in found.items() if isinstance(text, str)}
 
 
+def _history(inputs: Mapping[int, str], transform: Callable[[str], str]) -> dict[int, str]:
+    """Return what the notebook has run, in Python; a cell that could not even be read is left out."""
+    found = {}
+    for number, text in sorted(inputs.items()):
+        with contextlib.suppress(Exception):  # whatever a transformer of the user's raises
+            found[number] = transform(text)
+    return found
+
+
 def _plain_cell(number: int, inputs: Mapping[int, str]) -> Cell:
     if number not in inputs:
         msg = (
@@ -189,7 +199,7 @@ def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *,
         script = export(
             cells,
             namespace,
-            {number: shell.transform_cell(text) for number, text in sorted(_inputs(namespace).items())},
+            _history(_inputs(namespace), shell.transform_cell),
             Setting(
                 last.placement.backend if last.options.init_process_group else None,
                 last.placement.device_type,
