@@ -69,9 +69,8 @@ def read_or_make(environ: Mapping[str, str], directory: Callable[[], Path]) -> t
 def _checked(text: str, source: str) -> bytes:
     if len(text) < _LEAST_CHARACTERS:
         msg = (
-            f"{source} holds a key of {len(text)} characters, and {_LEAST_CHARACTERS} are the least. "
-            "Take the "
-            "notebook's, or make one: python -c 'import secrets; print(secrets.token_hex(32))'."
+            f"{source} holds a key of {len(text)} characters, and {_LEAST_CHARACTERS} are the least. Take "
+            "the notebook's, or make one: python -c 'import secrets; print(secrets.token_hex(32))'."
         )
         raise OptionError(msg)
     return text.encode()

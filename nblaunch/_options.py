@@ -303,9 +303,8 @@ def _with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOpti
     everything: dict[str, Any] = {**found, **values}
     if everything.get("standalone") and everything.get("rdzv_endpoint"):
         message = (
-            f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the "
-            "first keeps the "
-            "rendezvous private and the second opens it to others. Leave one of them out."
+            f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the first "
+            "keeps the rendezvous private and the second opens it to others. Leave one of them out."
         )
         raise OptionError(message)
     return LaunchOptions(**everything)

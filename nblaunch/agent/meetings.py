@@ -61,12 +61,10 @@ def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
     if options.rdzv_backend not in ("c10d", "static"):
         etcd = options.rdzv_backend.startswith("etcd")
         msg = (
-            f"rdzv_backend={options.rdzv_backend!r} was asked for, but nodes reach the notebook "
-            "through c10d or "
-            "static "
-            f"here{'; etcd needs a server of its own, which nblaunch does not use' if etcd else ''}. "
-            "Leave it "
-            "out: c10d needs no server."
+            f"rdzv_backend={options.rdzv_backend!r} was asked for, but nodes reach the notebook through c10d "
+            "or static "
+            f"here{'; etcd needs a server of its own, which nblaunch does not use' if etcd else ''}. Leave "
+            "it out: c10d needs no server."
         )
     elif not static and (options.master_addr is not None or options.master_port is not None):
         msg = (
@@ -75,9 +73,8 @@ def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
         )
     elif not static and options.node_rank:
         msg = (
-            f"node_rank={options.node_rank} was given, but a c10d rendezvous numbers the nodes by "
-            "itself. Leave it "
-            "out, or add rdzv_backend='static'."
+            f"node_rank={options.node_rank} was given, but a c10d rendezvous numbers the nodes by itself. "
+            "Leave it out, or add rdzv_backend='static'."
         )
     elif not static and not alone and not joining and not options.rdzv_endpoint:
         msg = (
@@ -95,9 +92,8 @@ def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
         )
     elif static and not joining and options.node_rank:
         msg = (
-            f"node_rank={options.node_rank} was given, but the notebook is node 0, to which the "
-            "others report. "
-            "Leave it out here; they join with --node-rank 1 and so on."
+            f"node_rank={options.node_rank} was given, but the notebook is node 0, to which the others "
+            "report. Leave it out here; they join with --node-rank 1 and so on."
         )
     elif static and joining and not options.node_rank:
         msg = "A static rendezvous was asked for without a number for this node. Give --node-rank 1, or more."

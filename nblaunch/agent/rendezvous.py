@@ -237,9 +237,8 @@ class NodesRendezvous(_Handler):
         except RendezvousTimeoutError as error:
             meeting = self.meeting
             msg = (
-                f"{meeting.least} nodes were to meet at {meeting.host}:{meeting.port}, and not all of "
-                "them came "
-                "in time. Start the others (python -m nblaunch join), or give them more time: "
+                f"{meeting.least} nodes were to meet at {meeting.host}:{meeting.port}, and not all of them "
+                "came in time. Start the others (python -m nblaunch join), or give them more time: "
                 "rdzv_conf='join_timeout=1200'."
             )
             raise LaunchError(msg, phase="rendezvous") from error.with_traceback(None)

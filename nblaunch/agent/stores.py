@@ -67,9 +67,8 @@ def wait_for_port(host: str, port: int, seconds: float, stopped: threading.Event
         except OSError as error:
             if time.monotonic() > deadline or stopped.is_set():
                 msg = (
-                    f"nobody answers at {host}:{port} ({error}), where the notebook hosts the "
-                    "rendezvous while "
-                    "its cell runs. Run the cell, or correct --rdzv-endpoint."
+                    f"nobody answers at {host}:{port} ({error}), where the notebook hosts the rendezvous "
+                    "while its cell runs. Run the cell, or correct --rdzv-endpoint."
                 )
                 raise LaunchError(msg, phase="rendezvous") from error
             stopped.wait(_STEP)
@@ -87,9 +86,8 @@ def read_gate(meeting: Meeting, run_id: str, stopped: threading.Event) -> str:
     while not store.check([key]):
         if time.monotonic() > deadline or stopped.is_set():
             msg = (
-                f"there is a rendezvous at {meeting.host}:{meeting.port}, but no notebook has a run "
-                "of the name "
-                f"{run_id!r} there. Give --rdzv-id as the notebook has it."
+                f"there is a rendezvous at {meeting.host}:{meeting.port}, but no notebook has a run of the "
+                f"name {run_id!r} there. Give --rdzv-id as the notebook has it."
             )
             raise LaunchError(msg, phase="rendezvous")
         stopped.wait(_STEP)

@@ -107,9 +107,8 @@ def _take_part(options: LaunchOptions) -> int:
     key = _join_key.read(os.environ)
     if key is None:
         msg = (
-            f"the notebook's key is needed, and neither {_join_key.KEY_FILE} nor {_join_key.KEY} is "
-            "set. Copy the "
-            "file that the notebook names, and set the first to its path."
+            f"the notebook's key is needed, and neither {_join_key.KEY_FILE} nor {_join_key.KEY} is set. "
+            "Copy the file that the notebook names, and set the first to its path."
         )
         raise OptionError(msg)
     meeting = meetings.meeting_of(options, joining=True)
@@ -169,9 +168,8 @@ def _ask_in(
         elif events in ready:
             monitor.recv_monitor_message(events)
             msg = (
-                "the notebook does not let this node in: its key is wrong. Copy the notebook's key "
-                "file, and set "
-                f"{_join_key.KEY_FILE} to its path."
+                "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
+                f"and set {_join_key.KEY_FILE} to its path."
             )
             raise LaunchError(msg, phase="connect")
     msg = (

@@ -95,9 +95,8 @@ class Gate:
             self._guard.stop()
             self._context.destroy(linger=0)
             msg = (
-                f"other nodes were to report to this machine at {host}, which is none of its "
-                f"addresses: {error}. "
-                "Give one with local_addr (--local-addr)."
+                f"other nodes were to report to this machine at {host}, which is none of its addresses: "
+                f"{error}. Give one with local_addr (--local-addr)."
             )
             raise LaunchError(msg, phase="rendezvous") from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")

@@ -69,9 +69,8 @@ class LiveSession:
         self._sent = Sent()
         if options.nodes[1] > 1:
             msg = (
-                f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are "
-                "on one node. Run the "
-                "cell on fresh ranks (%%distributed --nnodes 2 ...), or leave nnodes out."
+                f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are on one "
+                "node. Run the cell on fresh ranks (%%distributed --nnodes 2 ...), or leave nnodes out."
             )
             raise OptionError(msg)
         self.placement, environ = engine.place(options)
