@@ -176,6 +176,13 @@ def test_a_default_process_group_is_there_unless_it_is_not_wanted(kernel):
     ]
 
 
+def test_a_run_without_a_process_group_is_shown_without_a_backend(start_kernel):
+    kernel = start_kernel(NBLAUNCH_DISPLAY="html")
+    for line, named in (("%%distributed -n 2", True), ("%%distributed -n 2 --no-init", False)):
+        (shown,) = kernel.ok(f"{line}\nrank").displays
+        assert ("gloo" in shown["text/html"]) is named
+
+
 def test_the_backend_that_is_asked_for_is_the_groups(kernel):
     body = "import torch.distributed as dist\ndist.get_backend(), str(device)"
     kernel.ok(f"%%distributed -n 2 --backend gloo --out res\n{body}")

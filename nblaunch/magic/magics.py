@@ -90,7 +90,7 @@ class DistributedMagics(Magics):
         captured = self._captured(
             job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
-        watch = watcher("cell", placement.backend)
+        watch = watcher("cell", placement.backend if options.init_process_group else "")
 
         def perform(cancelled: threading.Event | None) -> engine.Outcome:
             launch = engine.Launch(

@@ -52,6 +52,11 @@ class Launch:
     aside: bool = False
     """Whether its result is seen by nobody."""
 
+    @property
+    def backend(self) -> str:
+        """Return the backend of the ranks' default process group, nothing where none is formed."""
+        return self.placement.backend if self.options.init_process_group else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -29,7 +29,7 @@ def call(  # noqa: PLR0913 - the options of a run
         launch = scripts.launch(fn, args, kwargs, options)
     else:
         launch = _launch(fn, args, kwargs, options)
-    finished = engine.perform(launch, watch(launch.title, launch.placement.backend))
+    finished = engine.perform(launch, watch(launch.title, launch.backend))
     failed = isinstance(finished.error, RunFailedError) and finished.result is not None
     if finished.error is not None and (check or not failed):
         raise finished.error

@@ -241,7 +241,8 @@ class LiveSession:
         present = self._sent.of(self.group.attempt)
         try:
             self._refuse_if_ended()
-            watcher = (wish.watch or self.watch)(wish.title, self.placement.backend)
+            backend = self.placement.backend if self.options.init_process_group else ""
+            watcher = (wish.watch or self.watch)(wish.title, backend)
             subset = None if wish.ranks is None else chosen
             finished = engine.conduct(
                 self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
