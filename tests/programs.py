@@ -51,6 +51,49 @@ def traced(call, interrupt):
 """
 """The beginning of a program that interrupts itself before a line of ours."""
 
+STARTER = """
+import os
+import torch
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+world_size = int(os.environ["WORLD_SIZE"])
+print(f"rank {rank} of {world_size}")
+dist.init_process_group("gloo", init_method="env://")
+tensor = torch.tensor([1])
+dist.all_reduce(tensor)
+print("sum", tensor.item())
+dist.barrier()
+print("done")
+"""
+
+STARTER_WITH_MAIN = """
+import os
+import torch
+import torch.distributed as dist
+
+def main():
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    print(f"rank {rank} of {size}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("gloo")
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    tensor = torch.tensor([1])
+    dist.all_reduce(tensor)
+    print("sum", tensor.item())
+    dist.barrier()
+    print("done")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+"""The two programs that everybody starts from: in a cell, and as a file."""
+
 
 def said_by(source: str, directory: Path, *arguments: object) -> str:
     """Run a program, which must end well; return what it has printed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
+from programs import STARTER, STARTER_WITH_MAIN
 
 pytestmark = pytest.mark.oldest
 
@@ -14,48 +15,6 @@ AGENT_VARIABLES = [
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
     "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS",
 ]  # fmt: skip
-
-STARTER = """
-import os
-import torch
-import torch.distributed as dist
-
-rank = int(os.environ["RANK"])
-world_size = int(os.environ["WORLD_SIZE"])
-print(f"rank {rank} of {world_size}")
-dist.init_process_group("gloo", init_method="env://")
-tensor = torch.tensor([1])
-dist.all_reduce(tensor)
-print("sum", tensor.item())
-dist.barrier()
-print("done")
-"""
-
-STARTER_WITH_MAIN = """
-import os
-import torch
-import torch.distributed as dist
-
-def main():
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    print(f"rank {rank} of {size}")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
-    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
-    tensor = torch.tensor([1])
-    dist.all_reduce(tensor)
-    print("sum", tensor.item())
-    dist.barrier()
-    print("done")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
-"""
 
 
 def printed_by(world_size):

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from programs import STARTER, STARTER_WITH_MAIN
 from torch.distributed.elastic.utils import macros
 
 import nblaunch
@@ -32,44 +33,6 @@ print(json.dumps({
     "main": sys.modules["__main__"].__dict__ is globals(),
     "cwd": os.getcwd(),
 }))
-"""
-
-STARTER = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", init_method="env://")
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}")
-tensor = torch.tensor([1])
-dist.all_reduce(tensor)
-print("sum", tensor.item())
-dist.barrier()
-print("done")
-"""
-
-STARTER_WITH_MAIN = """
-import os
-
-import torch
-import torch.distributed as dist
-
-def main():
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    print(f"rank {rank} of {size}")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        dist.init_process_group("nccl")
-    else:
-        dist.init_process_group("gloo")
-    tensor = torch.tensor([1])
-    dist.all_reduce(tensor)
-    print("sum", tensor.item())
-    dist.barrier()
-    print("done")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    main()
 """
 
 

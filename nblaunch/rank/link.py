@@ -181,6 +181,7 @@ class Link:
                 with contextlib.suppress(Exception):
                     self._socket.send(encode(self._inspector.where()))
             case ReportReached():
+                # As above. The group may be ending at this very moment: then there is nothing to say.
                 with contextlib.suppress(Exception):
                     begun = self._inspector.collectives()
                     if begun is not None:

@@ -26,10 +26,10 @@ class SpreadCourse(Course):
 
     def receive(self, message: FromRank) -> None:
         """Take a message of a rank, wherever it is."""
-        raise NotImplementedError
+        raise NotImplementedError  # the group does: it also knows logs, values and phases
 
     def _on_exit(self, exited: Exited) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # likewise
 
     def _open_gate(self, meeting: Meeting, directory: Path) -> AgentSettings:
         """Let nodes report to this process; return the settings with the address at which they do."""
