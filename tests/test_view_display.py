@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import subprocess
@@ -481,6 +482,41 @@ def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_noth
             view.draw(state)
     view.draw(state)
     view.close(state)
+
+
+class CountingPanel(StoppedPanel):
+    """A panel that counts the bytes it is shown."""
+
+    size = 0
+
+    def show(self, delta):
+        type(self).size += len(json.dumps(delta))
+
+    def stop_wanted(self):
+        return False
+
+
+@pytest.mark.parametrize(("ranks", "least"), [(2, 10_000), (256, 200_000)])
+def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monkeypatch, ranks, least):
+    module = type(sys)("nblaunch.view.widget")
+    vars(module)["Panel"] = CountingPanel
+    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    monkeypatch.setattr(CountingPanel, "size", 0)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
+    now, seconds = [0.0], 5
+    view = WidgetView(HEADER, clock=lambda: now[0])
+    state = run_of(ranks)
+    view.open(state)
+    for step in range(10 * seconds):
+        now[0] += 0.1
+        for rank in range(ranks):
+            lines = "".join(f"step {step} line {number} of rank {rank}\n" for number in range(20))
+            state = advance(state, out(rank, lines))
+        view.draw(state)
+    view.close(state)
+    # The last message is sent before it is paid for.
+    assert least < CountingPanel.size / seconds < 1.1 * display.BYTES_PER_SECOND
 
 
 @pytest.fixture
