@@ -110,6 +110,29 @@ def said_by(source: str, directory: Path, *arguments: object) -> str:
     return done.stdout
 
 
+def end_of_torchrun(
+    command: Sequence[str], directory: Path, environment: Mapping[str, str], seconds: float = 100
+) -> tuple[int, str]:
+    """Run real torchrun; return its exit status and what it wrote to stderr.
+
+    One that takes too long is asked to end, not killed: its workers would go on for ever.
+    """
+    with subprocess.Popen(
+        command,
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as torchrun:
+        try:
+            said = torchrun.communicate(timeout=seconds)[1]
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()
+            said = torchrun.communicate()[1]
+        return torchrun.returncode, said
+
+
 def must_not_grow(used: Sequence[Mapping[str, int]]) -> None:
     """Check the memory of processes, measured again and again, by name and in bytes."""
     for name in used[0]:

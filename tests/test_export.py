@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from programs import end_of_torchrun
 
 from nblaunch.magic.commands import command_completions
 
@@ -31,16 +32,10 @@ def torchrun(path: Path, *options: str) -> list[list[str]]:
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": "",
         }
-        ran = subprocess.run(
-            [*run, "--log-dir", logs, "--redirects", "1", *options, path.name],
-            cwd=path.parent,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
+        status, said = end_of_torchrun(
+            [*run, "--log-dir", logs, "--redirects", "1", *options, path.name], path.parent, environment
         )
-        assert ran.returncode == 0, ran.stderr[-5000:]
+        assert status == 0, said[-5000:]
         texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
     assert len(texts) == RANKS
     return [
