@@ -139,9 +139,19 @@ class Where(_FromRank, frozen=True):
 
 
 class Names(_FromRank, frozen=True):
-    """The variables of a rank that is kept, after a job that has changed which there are."""
+    """The variables of a rank that is kept, after a job that has changed which there are.
+
+    `rebound` are those that came from the notebook and that the rank's own code has bound since. `lost` are
+    keys of objects that came from the notebook and that the rank no longer has.
+    """
 
     names: tuple[str, ...]
+    rebound: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+class Arrived(_FromRank, frozen=True):
+    """The rank has unpickled what a job brings, and waits for `Proceed`."""
 
 
 class Reached(_FromRank, frozen=True):
@@ -243,6 +253,7 @@ FromRank = (
     | Shown
     | Where
     | Names
+    | Arrived
     | Reached
     | Asked
     | Healed
@@ -302,18 +313,36 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     names: tuple[str, ...]
 
 
+class Objects(msgspec.Struct, frozen=True):
+    """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
+
+    `gone` are keys (Q) that the notebook will not use again. With `wait` the rank answers with `Arrived`, and
+    begins with `Proceed`: what the payload brings is kept on every rank or on none.
+    """
+
+    wait: bool = False
+    places: bytes = b""
+    keys: bytes = b""
+    gone: bytes = b""
+
+
 class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run this.
 
     `payload` holds the captured names of a cell, or the call of a function. `sources` maps file
     names that captured functions were compiled under to `(title, source)`; `imports` are modules the
-    cell reaches through attributes (`import xml` does not load `xml.etree`).
+    cell reaches through attributes (`import xml` does not load `xml.etree`). Only ranks that stay get `objects`.
     """
 
     job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
     payload: Payload
+    objects: Objects | None = None
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
+
+
+class Proceed(msgspec.Struct, frozen=True, tag=True):
+    """The payload has arrived on every rank: keep it, and begin."""
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag=True):
@@ -355,7 +384,18 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     exitcode: int = 0
 
 
-ToRank = Prepare | Dispatch | Interrupt | ReportWhere | ReportReached | FreeCollective | Answer | Heal | Leave
+ToRank = (
+    Prepare
+    | Dispatch
+    | Proceed
+    | Interrupt
+    | ReportWhere
+    | ReportReached
+    | FreeCollective
+    | Answer
+    | Heal
+    | Leave
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

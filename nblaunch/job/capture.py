@@ -6,7 +6,7 @@ import linecache
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nblaunch._errors import CaptureError
 from nblaunch.job import payload
@@ -31,6 +31,25 @@ class Captured:
     """File name -> source of the notebook cells that captured functions were defined in."""
     names: frozenset[str] = frozenset()
     """The variables that go along."""
+    used: frozenset[str] = frozenset()
+    """All names that the cell may use."""
+
+
+class KnownVariables(payload.Known, Protocol):
+    """What ranks that stay have of a notebook's variables and objects."""
+
+    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:
+        """Return which variables the ranks lack, of `names` and of those that functions use.
+
+        These are the functions among `names`, and those that the objects known by `keys` came with.
+        """
+
+
+class _Everything:
+    """What fresh ranks lack."""
+
+    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:  # noqa: ARG002 - as above
+        return names
 
 
 def capture_cell(
@@ -38,35 +57,57 @@ def capture_cell(
     namespace: dict[str, Any],
     transform: Callable[[str], str] = str,
     *,
-    without: frozenset[str] = frozenset(),
-    outdated: Callable[[frozenset[str]], frozenset[str]] = lambda _: frozenset(),
+    known: KnownVariables | None = None,
 ) -> Captured:
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
 
-    `transform` does that for cells within the cell (below a `%%time` of its own). `without` are names that
-    the ranks have already, `outdated(names)` says what functions among these use that has changed since.
+    `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
+    have already, None for fresh ones.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
     names = cell_names(source, transform=transform)
-    available = namespace.keys() - RANK_NAMES - SHELL_NAMES - without
-    needed = {name: namespace[name] for name in sorted(names.needed & available)}
-    wanted = names.maybe | outdated(names.needed | names.maybe)
-    maybe = {name: namespace[name] for name in sorted((wanted & available) - names.needed)}
+    used = names.needed | names.maybe
+    available = namespace.keys() - RANK_NAMES - SHELL_NAMES
+    lacking = known or _Everything()
+    chosen = lacking.needs(used, frozenset()) & available
+    while True:
+        packed, sent = _packed_cell(chosen, names.needed, namespace, known)
+        # Functions on the way, also those that the ranks have, use more than the cell itself names.
+        found = lacking.needs(used | packed.uses, packed.keys) & available if known is not None else chosen
+        more = found - chosen - packed.carried.keys()
+        if not more:
+            return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent, used)
+        chosen |= more
+
+
+def _packed_cell(
+    names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: KnownVariables | None
+) -> tuple[Packed, frozenset[str]]:
+    """Return the pickle of variables, and which are in it: those that may not be needed need not be sendable."""
+    surely = {name: namespace[name] for name in sorted(names & needed)}
+    maybe = {name: namespace[name] for name in sorted(names - needed)}
     try:
-        packed = payload.dumps({**needed, **maybe}, namespace)
+        packed = payload.dumps({**surely, **maybe}, namespace, known)
     except Exception:  # noqa: BLE001 - whatever the objects raise
         # A name that the cell may never load must not fail the run.
-        sendable = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
-        packed = _pack({**needed, **sendable}, needed, namespace, "the cell uses")
-        maybe = sendable
-    sent = frozenset(needed) | frozenset(maybe)
-    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent)
+        maybe = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
+        packed = _pack({**surely, **maybe}, surely, namespace, "the cell uses", known)
+    return packed, frozenset(surely) | frozenset(maybe)
 
 
-def capture_values(values: dict[str, Any], namespace: dict[str, Any] | None = None) -> Captured:
+def capture_values(
+    values: dict[str, Any], namespace: dict[str, Any] | None = None, known: payload.Known | None = None
+) -> Captured:
     """Capture variables that are to be pushed. Raises `CaptureError` for one that cannot be sent."""
-    packed = _pack(dict(values), values, namespace, "the push holds")
+    try:
+        packed = (
+            payload.dumps(values, namespace)
+            if known is None
+            else payload.dumps_push(values, namespace, known)
+        )
+    except Exception as error:
+        raise _explained(error, values, namespace, "the push holds") from error
     return Captured(packed, (), _sources(packed), frozenset(values))
 
 
@@ -75,24 +116,47 @@ def capture_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     namespace: dict[str, Any] | None = None,
+    known: KnownVariables | None = None,
 ) -> Captured:
     """Capture a call with all it refers to. Raises `CaptureError` naming the part that cannot be sent."""
     name = getattr(function, "__name__", type(function).__name__)
     roots = {name: function}
     roots.update({f"args[{position}]": value for position, value in enumerate(args)})
     roots.update({f"kwargs[{key!r}]": value for key, value in kwargs.items()})
-    packed = _pack((function, tuple(args), dict(kwargs)), roots, namespace, "the call uses")
-    return Captured(packed, (), _sources(packed))
+    call = (function, tuple(args), tuple(kwargs.items()))
+    if known is None:
+        packed = _pack((*call, ()), roots, namespace, "the call uses")
+        return Captured(packed, (), _sources(packed))
+    variables: dict[str, Any] = {}
+    while True:
+        packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
+        found = known.needs(packed.uses, packed.keys) & (namespace or {}).keys() - RANK_NAMES - SHELL_NAMES
+        more = found - variables.keys() - packed.carried.keys()
+        if not more:
+            return Captured(packed, (), _sources(packed), frozenset(variables), packed.uses)
+        variables |= {name: namespace[name] for name in sorted(more)} if namespace is not None else {}
 
 
-def _pack(value: object, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Packed:
+def _pack(
+    value: object,
+    roots: Mapping[str, object],
+    namespace: dict[str, Any] | None,
+    user: str,
+    known: payload.Known | None = None,
+) -> Packed:
     try:
-        return payload.dumps(value, namespace)
+        return payload.dumps(value, namespace, known)
     except Exception as error:
-        from nblaunch.job.culprit import find_culprit
+        raise _explained(error, roots, namespace, user) from error
 
-        culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
-        raise _capture_error(culprit, error, user) from error
+
+def _explained(
+    error: Exception, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str
+) -> CaptureError:
+    from nblaunch.job.culprit import find_culprit
+
+    culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
+    return _capture_error(culprit, error, user)
 
 
 def _refusal(value: object, namespace: dict[str, Any] | None) -> Exception | None:

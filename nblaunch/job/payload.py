@@ -17,15 +17,16 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.job import idioms, tensors
+from nblaunch.job import identity, idioms, refresh, tensors
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -39,8 +40,14 @@ class Packed:
     buffers: tuple[memoryview, ...]
     filenames: frozenset[str] = frozenset()
     """Where the code that it holds was compiled."""
+    uses: frozenset[str] = frozenset()
+    """Global names that the notebook's functions in it use, whether or not there are such variables."""
     carried: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the notebook that its functions use, and take along."""
+    """Variables of the notebook that these functions take along."""
+    keys: frozenset[int] = frozenset()
+    """What it refers to by key: objects that the ranks have."""
+    places: Sequence[tuple[int, Any]] = ()
+    """What the ranks are to know by a key from here on: (place in the pickle, object)."""
 
     @property
     def parts(self) -> tuple[memoryview, ...]:
@@ -71,7 +78,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.filenames: set[str] = set()
+        self.uses: set[str] = set()
         self.carried: dict[str, Any] = {}
+        self.keys: set[int] = set()
+
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:
+        """Return what has been written and is to be known by a key; `root` holds it all."""
+        return ()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
@@ -96,22 +109,116 @@ def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
         reduced[1][3]["__slots__"] = slots
 
 
+class Known(Protocol):
+    """What the ranks of a session have already."""
+
+    def key_of(self, obj: Any) -> int | None:
+        """Return the key of an object that all of these ranks have."""
+
+    def lacks(self, name: str, value: Any) -> bool:
+        """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
+
+
+class _Nothing:
+    """Fresh ranks have nothing."""
+
+    def key_of(self, obj: Any) -> int | None:  # noqa: ARG002 - as every `Known`
+        return None
+
+    def lacks(self, name: str, value: Any) -> bool:  # noqa: ARG002 - as every `Known`
+        return True
+
+
 class _Outbound(_Pickler):
     """From the notebook to the ranks."""
 
-    def __init__(self, *arguments: Any, namespace: dict[str, Any] | None, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None = None, **keywords: Any
+    ) -> None:
         super().__init__(*arguments, **keywords)
         notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
         self._notebook = frozenset(map(id, notebook))
+        self._known = known or _Nothing()
         for each in self._notebook:
             # cloudpickle rebuilds functions of one module around one dictionary, kept here.
             self.globals_ref[each] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
-            names = _cloudpickle._extract_code_globals(obj.__code__)  # noqa: SLF001 - what it will send itself
-            self.carried.update({name: obj.__globals__[name] for name in names if name in obj.__globals__})
+            reduced = super().reducer_override(obj)
+            return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
         return super().reducer_override(obj)
+
+    def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
+        """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
+        make, arguments, (attributes, slots), *_ = reduced
+        names = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it will send itself
+        needed = {
+            name: value for name, value in slots["__globals__"].items() if self._known.lacks(name, value)
+        }
+        self.uses.update(names)
+        self.carried.update(needed)
+        state = (attributes, {**slots, "__globals__": {}}, needed)
+        return make, arguments, state, None, None, _set_function
+
+
+class _Identifying(_Outbound):
+    """To ranks that stay: what they have is referred to."""
+
+    # Not in `_Outbound`: pickle asks it for every single object.
+    def persistent_id(self, obj: Any) -> int | None:
+        key = self._known.key_of(obj)
+        if key is not None:
+            self.keys.add(key)
+        return key
+
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:
+        return identity.found_in(self.memo.copy(), root)
+
+
+class _Refreshing(_Identifying):
+    """Pushes: of what the ranks have, the content goes along."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._contents: list[tuple[int, refresh.Content]] = []
+        self._new: set[int] = set()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        key = self._known.key_of(obj)
+        if key is None or key in self._new:
+            return None
+        if key not in self.keys:
+            content = refresh.content_of(obj)
+            if content is None:
+                self._new.add(key)
+                return None
+            self.keys.add(key)
+            self._contents.append((key, content))
+        return key
+
+    def dump(self, obj: object) -> None:
+        super().dump(obj)
+        while self._contents:
+            # What these lead to has content of its own.
+            contents, self._contents = self._contents, []
+            super().dump(contents)
+        super().dump([])
+
+
+def _set_function(function: types.FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
+    attributes, slots, offered = state
+    _cloudpickle._function_setstate(function, (attributes, slots))  # noqa: SLF001 - cloudpickle's own way
+    getattr(_loading, "offer", _fill)(offered)
+
+
+def _fill(offered: Mapping[str, Any]) -> None:
+    """Give `__main__` the globals that it lacks."""
+    for name, value in offered.items():
+        main_globals().setdefault(name, value)
+
+
+_loading = threading.local()
 
 
 class _Homebound(_Pickler):
@@ -143,12 +250,21 @@ def known_class(tracker_id: str) -> type:
         raise pickle.UnpicklingError(msg) from None
 
 
-def dumps(value: object, namespace: dict[str, Any] | None = None) -> Packed:
+def dumps(value: object, namespace: dict[str, Any] | None = None, known: Known | None = None) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
-    Raises whatever the objects raise when they cannot be pickled.
+    With `known`, the ranks of a session, what they have is referred to. Raises whatever the objects raise when
+    they cannot be pickled.
     """
-    return _dumps(value, lambda *args, **kwargs: _Outbound(*args, namespace=namespace, **kwargs))
+    kind = _Outbound if known is None else _Identifying
+    return _dumps(value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs))
+
+
+def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, known: Known) -> Packed:
+    """Pickle variables that are pushed, with the content of what these ranks have."""
+    return _dumps(
+        values, lambda *args, **kwargs: _Refreshing(*args, namespace=namespace, known=known, **kwargs)
+    )
 
 
 def dumps_home(value: object) -> Packed:
@@ -172,7 +288,15 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
     stream = io.BytesIO()
     pickler = make(stream, protocol=5, buffer_callback=keep_inside)
     pickler.dump(value)
-    return Packed(stream.getbuffer(), tuple(buffers), frozenset(pickler.filenames), pickler.carried)
+    return Packed(
+        stream.getbuffer(),
+        tuple(buffers),
+        frozenset(pickler.filenames),
+        frozenset(pickler.uses),
+        pickler.carried,
+        frozenset(pickler.keys),
+        pickler.places(value),
+    )
 
 
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
@@ -182,6 +306,55 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str
     """
     with tensors.arriving_on(device):
         return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+
+
+class _Loader(pickle.Unpickler):
+    """Finds objects by the keys that the notebook refers to them by."""
+
+    def __init__(self, *arguments: Any, found: Callable[[int], Any], **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._found = found
+
+    def persistent_load(self, key: int) -> Any:
+        return self._found(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank that stays has unpickled."""
+
+    value: Any
+    places: Callable[[], Mapping[int, Any]]
+    """Returns each object by its place in the pickle."""
+    fills: Sequence[Callable[[], None]]
+    """What gives objects that the rank has the content that was pushed."""
+
+
+def loads_known(
+    parts: Sequence[memoryview],
+    device: str,
+    found: Callable[[int], Any],
+    offer: Callable[[Mapping[str, Any]], None],
+    *,
+    pushed: bool,
+) -> Loaded:
+    """Unpickle on a rank that stays.
+
+    `found(key)` returns an object that the rank has, `offer(globals)` takes those of a function.
+    """
+    stream, *buffers = parts
+    loader = _Loader(io.BytesIO(stream), buffers=buffers, found=found)
+    contents: list[tuple[int, refresh.Content]] = []
+    _loading.offer = offer
+    try:
+        with tensors.arriving_on(device):
+            value = loader.load()
+            while pushed and (more := loader.load()):
+                contents += more
+    finally:
+        del _loading.offer
+    fills = [refresh.fill(found(key), content) for key, content in contents]
+    return Loaded(value, loader.memo.copy, fills)
 
 
 def dumps_plain(value: object) -> bytes:

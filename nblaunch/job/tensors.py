@@ -84,3 +84,49 @@ def arriving_on(device: str | None) -> Iterator[None]:
         yield
     finally:
         _arrival.device = before
+
+
+def is_tensor(obj: Any) -> bool:
+    """Return whether `obj` is a torch tensor of any class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def is_plain_tensor(obj: Any) -> bool:
+    """Return whether `obj` is a tensor or a parameter, and of no other class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter)
+
+
+def is_storage(obj: Any) -> bool:
+    """Return whether `obj` is the memory of tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.UntypedStorage)
+
+
+def reduce_by_value(obj: Any) -> Any:
+    """Return how to rebuild a copy of a tensor, a storage or an array, whose memory nobody else has."""
+    if not is_tensor(obj):
+        return reduce(obj) if is_storage(obj) else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    import torch
+
+    copied = obj.detach().clone()
+    if isinstance(obj, torch.nn.Parameter):
+        return torch.nn.Parameter, (copied, obj.requires_grad)
+    return copied.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def copy_content(target: Any, data: Any) -> None:
+    """Copy the elements of `data` into `target`, which is like it."""
+    if not is_tensor(target):
+        if is_storage(target):
+            target.copy_(data, False)  # noqa: FBT003 - torch's
+        else:
+            target[...] = data
+        return
+    import torch
+
+    with torch.no_grad():
+        target.copy_(data)
+        if target.is_leaf:
+            target.requires_grad_(data.requires_grad)

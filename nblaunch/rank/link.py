@@ -24,6 +24,7 @@ from nblaunch._protocol import (
     Leave,
     Offsets,
     Prepare,
+    Proceed,
     Reached,
     ReportReached,
     ReportWhere,
@@ -66,6 +67,8 @@ class Link:
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Heal | Leave] = queue.SimpleQueue()
         self.on_answer: Callable[[Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
+        self.proceed = threading.Event()
+        """Set once the payload of the job that was dispatched last has arrived on every rank."""
         self._working = False
         self._interrupted = False
         self._lock = threading.Lock()
@@ -192,7 +195,10 @@ class Link:
             case FreeCollective():
                 with contextlib.suppress(Exception):
                     self._inspector.free(message.fds)
+            case Proceed():
+                self.proceed.set()
             case Dispatch():
+                self.proceed.clear()
                 with self._lock:
                     self._interrupted = False
                     self._looks_soon = True

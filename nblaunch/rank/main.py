@@ -16,14 +16,16 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import torch
 
 from nblaunch._protocol import (
+    Arrived,
     CellJob,
     Dispatch,
     Entered,
@@ -34,6 +36,7 @@ from nblaunch._protocol import (
     Hello,
     Leave,
     Names,
+    Objects,
     Phase,
     Prepare,
     PullJob,
@@ -61,9 +64,11 @@ from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
 from nblaunch.rank.questions import Questions
-from nblaunch.rank.variables import Variables
+from nblaunch.rank.variables import Arrival, Variables
 
 _ERROR_CHARACTERS = 2000
+
+Job = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class Rank:
         self.titles: dict[str, str] = {}
         self.outgoing: shared.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
-        self.names_told: tuple[str, ...] = ()
+        self.names_told = Names(rank=-1, names=())
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
@@ -173,6 +178,8 @@ class Rank:
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout)
         process_group.accept_user_calls()
+        if self.orders.keep:
+            self._give_names()
         self._enter(Phase.READY)
 
     def _enter(self, phase: Phase) -> None:
@@ -192,22 +199,61 @@ class Rank:
         shell.remember_sources(dispatch.sources)
         for module in dispatch.imports:
             __import__(module)
-        with self.variables.protected():
-            stream, *buffers = shared.get(dispatch.payload, private=True)
-            loaded = payload.loads(stream, buffers, str(self.device))
+        parts = shared.get(dispatch.payload, private=True)
+        if dispatch.objects is None:
+            loaded = payload.loads(parts[0], parts[1:], str(self.device))
+        else:
+            loaded = self._arrived(parts, dispatch.objects, job)
+        del parts
         payload.remember_received_classes()
         value = self._do(job, loaded)
         self.link.end_job()
         # That a script has come to its end is all that its exit status says.
         self._returned(value, seen=not isinstance(job, ScriptJob) or bool(job.pull))
 
-    def _do(self, job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob, loaded: Any) -> object:
+    def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: Job) -> Any:
+        """Unpickle what a job brings to a rank that stays, and keep it once every rank has done so."""
+        arrival, pushed = Arrival(), isinstance(job, PushJob)
+        try:
+            loaded = payload.loads_known(
+                parts, str(self.device), self.variables.found, arrival.offer, pushed=pushed
+            )
+            if objects.wait:
+                self.link.send(Arrived(rank=self.rank))
+                self.link.proceed.wait()
+        except BaseException:
+            arrival.undo()
+            # The hub sends `Proceed` to every rank before an interrupt, or to none at all.
+            if objects.wait and self.link.proceed.is_set():
+                self._keep(job, loaded, objects, arrival)
+            raise
+        try:
+            self._keep(job, loaded, objects, arrival)
+        except KeyboardInterrupt:
+            self._keep(job, loaded, objects, arrival)
+            raise
+        return loaded.value
+
+    def _keep(self, job: Job, loaded: payload.Loaded, objects: Objects, arrival: Arrival) -> None:
+        arrival.undo()
+        self.variables.keep(loaded, objects)
+        self.variables.bring(arrival.offered)
+        match job:
+            case CellJob():
+                self.variables.bring(loaded.value)
+            case FunctionJob():
+                self.variables.bring(dict(loaded.value[-1]))
+            case PushJob():
+                self.variables.push(loaded.value)
+            case _:
+                pass
+
+    def _do(self, job: Job, loaded: Any) -> object:
         match job:
             case CellJob():
                 return self._run_cell(job, loaded)
             case PushJob():
-                self.variables.push(loaded)
-                return None
+                return None  # they are where they belong
             case PullJob(names=names):
                 return self.variables.pull(names)
             case FunctionJob():
@@ -216,21 +262,26 @@ class Rank:
                 return self._run_script(job)
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
-        self.variables.bring(captured)
+        if not self.orders.keep:
+            self.variables.bring(captured)
+        self._give_names()
+        self.titles[job.filename] = job.title
+        result = shell.prepare().run(job)
+        error = result.error_before_exec or result.error_in_exec
+        if self.orders.keep and result.error_before_exec is None:
+            line = None if error is None else _line_reached(error, job.filename, job.first_line)
+            self.variables.bound_by(shell.prepare().transform_cell(job.source), line)
+        if error is not None:
+            raise error
+        return result.result
+
+    def _give_names(self) -> None:
         shell.namespace().update(
             rank=self.rank,
             local_rank=int(os.environ["LOCAL_RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             device=self.device,
         )
-        self.titles[job.filename] = job.title
-        result = shell.prepare().run(job)
-        error = result.error_before_exec or result.error_in_exec
-        if error is not None:
-            raise error
-        if self.orders.keep:
-            self.variables.bound_by(shell.prepare().transform_cell(job.source))
-        return result.result
 
     def _run_script(self, job: ScriptJob) -> object:
         if job.file:
@@ -241,8 +292,13 @@ class Rank:
         return pulled if job.pull else 0
 
     @staticmethod
-    def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        value = function(*args, **kwargs)
+    def _call(
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: tuple[tuple[str, Any], ...],
+        variables: tuple[tuple[str, Any], ...],  # noqa: ARG004 - they are where the function looks for them
+    ) -> object:
+        value = function(*args, **dict(kwargs))
         return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
 
     def _returned(self, value: object, *, seen: bool = True) -> None:
@@ -298,10 +354,11 @@ class Rank:
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
 
     def _tell_names(self) -> None:
-        names = self.variables.names()
-        if names != self.names_told:
-            self.names_told = names
-            self.link.send(Names(rank=self.rank, names=names))
+        rebound, lost = self.variables.settle()
+        known = Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
+        if known != self.names_told or lost:
+            self.names_told = known
+            self.link.send(msgspec.structs.replace(known, lost=lost))
 
     def _heal(self, number: int, *, reform: bool) -> None:
         """Be ready for another job."""
@@ -338,6 +395,13 @@ def _unsendable(value: object) -> str:
         except Exception:  # noqa: BLE001 - whatever the objects raise
             return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
+    """Return the line of a cell, counted from 1, at which it was when it raised; 0 if it was nowhere."""
+    steps = traceback.walk_tb(error.__traceback__)
+    reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
+    return 0 if reached is None else reached - first_line + 1
 
 
 async def _awaited(value: Any) -> object:

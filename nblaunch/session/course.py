@@ -14,15 +14,18 @@ from collections.abc import Collection
 from nblaunch import _node_protocol as wire
 from nblaunch._events import EventLog
 from nblaunch._protocol import (
+    Arrived,
     AttemptStarted,
     Entered,
     Healed,
     Hello,
     Leave,
     Message,
+    Names,
     Noticed,
     Phase,
     Prepare,
+    Proceed,
     ReportReached,
     RunEnded,
     ToRank,
@@ -58,8 +61,10 @@ class Course:
         self.state = RunState.fresh(settings.nproc, time=time.time())
         """The ranks themselves; what becomes of a job is in `job.state`."""
         self.job: Job | None = None
-        self.names: dict[int, tuple[str, ...]] = {}
+        self.names: dict[int, Names] = {}
         """Of a kept group: the variables that each rank has."""
+        self.lost: dict[int, tuple[int, ...]] = {}
+        """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
         self.closed = threading.Event()
         self.events = EventLog()
         """What torchelastic has recorded of these ranks."""
@@ -128,9 +133,20 @@ class Course:
             return
         job.dispatched = True
         for rank in job.state.ranks:
-            self._send(rank, job.dispatch)
+            self._send(rank, job.dispatch_to(rank))
             # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
             job.fold(Entered(rank=rank, phase=Phase.JOB))
+
+    def _on_arrived(self, message: Arrived) -> None:
+        """Let the job begin once its payload is whole on every rank; if it cannot be, no rank keeps it."""
+        job = self.job
+        if job is None or job.ended.is_set() or self._interruption.begun or job.state.failed:
+            return
+        job.arrived.add(message.rank)
+        if job.arrived == job.state.ranks.keys():
+            job.whole()
+            for rank in job.state.ranks:
+                self._send(rank, Proceed())
 
     def _after(self, job: Job) -> None:
         """Do what follows from a change of the job's state."""

@@ -10,6 +10,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,18 @@ from nblaunch import _join_key
 from nblaunch._errors import LaunchError, OptionError, RunFailedError
 from nblaunch._events import EventLog
 from nblaunch._options import LaunchOptions
-from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob, ScriptJob
+from nblaunch._protocol import (
+    CellJob,
+    Dispatch,
+    FunctionJob,
+    Noticed,
+    Objects,
+    Phase,
+    Prepare,
+    PullJob,
+    PushJob,
+    ScriptJob,
+)
 from nblaunch._results import RunResult
 from nblaunch._state import RunState
 from nblaunch.agent import devices, forkserver, meetings, runtime
@@ -38,6 +50,15 @@ _END_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class Parcel:
+    """What ranks that stay are sent with a job; ranks that know the same get the same."""
+
+    ranks: frozenset[int]
+    captured: Captured
+    objects: Objects | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """A job with everything that is decided before a process starts."""
 
@@ -51,6 +72,11 @@ class Launch:
     """Whoever sets it interrupts the run, from any thread."""
     aside: bool = False
     """Whether its result is seen by nobody."""
+    parcels: tuple[Parcel, ...] = ()
+    """In place of `captured`, where ranks are sent different things."""
+    arrived: Callable[[], None] = lambda: None
+    """Called once all parcels are where they belong."""
+    notices: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -149,11 +175,12 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
     ranks: tuple[int, ...] | None = None,
 ) -> Outcome:
     """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
-    with shared.put(launch.captured.packed, runtime.root) as outgoing:
+    with ExitStack() as sent:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
-        job = Job(
-            _dispatch(launch, outgoing.payload), state, aside=launch.aside, shown=Shown.of(launch.options)
-        )
+        job = Job(_dispatches(launch, sent), state, aside=launch.aside, shown=Shown.of(launch.options))
+        job.whole = launch.arrived
+        for text in launch.notices:
+            job.fold(Noticed(text=text))
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:
@@ -294,17 +321,21 @@ def prepare_of(
     )
 
 
-def _dispatch(launch: Launch, payload: object) -> Dispatch:
-    sources = {
-        filename: (notebook.title_of(filename), source)
-        for filename, source in launch.captured.sources.items()
-    }
-    return Dispatch(
-        job=launch.job,
-        payload=payload,  # type: ignore[arg-type]
-        imports=launch.captured.imports,
-        sources=sources,
-    )
+def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch]:
+    """Write the payloads, which `sent` frees, and return what each rank is sent; None stands for all others."""
+    dispatches: dict[int | None, Dispatch] = {}
+    for parcel in launch.parcels or (Parcel(frozenset(), launch.captured),):
+        captured = parcel.captured
+        outgoing = sent.enter_context(shared.put(captured.packed, runtime.root))
+        dispatch = Dispatch(
+            job=launch.job,
+            payload=outgoing.payload,
+            objects=parcel.objects,
+            imports=captured.imports,
+            sources={name: (notebook.title_of(name), source) for name, source in captured.sources.items()},
+        )
+        dispatches |= dict.fromkeys([None, *parcel.ranks], dispatch)
+    return dispatches
 
 
 def _own_directory(job: Job, settings: AgentSettings) -> Path | None:

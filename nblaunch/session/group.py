@@ -22,6 +22,7 @@ from nblaunch._errors import RunFailedError
 from nblaunch._events import Event
 from nblaunch._protocol import (
     Answer,
+    Arrived,
     Asked,
     AttemptStarted,
     Entered,
@@ -157,6 +158,10 @@ class WorkerGroup(SpreadCourse):
         else:
             self._agent.stop()
 
+    def take_lost(self) -> dict[int, tuple[int, ...]]:
+        """Return the keys of objects that ranks have lost since the last call."""
+        return {rank: self.lost.pop(rank, ()) for rank in list(self.lost)}
+
     @property
     def waiting(self) -> bool:
         """Whether all ranks are connected, and have nothing to do."""
@@ -237,7 +242,12 @@ class WorkerGroup(SpreadCourse):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
             case Names():
-                self.names[message.rank] = message.names
+                self.names[message.rank] = message
+                if message.lost:
+                    self.lost[message.rank] = self.lost.get(message.rank, ()) + message.lost
+                return
+            case Arrived():
+                self._on_arrived(message)
                 return
             case Asked():
                 if self.job is not None:
@@ -318,7 +328,7 @@ class WorkerGroup(SpreadCourse):
         self._fold_exits(float("inf"))
         self._logs.close()
         self.attempt = message.number
-        self._ready, self.names = set(), {}
+        self._ready, self.names, self.lost = set(), {}, {}
         self._departures.forget()
         self._changing = False
         if self._nodes is not None:

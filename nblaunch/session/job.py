@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from nblaunch._protocol import (
     Asked,
@@ -35,12 +35,21 @@ class Job:
     """A job that has been given to a group, or is about to be."""
 
     def __init__(
-        self, dispatch: Dispatch, state: RunState, *, aside: bool = False, shown: Shown = EVERYTHING
+        self,
+        dispatches: Mapping[int | None, Dispatch],
+        state: RunState,
+        *,
+        aside: bool = False,
+        shown: Shown = EVERYTHING,
     ) -> None:
-        """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result."""
+        """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result.
+
+        `dispatches` has what each rank is sent; None stands for those that it does not name.
+        """
         self.aside = aside
         self.shown = shown
-        self.dispatch = dispatch
+        self.dispatch = dispatches[None]
+        self._dispatches = dispatches
         self.state = state
         self.values: dict[int, tuple[memoryview, ...]] = {}
         self.logs: Mapping[int, Mapping[int, Logs]] = {}
@@ -53,6 +62,10 @@ class Job:
         """What ranks want to be told by the user, the oldest first."""
         self.ended = threading.Event()
         self.dispatched = False
+        self.arrived: set[int] = set()
+        """Ranks on which all of the payload has arrived."""
+        self.whole: Callable[[], None] = lambda: None
+        """Called when it has arrived on every rank, and before any of them begins."""
         self.interrupted = False
         self.settle_at: float | None = None
         self.settled = False
@@ -67,6 +80,10 @@ class Job:
         elif isinstance(job, ScriptJob) and job.file:
             titles[job.file] = job.title
         return titles
+
+    def dispatch_to(self, rank: int) -> Dispatch:
+        """Return what a rank is sent."""
+        return self._dispatches.get(rank, self.dispatch)
 
     @property
     def succeeded(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import keyword
 import threading
 import time
@@ -23,8 +24,8 @@ from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call
 from nblaunch.session import engine, hub, joining, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
+from nblaunch.session.knowledge import Knowledge, Sent, View
 from nblaunch.session.scripts import is_script, refuse_in_session
-from nblaunch.session.sent import Sent
 from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 
@@ -66,7 +67,7 @@ class LiveSession:
         self.failed_last = 0
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
-        self._sent = Sent()
+        self._knowledge = Knowledge()
         if options.nodes[1] > 1:
             msg = (
                 f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are on one "
@@ -118,9 +119,14 @@ class LiveSession:
         if not callable(target):
             msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function."
             raise OptionError(msg)
-        captured = capture_call(fn, tuple(args), dict(kwargs or {}), notebook.namespace())
+        namespace = _namespace_of(fn)
+
+        def capture(view: View) -> Captured:
+            return capture_call(fn, tuple(args), dict(kwargs or {}), namespace, view)
+
         title = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
-        return self._later(FunctionJob(name=title), captured, _Wish(title, ranks))
+        brought = _Brought(self, capture, namespace, self.chosen(ranks))
+        return self._later(FunctionJob(name=title), brought, _Wish(title, ranks))
 
     def prepared(  # noqa: PLR0913 - what a cell is
         self,
@@ -136,20 +142,19 @@ class LiveSession:
 
         `plain` is its source with magics transformed. Raises all that can be wrong with it.
         """
-        chosen = self.chosen(ranks)
-        present = self._sent.of(self.group.attempt)
-        captured = capture_cell(
-            plain,
-            namespace,
-            transform,
-            without=present.known(namespace, self.group.names, chosen),
-            outdated=lambda names: present.outdated(names, namespace, chosen),
-        )
-        sent = {name: namespace[name] for name in captured.names if name in namespace}
-        return self._later(job, captured, _Wish("cell", ranks, options), sent)
+
+        def capture(view: View) -> Captured:
+            return capture_cell(plain, namespace, transform, known=view)
+
+        brought = _Brought(self, capture, namespace, self.chosen(ranks))
+        return self._later(job, brought, _Wish("cell", ranks, options))
 
     def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
-        """Give the ranks variables; names that refer to one object go on referring to one."""
+        """Give the ranks variables; names that refer to one object go on referring to one.
+
+        An object that the ranks have from the notebook is filled with its content of now, so that whatever
+        refers to it there follows.
+        """
         for name in variables:
             if not str(name).isidentifier() or keyword.iskeyword(name):
                 msg = f"push was given {name!r:.100} as a name, which is none. Give Python names."
@@ -157,9 +162,13 @@ class LiveSession:
             if name in RANK_NAMES or name in SHELL_NAMES:
                 msg = f"push was given {name!r}, but each rank has its own {name}. Use another name."
                 raise OptionError(msg)
-        captured = capture_values(dict(variables), notebook.namespace())
-        self._sent.forget(variables)
-        self._check(self._perform(PushJob(), captured, _Wish("push", ranks, watch=silent, aside=True)))
+        namespace = notebook.namespace()
+
+        def capture(view: View) -> Captured:
+            return capture_values(dict(variables), namespace, view)
+
+        brought = _Brought(self, capture, namespace, self.chosen(ranks), pushed=variables)
+        self._check(self._perform(PushJob(), brought, _Wish("push", ranks, watch=silent, aside=True)))
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
@@ -167,9 +176,8 @@ class LiveSession:
             msg = "pull was given no name. Name the variables: pull('loss', 'model')."
             raise OptionError(msg)
         chosen = self.chosen(ranks)
-        captured = Captured(payload.dumps(()), (), {})
         wish = _Wish("pull", ranks, watch=silent, aside=True)
-        finished = self._perform(PullJob(names=tuple(names)), captured, wish)
+        finished = self._perform(PullJob(names=tuple(names)), _plain(()), wish)
         result = finished.result
         if (
             result is not None
@@ -190,34 +198,35 @@ class LiveSession:
         assert finished.result is not None  # noqa: S101 - without a result there is an error
         return finished.result
 
-    def _later(
-        self,
-        job: CellJob | FunctionJob,
-        captured: Captured,
-        wish: _Wish,
-        sent: Mapping[str, Any] | None = None,
-    ) -> Perform:
-        self.chosen(wish.ranks)
+    def _later(self, job: CellJob | FunctionJob, brought: _Brought, wish: _Wish) -> Perform:
         self._refuse_if(at_work=self._busy.locked())
-        return lambda cancelled: self._perform(
-            job, captured, dataclasses.replace(wish, cancelled=cancelled), sent
-        )
+        return lambda cancelled: self._perform(job, brought, dataclasses.replace(wish, cancelled=cancelled))
 
     def claim(self) -> None:
         """Take the ranks for a job in the background, before its thread begins; its end gives them back."""
         self._refuse_if(at_work=not self._busy.acquire(blocking=False))
 
     def _perform(
-        self,
-        job: CellJob | FunctionJob | PushJob | PullJob,
-        captured: Captured,
-        wish: _Wish,
-        sent: Mapping[str, Any] | None = None,
+        self, job: CellJob | FunctionJob | PushJob | PullJob, brought: _Brought | Captured, wish: _Wish
+    ) -> engine.Outcome:
+        if wish.cancelled is None:
+            self._refuse_if(at_work=self._busy.locked())
+            # The one way to take a lock and to let it go that no interrupt comes between.
+            with self._busy:
+                return self._carry_out(job, brought, wish)
+        try:
+            return self._carry_out(job, brought, wish)
+        finally:
+            self._busy.release()
+
+    def _carry_out(
+        self, job: CellJob | FunctionJob | PushJob | PullJob, brought: _Brought | Captured, wish: _Wish
     ) -> engine.Outcome:
         chosen = self.chosen(wish.ranks)
+        self._refuse_if_ended()
         launch = engine.Launch(
             job=job,
-            captured=captured,
+            captured=brought if isinstance(brought, Captured) else brought.first,
             options=with_those_of(wish.options, self.options) if wish.options else self.options,
             placement=self.placement,
             environ={},
@@ -225,33 +234,28 @@ class LiveSession:
             cancelled=wish.cancelled,
             aside=wish.aside,
         )
-        if wish.cancelled is None:
-            self._refuse_if(at_work=self._busy.locked())
-            # The one way to take a lock and to let it go that no interrupt comes between.
-            with self._busy:
-                return self._carry_out(launch, wish, chosen, sent or {})
-        try:
-            return self._carry_out(launch, wish, chosen, sent or {})
-        finally:
-            self._busy.release()
+        if isinstance(brought, _Brought):
+            launch = brought.given_to(launch)
+        backend = self.placement.backend if self.options.init_process_group else ""
+        watcher = (wish.watch or self.watch)(wish.title, backend)
+        subset = None if wish.ranks is None else chosen
+        finished = engine.conduct(
+            self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
+        )
+        if finished.result is not None and finished.result.root_cause is not None and not wish.aside:
+            self.failed_last = finished.result.root_cause.rank
+        return finished
 
-    def _carry_out(
-        self, launch: engine.Launch, wish: _Wish, chosen: tuple[int, ...], sent: Mapping[str, Any]
-    ) -> engine.Outcome:
-        present = self._sent.of(self.group.attempt)
-        try:
-            self._refuse_if_ended()
-            backend = self.placement.backend if self.options.init_process_group else ""
-            watcher = (wish.watch or self.watch)(wish.title, backend)
-            subset = None if wish.ranks is None else chosen
-            finished = engine.conduct(
-                self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
-            )
-            if finished.result is not None and finished.result.root_cause is not None and not wish.aside:
-                self.failed_last = finished.result.root_cause.rank
-            return finished
-        finally:
-            present.remember(sent, launch.captured.packed.carried, chosen)
+    def views(self, chosen: tuple[int, ...], namespace: dict[str, Any] | None) -> list[View]:
+        """Return what the chosen ranks know now, each group of ranks that know the same by itself."""
+        self._knowledge.begin(self.group.attempt, self.world_size)
+        self._knowledge.lost(self.group.take_lost())
+        return self._knowledge.views(chosen, self.group.names, namespace)
+
+    def remember(self, sent: Sequence[tuple[View, Sent]]) -> None:
+        """Take into account that payloads have arrived."""
+        for view, each in sent:
+            self._knowledge.remember(view, each)
 
     def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
         """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""
@@ -298,7 +302,8 @@ class LiveSession:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the variables that rank 0 has."""
-        return self.group.names.get(0, ())
+        known = self.group.names.get(0)
+        return known.names if known is not None else ()
 
     # --- the ranks themselves ------------------------------------------------------------------------
 
@@ -362,7 +367,8 @@ class LiveSession:
             self.group.closed.wait(_CLOSE_SECONDS)
         self.group.close()
         # The logs go with the last result that refers to them, not with this object.
-        self._sent, self._private = Sent(), None
+        self._knowledge.close()
+        self._private = None
         self._finalizer.detach()
 
     def _start(self) -> None:
@@ -385,6 +391,69 @@ class LiveSession:
             raise LaunchError(msg, phase="job") from error
         if error is not None:
             raise error
+
+
+class _Brought:
+    """What a job brings to a session's ranks, captured when this is made."""
+
+    def __init__(
+        self,
+        session: LiveSession,
+        capture: Callable[[View], Captured],
+        namespace: dict[str, Any] | None,
+        chosen: tuple[int, ...],
+        pushed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Capture for each group of ranks that know the same; raises what `capture` raises."""
+        self._session, self._chosen = session, chosen
+        self._again = functools.partial(_Brought, session, capture, namespace, chosen, pushed)
+        self._attempt = session.group.attempt
+        self._parcels: list[engine.Parcel] = []
+        self._sent: list[tuple[View, Sent]] = []
+        notices: dict[str, str] = {}
+        for view in session.views(chosen, namespace):
+            captured = capture(view)
+            view.look_for_changes(captured.used)
+            sent = view.sent(captured, pushed)
+            notices |= view.notices
+            # The objects themselves are the notebook's to keep, or not.
+            packed = dataclasses.replace(captured.packed, places=(), carried={})
+            captured = dataclasses.replace(captured, packed=packed)
+            objects = None if sent.plain and not sent.objects.wait else sent.objects
+            self._parcels.append(engine.Parcel(view.ranks, captured, objects))
+            self._sent.append((view, sent))
+        self.first = self._parcels[0].captured
+        self._notices = tuple(notices.values())
+
+    def given_to(self, launch: engine.Launch) -> engine.Launch:
+        """Return the launch with all of this; captures once more if the ranks are others by now."""
+        if self._attempt != self._session.group.attempt:
+            again: _Brought = self._again()
+            return again.given_to(launch)
+        sent, session = self._sent, self._session
+        waits = any(parcel.objects is not None and parcel.objects.wait for parcel in self._parcels)
+        if not waits:
+            session.remember(sent)
+        return dataclasses.replace(
+            launch,
+            captured=self.first,
+            parcels=tuple(self._parcels),
+            arrived=functools.partial(session.remember, sent) if waits else launch.arrived,
+            notices=self._notices,
+        )
+
+
+def _plain(value: object) -> Captured:
+    """Return a payload that brings nothing of the notebook's."""
+    return Captured(payload.dumps(value), (), {})
+
+
+def _namespace_of(fn: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the variables of the notebook, or script, that a function belongs to."""
+    globals_ = getattr(fn, "__globals__", None)
+    if globals_ is not None and globals_.get("__name__") == "__main__":
+        return dict(globals_) if type(globals_) is not dict else globals_
+    return notebook.namespace()
 
 
 def _end(group: WorkerGroup) -> None:

@@ -1,0 +1,262 @@
+"""Which object is which on both sides of a session: a key for every object that the ranks have got.
+
+The notebook and each rank keep a table of the same keys. An object that the ranks have is sent as its key, so
+another name for it, a container that holds it or an optimizer over it arrives leading to the rank's own object.
+
+A table keeps nothing alive. Most objects take a weak reference; lists, dictionaries and a few others do not. The
+table holds those, and lets go of each one that nobody else refers to: on `sweep`, and whenever Python's collector
+looks at its oldest generation (`gc.collect()` does), which also covers cycles.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from cloudpickle import cloudpickle as _cloudpickle
+
+MOST_OBJECTS = 200_000
+"""Objects of one payload that get a key; of a larger structure only those found first do."""
+
+HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code."""
+
+_VALUES = (
+    int,
+    float,
+    complex,
+    bool,
+    str,
+    bytes,
+    tuple,
+    frozenset,
+    range,
+    slice,
+    type(None),
+    type(Ellipsis),
+    type(NotImplemented),
+    types.CodeType,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodDescriptorType,
+    types.CellType,
+)
+_VALUE_TYPES = frozenset(_VALUES)
+_TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
+_STOPS = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.FrameType,
+)
+_FOLLOWED = (list, dict, tuple, set)
+_MOST_VISITED = 200_000
+# One of the table, or list, that holds the object; then the local variable, and the argument of `getrefcount`.
+_OWN_REFERENCES = 3
+
+
+def has_identity(obj: object) -> bool:
+    """Return whether two names for `obj` must lead to one object: not for values, nor for what imports find.
+
+    >>> has_identity([1]), has_identity(1), has_identity(len), has_identity(int)
+    (True, False, False, False)
+    """
+    kind = type(obj)
+    if kind in _VALUE_TYPES or (kind.__module__ == "torch" and kind.__name__ in _TORCH_VALUES):
+        return False
+    if isinstance(obj, type) and not obj.__flags__ & HEAP_TYPE:
+        return False
+    if isinstance(obj, type | types.FunctionType):
+        return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - by value, or by name
+    return True
+
+
+class _Weak(weakref.ref[Any]):
+    """A weak reference that knows its entry."""
+
+    __slots__ = ("address", "key")
+    address: int
+    key: int
+
+
+class ObjectTable:
+    """Objects by key, and keys by object, of one process."""
+
+    def __init__(self) -> None:
+        """Begin empty, and follow the garbage collector until `close`."""
+        self._entries: dict[int, _Weak | None] = {}
+        self._held: dict[int, Any] = {}
+        self._keys: dict[int, int] = {}
+        self._lost: list[int] = []
+        self._sweeping = threading.Lock()
+        table = weakref.ref(self)
+
+        def collecting(phase: str, info: dict[str, int]) -> None:
+            this = table()
+            if this is not None and phase == "start" and info["generation"] == 2:  # noqa: PLR2004 - the oldest
+                this.sweep(cycles=True)
+
+        self._collecting = collecting
+        gc.callbacks.append(collecting)
+
+    def close(self) -> None:
+        """Forget everything."""
+        if self._collecting in gc.callbacks:
+            gc.callbacks.remove(self._collecting)
+        self._entries, self._held, self._keys, self._lost = {}, {}, {}, []
+
+    def __len__(self) -> int:
+        """Return the number of objects that are alive."""
+        return len(self._entries)
+
+    def add(self, obj: Any, key: int) -> None:
+        """Know `obj` by `key`, which no other object has."""
+        address = id(obj)
+        self._keys[address] = key
+        try:
+            weak = _Weak(obj, self._died)
+        except TypeError:
+            self._entries[key] = None
+            self._held[key] = obj
+            return
+        weak.address, weak.key = address, key
+        self._entries[key] = weak
+
+    def key_of(self, obj: Any) -> int | None:
+        """Return the key of exactly this object."""
+        key = self._keys.get(id(obj))
+        return key if key is not None and self.get(key) is obj else None
+
+    def get(self, key: int) -> Any:
+        """Return the object, None if it is gone."""
+        weak = self._entries.get(key)
+        return self._held.get(key) if weak is None else weak()
+
+    def keys(self) -> Iterable[int]:
+        """Return the keys of all objects that are alive."""
+        return list(self._entries)
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Forget objects; those that are not known are passed over."""
+        for key in keys:
+            obj = self.get(key)
+            if obj is not None and self._keys.get(id(obj)) == key:
+                del self._keys[id(obj)]
+            self._entries.pop(key, None)
+            self._held.pop(key, None)
+
+    def lost(self) -> tuple[int, ...]:
+        """Return the keys of objects that have gone since the last call."""
+        self.sweep()
+        lost, self._lost = self._lost, []
+        return tuple(lost)
+
+    def alive(self) -> list[Any]:
+        """Return all objects; whoever keeps the list keeps them."""
+        return [obj for key in list(self._entries) if (obj := self.get(key)) is not None]
+
+    def sweep(self, *, cycles: bool = False) -> None:
+        """Let go of objects that only this table holds; with `cycles` also of those that hold each other."""
+        # The collector may call this from any thread, also from the middle of itself.
+        if not self._sweeping.acquire(blocking=False):
+            return
+        try:
+            while self._drop(self._sole()):
+                pass
+            if cycles:
+                self._drop([key for key, _ in _orphans(list(self._held.items()), 1)])
+        finally:
+            self._sweeping.release()
+
+    def _sole(self) -> list[int]:
+        found = []
+        for key in list(self._held):
+            obj = self._held.get(key)
+            if sys.getrefcount(obj) == _OWN_REFERENCES:
+                found.append(key)
+        return found
+
+    def _drop(self, keys: list[int]) -> bool:
+        for key in keys:
+            obj = self._held.pop(key, None)
+            if obj is not None:
+                self._keys.pop(id(obj), None)
+                self._entries.pop(key, None)
+                self._lost.append(key)
+        return bool(keys)
+
+    def _died(self, weak: weakref.ref[Any]) -> None:
+        assert isinstance(weak, _Weak)  # noqa: S101 - `add` made it
+        if self._entries.get(weak.key) is weak:
+            del self._entries[weak.key]
+            self._lost.append(weak.key)
+        if self._keys.get(weak.address) == weak.key:
+            del self._keys[weak.address]
+
+
+def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]:
+    """Return which of the held objects nothing refers to but `holders` (besides `held`) and each other.
+
+    This is what the collector does, with the references of the holders left out: count the references from
+    within, and whatever has more than those is alive, with all that it reaches.
+    """
+    waiting = [obj for _, obj in held]
+    addresses = set(map(id, waiting))
+    found: dict[int, Any] = {}
+    within: Counter[int] = Counter()
+    while waiting:
+        obj = waiting.pop()
+        if id(obj) in found:
+            continue
+        if len(found) >= _MOST_VISITED:
+            return []
+        found[id(obj)] = obj
+        for each in _referents(obj):
+            within[id(each)] += 1
+            waiting.append(each)
+    obj = each = None
+    alive = []
+    for address in list(found):  # not `.items()`, whose iterator refers to what it has just given
+        obj = found[address]
+        own = _OWN_REFERENCES + (holders + 1 if address in addresses else 0)
+        if sys.getrefcount(obj) - own > within[address]:
+            alive.append(address)
+    reached = set(alive)
+    while alive:
+        for each in _referents(found[alive.pop()]):
+            if id(each) not in reached:
+                reached.add(id(each))
+                alive.append(id(each))
+    return [entry for entry in held if id(entry[1]) not in reached]
+
+
+def _referents(obj: Any) -> Iterator[Any]:
+    for each in gc.get_referents(obj):
+        if isinstance(each, _FOLLOWED) or (gc.is_tracked(each) and not isinstance(each, _STOPS)):
+            yield each
+
+
+def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[int, Any]]:
+    """Return what has an identity of all that a pickler has written, with its place in the pickle.
+
+    `memo` is a copy of the pickler's: address -> (place, object). The unpickler has the same places. What only
+    the pickler has is left out (the state of an object, copied for it, and `root`, which holds what is sent):
+    nobody can mean it again.
+    """
+    held = list(memo.values())
+    # The pickler refers to each, and so does the entry of its copy that stands for it.
+    temporary = {place for place, _ in _orphans(held, 1)}
+    found = (
+        entry for entry in held if entry[0] not in temporary and entry[1] is not root and has_identity(entry[1])
+    )
+    return list(itertools.islice(found, MOST_OBJECTS))

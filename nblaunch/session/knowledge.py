@@ -1,0 +1,299 @@
+"""What a session's ranks know of the notebook: which objects they have, and under which names.
+
+An object is known by its key (`nblaunch.job.identity`), a variable by the object that was sent under its name.
+Ranks that took part in the same jobs know the same and share one record; a cell on a subset of ranks splits it.
+
+What is remembered here becomes true on the ranks at the same moment: when the payload has arrived on all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch._protocol import Names, Objects
+from nblaunch._reports import format_ranks
+from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured
+from nblaunch.job.changes import Prints
+from nblaunch.job.identity import ObjectTable
+
+_NO_NAMES = Names(rank=-1, names=())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Uses:
+    """Global names that functions sent together use, and what they were sent along with."""
+
+    names: frozenset[str]
+    others: tuple[_Uses, ...]
+
+
+@dataclass(slots=True)
+class _Binding:
+    """A name that ranks have from the notebook: the key of its object; None until one is looked at."""
+
+    key: int | None
+
+
+class _Record:
+    """What some ranks have, all of them the same."""
+
+    def __init__(self, ranks: frozenset[int], table: ObjectTable) -> None:
+        self.ranks = ranks
+        self.table = table
+        self.keys: set[int] = set()
+        self.bound: dict[str, _Binding] = {}
+        self.prints = Prints(table)
+        self.gone: set[int] = set()
+        """Keys that the ranks may forget, once they hear of it."""
+
+    def split(self, ranks: frozenset[int]) -> _Record:
+        """Return a record of these ranks alone, which leave this one."""
+        other = _Record(ranks, self.table)
+        other.keys, other.bound, other.gone = set(self.keys), dict(self.bound), set(self.gone)
+        other.prints = self.prints.copy()
+        self.ranks -= ranks
+        return other
+
+    def forget(self, keys: Iterable[int]) -> set[int]:
+        """Refer to these objects no longer; return those that were known."""
+        found = self.keys.intersection(keys)
+        self.keys -= found
+        self.prints.discard(found)
+        return found
+
+
+class Knowledge:
+    """What the ranks of one attempt have been sent."""
+
+    def __init__(self) -> None:
+        """Nothing has been sent."""
+        self._lock = threading.RLock()
+        self._attempt = -1
+        self._table = ObjectTable()
+        self._numbers = itertools.count(1)
+        self._records: list[_Record] = []
+        self._uses: dict[int, _Uses] = {}
+
+    def begin(self, attempt: int, world_size: int) -> None:
+        """Forget all of it if there are other processes than those that it was sent to."""
+        with self._lock:
+            if attempt != self._attempt:
+                self.close()
+                self._attempt, self._table = attempt, ObjectTable()
+                self._records = [_Record(frozenset(range(world_size)), self._table)]
+
+    def close(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._table.close()
+            self._records, self._uses = [], {}
+
+    def sweep(self) -> None:
+        """Let go of objects that the notebook has let go of."""
+        self._table.sweep()
+
+    def lost(self, keys: Mapping[int, tuple[int, ...]]) -> None:
+        """Take into account what each rank no longer has."""
+        with self._lock:
+            for rank, each in keys.items():
+                record = next((known for known in self._records if rank in known.ranks), None)
+                if record is None or not record.keys.intersection(each):
+                    continue
+                others = {other for other in record.ranks if set(keys.get(other, ())) != set(each)}
+                if others:
+                    record = self._apart(record, frozenset(record.ranks - others))
+                record.forget(each)
+
+    def views(
+        self, chosen: Sequence[int], names: Mapping[int, Names], namespace: dict[str, Any] | None
+    ) -> list[View]:
+        """Return what the chosen ranks know, each group of ranks that know the same by itself."""
+        with self._lock:
+            dead = self._table.lost()
+            for key in dead:
+                self._uses.pop(key, None)
+            for record in self._records:
+                record.gone |= record.forget(dead)
+            parts = [(record, record.ranks.intersection(chosen)) for record in self._records]
+            return [View(self, record, ranks, names, namespace) for record, ranks in parts if ranks]
+
+    def key_for(self, obj: Any) -> int:
+        """Return the key of an object; one that has none gets one."""
+        key = self._table.key_of(obj)
+        if key is None:
+            key = next(self._numbers)
+            self._table.add(obj, key)
+        return key
+
+    def uses_of(self, key: int) -> _Uses | None:
+        """Return what the functions use that an object was sent with."""
+        return self._uses.get(key)
+
+    def remember(self, view: View, sent: Sent) -> None:
+        """Take into account that a payload has arrived on the ranks of `view`."""
+        with self._lock:
+            if view.record not in self._records:
+                return  # of an attempt that is over
+            record = view.record if view.ranks == view.record.ranks else self._apart(view.record, view.ranks)
+            record.gone -= set(sent.gone)
+            record.keys.update(sent.prints)
+            record.prints.update(sent.prints)
+            record.bound |= sent.bound
+            if sent.uses is not None:
+                for key in itertools.chain(sent.prints, (each.key for each in sent.bound.values())):
+                    if key is not None:
+                        self._uses[key] = sent.uses
+
+    def _apart(self, record: _Record, ranks: frozenset[int]) -> _Record:
+        other = record.split(ranks)
+        self._records.append(other)
+        return other
+
+
+@dataclass(slots=True)
+class Sent:
+    """What becomes known once a payload has arrived; holds no object."""
+
+    bound: dict[str, _Binding]
+    prints: dict[int, object]
+    uses: _Uses | None
+    gone: tuple[int, ...]
+    objects: Objects = field(default_factory=Objects)
+
+    plain: bool = False
+    """Whether the payload neither refers to objects by key nor gives keys to any."""
+
+
+class View:
+    """What some ranks know, as one payload for them sees it; see `nblaunch.job.capture.KnownVariables`."""
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        record: _Record,
+        ranks: frozenset[int],
+        names: Mapping[int, Names],
+        namespace: dict[str, Any] | None,
+    ) -> None:
+        """Look at the ranks through `record`; `names` are the variables that each of them has."""
+        self.record = record
+        self.ranks = ranks
+        self.notices: dict[str, str] = {}
+        self._knowledge = knowledge
+        self._namespace = namespace or {}
+        self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
+        self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
+        self._declined: dict[str, _Binding] = {}
+
+    def key_of(self, obj: Any) -> int | None:
+        """Return the key of an object that these ranks have."""
+        key = self.record.table.key_of(obj)
+        return key if key is not None and key in self.record.keys else None
+
+    def lacks(self, name: str, value: Any) -> bool:
+        """Return whether these ranks need the notebook's variable: they have none, or it was bound anew."""
+        if name in RANK_NAMES or name in SHELL_NAMES:
+            return False
+        everywhere = all(name in names for names in self._names.values())
+        binding = self.record.bound.get(name)
+        if binding is None:
+            return not everywhere
+        if binding.key is None:
+            # Pushed under a name that the notebook did not have, or that was not looked at.
+            binding.key = self._knowledge.key_for(value)
+        if self.record.table.get(binding.key) is value:
+            return not everywhere
+        own = [rank for rank, names in self._rebound.items() if name in names]
+        if own:
+            self._decline(name, value, own)
+        return len(own) < len(self.ranks)
+
+    def _decline(self, name: str, value: Any, own: list[int]) -> None:
+        self._declined[name] = _Binding(self._knowledge.key_for(value))
+        self.notices[name] = (
+            f"{name} was assigned again in the notebook, but {format_ranks(own)} assigned it too and keep their "
+            f"own. To replace it: %distributed push {name}"
+        )
+
+    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:
+        """Return the variables that these ranks lack, of `names` and of those that known functions use."""
+        reached = self._reached(names, keys)
+        return frozenset(
+            name for name in reached if name in self._namespace and self.lacks(name, self._namespace[name])
+        )
+
+    def _reached(self, names: Iterable[str], keys: Iterable[int]) -> set[str]:
+        reached: set[str] = set()
+        seen: set[int] = set()
+        waiting: list[_Uses] = [uses for key in keys if (uses := self._knowledge.uses_of(key)) is not None]
+        fresh = set(names)
+        while fresh or waiting:
+            for name in fresh - reached:
+                key = self.record.table.key_of(self._namespace[name]) if name in self._namespace else None
+                uses = self._knowledge.uses_of(key) if key is not None else None
+                waiting += [uses] if uses is not None else []
+            reached |= fresh
+            fresh = set()
+            if waiting and id(uses := waiting.pop()) not in seen:
+                seen.add(id(uses))
+                waiting += uses.others
+                fresh = set(uses.names - reached)
+        return reached
+
+    def sent(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Sent:
+        """Return what these ranks will know when `captured` has arrived, and let go of its objects."""
+        key_for, packed = self._knowledge.key_for, captured.packed
+        keys = [key_for(obj) for _, obj in packed.places]
+        prints = {key: self.record.prints.of(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
+        if pushed is not None:
+            prints |= {key: self.record.prints.of(self.record.table.get(key)) for key in packed.keys}
+        variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
+        bound = {name: _Binding(key_for(value)) for name, value in {**packed.carried, **variables}.items()}
+        for name in pushed or ():
+            bound[name] = self._binding_of_pushed(name)
+        others = [uses for key in packed.keys if (uses := self._knowledge.uses_of(key)) is not None]
+        gone = tuple(self.record.gone)
+        return Sent(
+            bound={**self._declined, **bound},
+            prints=prints,
+            uses=_Uses(packed.uses, tuple(dict.fromkeys(others))) if packed.uses or others else None,
+            gone=gone,
+            plain=not (packed.keys or keys),
+            objects=Objects(
+                wait=bool(bound or prints),
+                places=array("I", (place for place, _ in packed.places)).tobytes(),
+                keys=array("Q", keys).tobytes(),
+                gone=array("Q", gone).tobytes(),
+            ),
+        )
+
+    def _binding_of_pushed(self, name: str) -> _Binding:
+        """Return what the next cells compare with: the notebook's own variable of that name, if it has one."""
+        known = name in self._namespace
+        return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
+
+    def look_for_changes(self, names: frozenset[str]) -> None:
+        """Notice objects under these names that were changed in place since the ranks got them."""
+        for name in sorted(self._reached(names, ())):
+            if name not in self._namespace:
+                continue
+            value, binding = self._namespace[name], self.record.bound.get(name)
+            if name in RANK_NAMES:
+                self.notices[name] = (
+                    f"{name}: on the ranks this is the rank's own {name}, not the notebook's variable. "
+                    "Rename the variable to use it there."
+                )
+            if binding is None or binding.key is None or self.record.table.get(binding.key) is not value:
+                continue
+            if all(name in rebound for rebound in self._rebound.values()):
+                continue
+            if self.record.prints.changed(value):
+                self.notices[name] = (
+                    f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
+                    f"To send it: %distributed push {name}"
+                )
