@@ -58,6 +58,8 @@ class Variables:
         self._objects = ObjectTable()
         self._came: dict[str, object] = {}
         """Variables from the notebook, with the object that came; `_REBOUND` once there is another."""
+        self._received: set[str] = set()
+        """All names that ever came, whatever has become of them."""
         self._between_jobs: list[Any] = []
         """What the notebook believes to be here stays until the next job has found it."""
         self._hidden = frozenset(shell.namespace()) | _GIVEN
@@ -90,6 +92,7 @@ class Variables:
         for name, value in brought.items():
             if not self._kept or not self._is_own(name):
                 namespace[name] = self._came[name] = value
+                self._received.add(name)
 
     def _is_own(self, name: str) -> bool:
         namespace = shell.namespace()
@@ -101,6 +104,7 @@ class Variables:
         """Take variables that the notebook has pushed, whatever is here."""
         shell.namespace().update(given)
         self._came.update(given)
+        self._received.update(given)
 
     def bound_by(self, source: str, line: int | None = None) -> None:
         """Note what a cell has bound for certain: all of its statements, or those before the one at `line`.
@@ -126,7 +130,7 @@ class Variables:
         self._between_jobs = []
         lost = self._objects.lost()
         self._between_jobs = self._objects.alive()
-        return tuple(sorted(name for name, value in self._came.items() if value is _REBOUND)), lost
+        return tuple(sorted(filter(self._is_own, self._received))), lost
 
     # --- what is there ---------------------------------------------------------------------------------
 

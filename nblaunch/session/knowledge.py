@@ -78,6 +78,13 @@ class Knowledge:
         self._numbers = itertools.count(1)
         self._records: list[_Record] = []
         self._uses: dict[int, _Uses] = {}
+        self._namespace = 0
+
+    @property
+    def namespace(self) -> dict[str, Any] | None:
+        """Return the variables that the last job was given, for a push that brings none."""
+        found: dict[str, Any] | None = self._table.get(self._namespace)
+        return found
 
     def begin(self, attempt: int, world_size: int) -> None:
         """Forget all of it if there are other processes than those that it was sent to."""
@@ -114,6 +121,8 @@ class Knowledge:
     ) -> list[View]:
         """Return what the chosen ranks know, each group of ranks that know the same by itself."""
         with self._lock:
+            if namespace is not None:
+                self._namespace = self.key_for(namespace)
             dead = self._table.lost()
             for key in dead:
                 self._uses.pop(key, None)

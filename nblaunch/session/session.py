@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
 from nblaunch._options import LaunchOptions
-from nblaunch._protocol import CellJob, FunctionJob, PullJob, PushJob
+from nblaunch._protocol import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
 from nblaunch._state import State
@@ -163,6 +165,8 @@ class LiveSession:
                 msg = f"push was given {name!r}, but each rank has its own {name}. Use another name."
                 raise OptionError(msg)
         namespace = notebook.namespace()
+        if namespace is None:
+            namespace = self._knowledge.namespace
 
         def capture(view: View) -> Captured:
             return capture_values(dict(variables), namespace, view)
@@ -434,13 +438,20 @@ class _Brought:
         waits = any(parcel.objects is not None and parcel.objects.wait for parcel in self._parcels)
         if not waits:
             session.remember(sent)
+        parcels = [_waiting(parcel) if waits else parcel for parcel in self._parcels]
         return dataclasses.replace(
             launch,
             captured=self.first,
-            parcels=tuple(self._parcels),
+            parcels=tuple(parcels),
             arrived=functools.partial(session.remember, sent) if waits else launch.arrived,
             notices=self._notices,
         )
+
+
+def _waiting(parcel: engine.Parcel) -> engine.Parcel:
+    """Have ranks that get nothing wait for those that do: the payload arrives on all of them, or on none."""
+    objects = parcel.objects or Objects()
+    return dataclasses.replace(parcel, objects=msgspec.structs.replace(objects, wait=True))
 
 
 def _plain(value: object) -> Captured:
