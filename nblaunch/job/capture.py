@@ -38,17 +38,17 @@ class Captured:
 class KnownVariables(payload.Known, Protocol):
     """What ranks that stay have of a notebook's variables and objects."""
 
-    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
         """Return which variables the ranks lack, of `names` and of those that functions use.
 
-        These are the functions among `names`, and those that the objects known by `keys` came with.
+        These are the functions that the variables and `roots` lead to.
         """
 
 
 class _Everything:
     """What fresh ranks lack."""
 
-    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:  # noqa: ARG002 - as above
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:  # noqa: ARG002 - as above
         return names
 
 
@@ -69,16 +69,9 @@ def capture_cell(
     names = cell_names(source, transform=transform)
     used = names.needed | names.maybe
     available = namespace.keys() - RANK_NAMES - SHELL_NAMES
-    lacking = known or _Everything()
-    chosen = lacking.needs(used, frozenset()) & available
-    while True:
-        packed, sent = _packed_cell(chosen, names.needed, namespace, known)
-        # Functions on the way, also those that the ranks have, use more than the cell itself names.
-        found = lacking.needs(used | packed.uses, packed.keys) & available if known is not None else chosen
-        more = found - chosen - packed.carried.keys()
-        if not more:
-            return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent, used)
-        chosen |= more
+    lacking = (known or _Everything()).needs(used) & available
+    packed, sent = _packed_cell(lacking, names.needed, namespace, known)
+    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent, used)
 
 
 def _packed_cell(
@@ -127,14 +120,11 @@ def capture_call(
     if known is None:
         packed = _pack((*call, ()), roots, namespace, "the call uses")
         return Captured(packed, (), _sources(packed))
-    variables: dict[str, Any] = {}
-    while True:
-        packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
-        found = known.needs(packed.uses, packed.keys) & (namespace or {}).keys() - RANK_NAMES - SHELL_NAMES
-        more = found - variables.keys() - packed.carried.keys()
-        if not more:
-            return Captured(packed, (), _sources(packed), frozenset(variables), packed.uses)
-        variables |= {name: namespace[name] for name in sorted(more)} if namespace is not None else {}
+    # Variables that only functions use that the ranks have already: nothing else would bring them.
+    lacking = known.needs(frozenset(), function, args, kwargs) & (namespace or {}).keys()
+    variables = {name: (namespace or {})[name] for name in sorted(lacking)}
+    packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
+    return Captured(packed, (), _sources(packed), lacking)
 
 
 def _pack(

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from nblaunch.job.identity import HEAP_TYPE, ObjectTable
+from nblaunch.job.identity import HEAP_TYPE, ObjectTable, is_by_value
 
 _MOST_ELEMENTS = 1000
 _ENDS = 100
@@ -67,23 +67,32 @@ class Prints:
 
     def changed(self, root: Any) -> bool:
         """Return whether `root`, or an object that it leads to, has another print than the one kept."""
-        waiting, visited = [root], {id(root)}
-        while waiting:
-            obj = waiting.pop()
+        for obj in self.walk(root):
             key = self._table.key_of(obj)
             if key is not None and key in self._prints and self._prints[key] != self.of(obj):
                 return True
+        return False
+
+    def walk(self, *roots: Any) -> Iterator[Any]:
+        """Yield the roots and what they lead to, up to a bound: no plain values, and no classes of libraries."""
+        waiting = [root for root in roots if type(root) not in _NO_CHILDREN]
+        visited = set(map(id, waiting))
+        while waiting:
+            obj = waiting.pop()
+            yield obj
             if len(visited) > _MOST_VISITED:
                 continue
             for child in _children(obj):
                 if type(child) not in _NO_CHILDREN and id(child) not in visited and self._follows(child):
                     visited.add(id(child))
                     waiting.append(child)
-        return False
 
-    def _follows(self, child: Any) -> bool:
+    @staticmethod
+    def _follows(child: Any) -> bool:
+        if isinstance(child, dict | list | set | tuple) and not child:
+            return False  # what holds it has its length in its own print
         # Classes of libraries do not change, and lead everywhere.
-        return not isinstance(child, type) or self._table.key_of(child) is not None
+        return not isinstance(child, type) or is_by_value(child)
 
     def _mark(self, child: Any) -> object:
         """Return what tells a child from any other: a value by itself, an object by its identity."""
@@ -135,7 +144,7 @@ def _cell(cell: Any, mark: Callable[[Any], object]) -> object:
 def _attributes(obj: Any, mark: Callable[[Any], object]) -> tuple[object, ...]:
     """Return marks of an object's attributes; of an empty container its emptiness is all there is."""
     return tuple(
-        (name, mark(value), len(value) if isinstance(value, dict | list) else 0)
+        (name, mark(value), len(value) if isinstance(value, dict | list | set) else 0)
         for name, value in _variables(obj)
     )
 

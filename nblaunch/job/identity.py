@@ -74,11 +74,16 @@ def has_identity(obj: object) -> bool:
     kind = type(obj)
     if kind in _VALUE_TYPES or (kind.__module__ == "torch" and kind.__name__ in _TORCH_VALUES):
         return False
-    if isinstance(obj, type) and not obj.__flags__ & HEAP_TYPE:
-        return False
-    if isinstance(obj, type | types.FunctionType):
-        return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - by value, or by name
-    return True
+    return not isinstance(obj, type | types.FunctionType) or is_by_value(obj)
+
+
+def is_by_value(obj: type | types.FunctionType) -> bool:
+    """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
+    if isinstance(obj, type) and (not obj.__flags__ & HEAP_TYPE or obj.__module__ != "__main__"):
+        known = sys.modules.get(obj.__module__)
+        if known is not None and getattr(known, obj.__name__, None) is obj:
+            return False  # as most classes that a walk meets
+    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - by value, or by name
 
 
 class _Weak(weakref.ref[Any]):
@@ -234,7 +239,8 @@ def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]
     reached = set(alive)
     while alive:
         for each in _referents(found[alive.pop()]):
-            if id(each) not in reached:
+            # Another thread may have put something new into it meanwhile.
+            if id(each) not in reached and id(each) in found:
                 reached.add(id(each))
                 alive.append(id(each))
     return [entry for entry in held if id(entry[1]) not in reached]
@@ -257,6 +263,8 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     # The pickler refers to each, and so does the entry of its copy that stands for it.
     temporary = {place for place, _ in _orphans(held, 1)}
     found = (
-        entry for entry in held if entry[0] not in temporary and entry[1] is not root and has_identity(entry[1])
+        entry
+        for entry in held
+        if entry[0] not in temporary and entry[1] is not root and has_identity(entry[1])
     )
     return list(itertools.islice(found, MOST_OBJECTS))

@@ -19,7 +19,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,8 +40,6 @@ class Packed:
     buffers: tuple[memoryview, ...]
     filenames: frozenset[str] = frozenset()
     """Where the code that it holds was compiled."""
-    uses: frozenset[str] = frozenset()
-    """Global names that the notebook's functions in it use, whether or not there are such variables."""
     carried: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the notebook that these functions take along."""
     keys: frozenset[int] = frozenset()
@@ -78,7 +76,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.filenames: set[str] = set()
-        self.uses: set[str] = set()
         self.carried: dict[str, Any] = {}
         self.keys: set[int] = set()
 
@@ -152,14 +149,18 @@ class _Outbound(_Pickler):
     def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
-        names = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it will send itself
         needed = {
             name: value for name, value in slots["__globals__"].items() if self._known.lacks(name, value)
         }
-        self.uses.update(names)
         self.carried.update(needed)
         state = (attributes, {**slots, "__globals__": {}}, needed)
         return make, arguments, state, None, None, _set_function
+
+
+def global_names(function: types.FunctionType) -> Iterable[str]:
+    """Return the global names that a function uses, whether or not there are such variables."""
+    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it sends
+    return names
 
 
 class _Identifying(_Outbound):
@@ -292,7 +293,6 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
         stream.getbuffer(),
         tuple(buffers),
         frozenset(pickler.filenames),
-        frozenset(pickler.uses),
         pickler.carried,
         frozenset(pickler.keys),
         pickler.places(value),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +18,12 @@ from typing import Any
 
 from nblaunch._protocol import Names, Objects
 from nblaunch._reports import format_ranks
+from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured
 from nblaunch.job.changes import Prints
 from nblaunch.job.identity import ObjectTable
 
 _NO_NAMES = Names(rank=-1, names=())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Uses:
-    """Global names that functions sent together use, and what they were sent along with."""
-
-    names: frozenset[str]
-    others: tuple[_Uses, ...]
 
 
 @dataclass(slots=True)
@@ -77,7 +71,6 @@ class Knowledge:
         self._table = ObjectTable()
         self._numbers = itertools.count(1)
         self._records: list[_Record] = []
-        self._uses: dict[int, _Uses] = {}
         self._namespace = 0
 
     @property
@@ -98,7 +91,7 @@ class Knowledge:
         """Forget everything."""
         with self._lock:
             self._table.close()
-            self._records, self._uses = [], {}
+            self._records = []
 
     def sweep(self) -> None:
         """Let go of objects that the notebook has let go of."""
@@ -124,8 +117,6 @@ class Knowledge:
             if namespace is not None:
                 self._namespace = self.key_for(namespace)
             dead = self._table.lost()
-            for key in dead:
-                self._uses.pop(key, None)
             for record in self._records:
                 record.gone |= record.forget(dead)
             parts = [(record, record.ranks.intersection(chosen)) for record in self._records]
@@ -139,10 +130,6 @@ class Knowledge:
             self._table.add(obj, key)
         return key
 
-    def uses_of(self, key: int) -> _Uses | None:
-        """Return what the functions use that an object was sent with."""
-        return self._uses.get(key)
-
     def remember(self, view: View, sent: Sent) -> None:
         """Take into account that a payload has arrived on the ranks of `view`."""
         with self._lock:
@@ -153,10 +140,6 @@ class Knowledge:
             record.keys.update(sent.prints)
             record.prints.update(sent.prints)
             record.bound |= sent.bound
-            if sent.uses is not None:
-                for key in itertools.chain(sent.prints, (each.key for each in sent.bound.values())):
-                    if key is not None:
-                        self._uses[key] = sent.uses
 
     def _apart(self, record: _Record, ranks: frozenset[int]) -> _Record:
         other = record.split(ranks)
@@ -170,7 +153,6 @@ class Sent:
 
     bound: dict[str, _Binding]
     prints: dict[int, object]
-    uses: _Uses | None
     gone: tuple[int, ...]
     objects: Objects = field(default_factory=Objects)
 
@@ -194,10 +176,11 @@ class View:
         self.ranks = ranks
         self.notices: dict[str, str] = {}
         self._knowledge = knowledge
-        self._namespace = namespace or {}
+        self._namespace = {} if namespace is None else namespace
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
         self._declined: dict[str, _Binding] = {}
+        self._reached: set[str] = set()
 
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that these ranks have."""
@@ -229,29 +212,27 @@ class View:
             f"own. To replace it: %distributed push {name}"
         )
 
-    def needs(self, names: frozenset[str], keys: frozenset[int]) -> frozenset[str]:
-        """Return the variables that these ranks lack, of `names` and of those that known functions use."""
-        reached = self._reached(names, keys)
-        return frozenset(
-            name for name in reached if name in self._namespace and self.lacks(name, self._namespace[name])
-        )
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
+        """Return the variables that these ranks lack, of `names` and of those that functions use."""
+        self._reached = self._reach(names, roots)
+        return frozenset(name for name in self._reached if self.lacks(name, self._namespace[name]))
 
-    def _reached(self, names: Iterable[str], keys: Iterable[int]) -> set[str]:
+    def _reach(self, names: Iterable[str], roots: Iterable[Any]) -> set[str]:
+        """Follow variables and objects to functions, and these to the variables that they use."""
         reached: set[str] = set()
-        seen: set[int] = set()
-        waiting: list[_Uses] = [uses for key in keys if (uses := self._knowledge.uses_of(key)) is not None]
-        fresh = set(names)
-        while fresh or waiting:
-            for name in fresh - reached:
-                key = self.record.table.key_of(self._namespace[name]) if name in self._namespace else None
-                uses = self._knowledge.uses_of(key) if key is not None else None
-                waiting += [uses] if uses is not None else []
+        waiting, objects = set(names), list(roots)
+        functions: set[int] = set()
+        while waiting or objects:
+            fresh = {name for name in waiting - reached if name in self._namespace}
             reached |= fresh
-            fresh = set()
-            if waiting and id(uses := waiting.pop()) not in seen:
-                seen.add(id(uses))
-                waiting += uses.others
-                fresh = set(uses.names - reached)
+            objects += [self._namespace[name] for name in fresh]
+            waiting = set()
+            for obj in self.record.prints.walk(*objects):
+                if type(obj) is types.FunctionType and id(obj) not in functions:
+                    functions.add(id(obj))
+                    if obj.__globals__ is self._namespace:
+                        waiting.update(payload.global_names(obj))
+            objects = []
         return reached
 
     def sent(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Sent:
@@ -265,12 +246,10 @@ class View:
         bound = {name: _Binding(key_for(value)) for name, value in {**packed.carried, **variables}.items()}
         for name in pushed or ():
             bound[name] = self._binding_of_pushed(name)
-        others = [uses for key in packed.keys if (uses := self._knowledge.uses_of(key)) is not None]
         gone = tuple(self.record.gone)
         return Sent(
             bound={**self._declined, **bound},
             prints=prints,
-            uses=_Uses(packed.uses, tuple(dict.fromkeys(others))) if packed.uses or others else None,
             gone=gone,
             plain=not (packed.keys or keys),
             objects=Objects(
@@ -286,23 +265,22 @@ class View:
         known = name in self._namespace
         return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
 
-    def look_for_changes(self, names: frozenset[str]) -> None:
-        """Notice objects under these names that were changed in place since the ranks got them."""
-        for name in sorted(self._reached(names, ())):
-            if name not in self._namespace:
-                continue
-            value, binding = self._namespace[name], self.record.bound.get(name)
+    def look_for_changes(self) -> None:
+        """Notice objects in use that were changed in place since the ranks got them."""
+        for name in sorted(self._reached):
             if name in RANK_NAMES:
                 self.notices[name] = (
                     f"{name}: on the ranks this is the rank's own {name}, not the notebook's variable. "
                     "Rename the variable to use it there."
                 )
-            if binding is None or binding.key is None or self.record.table.get(binding.key) is not value:
-                continue
-            if all(name in rebound for rebound in self._rebound.values()):
-                continue
-            if self.record.prints.changed(value):
+            elif not all(map(self._is_own, itertools.repeat(name), self.ranks)) and (
+                self.record.prints.changed(self._namespace[name])
+            ):
                 self.notices[name] = (
                     f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
                     f"To send it: %distributed push {name}"
                 )
+
+    def _is_own(self, name: str, rank: int) -> bool:
+        """Return whether a rank has bound this variable itself."""
+        return name in self._names[rank] and (name in self._rebound[rank] or name not in self.record.bound)

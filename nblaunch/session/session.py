@@ -417,7 +417,7 @@ class _Brought:
         notices: dict[str, str] = {}
         for view in session.views(chosen, namespace):
             captured = capture(view)
-            view.look_for_changes(captured.used)
+            view.look_for_changes()
             sent = view.sent(captured, pushed)
             notices |= view.notices
             # The objects themselves are the notebook's to keep, or not.

@@ -109,9 +109,7 @@ class ModelRank:
             if isinstance(copied, list):
                 copied[:] = [copy.deepcopy(each, self.copies) for each in obj]
             elif copied is not None:
-                target, source = (
-                    (copied, obj) if isinstance(obj, dict) else (vars(copied), vars(obj))
-                )
+                target, source = (copied, obj) if isinstance(obj, dict) else (vars(copied), vars(obj))
                 fresh = {key: copy.deepcopy(each, self.copies) for key, each in source.items()}
                 target.clear()
                 target.update(fresh)
@@ -136,7 +134,9 @@ class Notebook:
         exec(SHAPE, self.variables)  # noqa: S102 - a cell of this notebook
         for name in READS:
             self.define(name)
-        session.cell("for _name in ('a', 'b', 'c', 'f', 'g', 'shape'): globals().pop(_name, None)", namespace={})
+        session.cell(
+            "for _name in ('a', 'b', 'c', 'f', 'g', 'shape'): globals().pop(_name, None)", namespace={}
+        )
         # Whatever an earlier notebook was told under these names is of no concern here.
         session._live._knowledge.close()
         session._live._knowledge._attempt = -1
@@ -149,7 +149,11 @@ class Notebook:
     # --- in the notebook ---
 
     def bind(self, name: str, kind: str) -> None:
-        made = {"list": lambda n: [n], "dict": lambda n: {"k": n}, "box": lambda n: types.SimpleNamespace(k=n)}
+        made = {
+            "list": lambda n: [n],
+            "dict": lambda n: {"k": n},
+            "box": lambda n: types.SimpleNamespace(k=n),
+        }
         self.keep(name, made[kind](self.fresh()))
 
     def alias(self, name: str, other: str) -> None:
