@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from chaos import bound, on_ranks, usual, wait_for_the_others
-from programs import INTERRUPTER, must_not_grow, said_by
+from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch

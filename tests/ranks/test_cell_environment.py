@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 import pytest
-from programs import STARTER, STARTER_WITH_MAIN
+from sources import STARTER, STARTER_WITH_MAIN
 
 pytestmark = pytest.mark.oldest
 

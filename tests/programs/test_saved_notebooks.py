@@ -104,7 +104,7 @@ def notebook_of(*sources: str) -> Any:
 
 def run_command(*arguments: str, where: Path, code: int) -> None:
     """Run a Jupyter command of this environment, which is to exit with `code`."""
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -123,7 +123,7 @@ def executed(kernel_client, tmp_path_factory):  # noqa: ARG001 - before any test
     """Give the notebook after nbclient has executed it, with the failure of its last cell."""
     notebook = notebook_of(*RUNS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         where = str(tmp_path_factory.mktemp("nbclient"))
         NotebookClient(

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from programs import INTERRUPTER, said_by
+from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
 CI_TIMES, SLOW_TIMES = 5, 20

@@ -14,6 +14,7 @@ import sys
 import termios
 import textwrap
 import time
+from pathlib import Path
 
 import pyte
 import pytest
@@ -107,7 +108,7 @@ def terminal_of(tmp_path):
     def start(source, **options):
         path = tmp_path / "script.py"
         path.write_text("import nblaunch, time\n" + textwrap.dedent(source))
-        root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+        root = str(Path(__file__).parents[2])
         sessions.append(Session([sys.executable, str(path)], PYTHONPATH=root, **options))
         return sessions[-1]
 
@@ -242,7 +243,7 @@ def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
 
 def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(tmp_path):
     command = [sys.executable, "-m", "IPython", "--no-banner", "--ext=nblaunch", "--no-confirm-exit"]
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    root = str(Path(__file__).parents[2])
     session = Session(command, PYTHONPATH=root, columns=100, IPYTHONDIR=str(tmp_path))
     try:
         session.read_until(lambda: "In [1]:" in session.text, "there is a prompt")

@@ -139,7 +139,7 @@ def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
 def test_the_cell_of_the_readme_runs(notebook):
     needs("accelerate")
     notebook.ok("model, batches = nn.Linear(1, 1), DataLoader(Line(), batch_size=4)")
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     (cell,) = re.findall(r"^```python\n(%%distributed[^`]* Accelerator[^`]*)^```$", readme, re.MULTILINE)
     notebook.ok(cell.replace("-n 2", "-n 2 --out res") + "accelerator.num_processes, len(batches)")
     assert notebook.value("res.values") == [[2, 4], [2, 4]]

@@ -240,7 +240,7 @@ def test_importing_the_options_loads_neither_torch_nor_ipython() -> None:
         "import sys, nblaunch._options, nblaunch.magic.line;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'IPython', 'argparse')))"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", program], check=False, cwd=root).returncode == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from programs import STARTER, STARTER_WITH_MAIN
+from sources import STARTER, STARTER_WITH_MAIN
 from torch.distributed.elastic.utils import macros
 
 import nblaunch

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "nblaunch"
+PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = ("data", "job", "rank", "agent", "diagnose", "session", "view", "cluster", "magic", "door")
 """Lowest first. `data` is every top-level module but the doors; the others are folders."""

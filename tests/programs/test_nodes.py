@@ -31,7 +31,8 @@ from nblaunch._options import LaunchOptions, parse_line
 from nblaunch._protocol import ProtocolError
 from nblaunch.session import gate
 
-TESTS = Path(__file__).parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 SECONDS = 60
 """What a run of two nodes may take: each imports torch first, on a machine that is busy."""
 
@@ -67,7 +68,7 @@ class Meeting:
 
     def join(self, *more: str, endpoint: bool = True, **environment: str) -> subprocess.Popen[str]:
         where = ["--rdzv-endpoint", self.endpoint] if endpoint else []
-        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        path = os.pathsep.join([str(ROOT), str(HERE)])
         node = subprocess.Popen(
             [sys.executable, "-m", "nblaunch", "join", *where, "--rdzv-id", self.name, "-n", "2", *more],
             cwd=self.directory,
@@ -276,7 +277,7 @@ def test_a_node_ends_with_the_notebook_that_is_killed(meeting, tmp_path, eventua
     node = meeting.join()
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     words = [str(tmp_path / "notebook.py"), str(tmp_path), meeting.endpoint, meeting.name]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     notebook = subprocess.Popen([sys.executable, *words], env=environment)
     try:
         eventually(at_work(tmp_path, 0, 1, 2, 3), "all ranks are at work", SECONDS)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-LAUNCH = Path(__file__).parent / "benchmarks" / "bench_launch.py"
-PANEL = Path(__file__).parent / "benchmarks" / "bench_panel.py"
-SESSION = Path(__file__).parent / "benchmarks" / "bench_session.py"
+LAUNCH = Path(__file__).parents[1] / "benchmarks" / "bench_launch.py"
+PANEL = Path(__file__).parents[1] / "benchmarks" / "bench_panel.py"
+SESSION = Path(__file__).parents[1] / "benchmarks" / "bench_session.py"
 
 
 def ratios(*arguments: str) -> dict[str, float]:

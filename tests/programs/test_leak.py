@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from programs import must_not_grow, said_by
+from sources import must_not_grow, said_by
 
 PROGRAM = """
     import gc, json, os, signal, sys, threading, time

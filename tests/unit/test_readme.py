@@ -9,7 +9,7 @@ import pytest
 
 from nblaunch._options import options_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"
 FIRST_LINES = 40
@@ -56,7 +56,7 @@ def test_the_cell_shows_the_output_that_is_written_below_it(first_lines, kernel)
 
 def test_the_options_table_is_the_one_in_the_code():
     text = README.read_text()
-    assert text == with_table(text), "run: python tests/test_readme.py"
+    assert text == with_table(text), "run: python tests/unit/test_readme.py"
 
 
 def test_every_file_that_the_readme_names_is_there():

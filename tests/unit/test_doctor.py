@@ -32,7 +32,7 @@ from nblaunch.diagnose import (
 from nblaunch.diagnose.doctor import CHECKS, Check, examine
 from nblaunch.diagnose.report import DoctorReport, Level, ok, problem, warning
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BOUND = 5.0
 MIB = 1 << 20
 GIB = 1 << 30

@@ -39,7 +39,7 @@ from nblaunch.view.watch import watcher
 
 HEADER = Header("cell", "gloo")
 WIDGET = "application/vnd.jupyter.widget-view+json"
-REPOSITORY = str(Path(__file__).parents[1])
+REPOSITORY = str(Path(__file__).parents[2])
 
 RUN = """
 import time

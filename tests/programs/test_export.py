@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from programs import end_of_torchrun
+from sources import end_of_torchrun
 
 from nblaunch.magic.commands import command_completions
 
@@ -375,7 +375,7 @@ def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
 
 
 def test_the_readme_shows_the_script_of_its_cell(kernel, there):
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)\n```$", readme, flags=re.MULTILINE | re.DOTALL)
     setup, cell = blocks[:2]
     kernel.ok(setup)
