@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import statistics
 import subprocess
 import sys
 import time
+
+import pytest
+
+import nblaunch
 
 HEAVY = {"IPython", "anywidget", "ipykernel", "ipywidgets", "numpy", "torch", "zmq"}
 ROUNDS = 9
@@ -52,3 +57,38 @@ def test_every_public_name_is_there_and_listed():
         )
     )
     assert names == [[], []]
+
+
+def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
+    code = (
+        "import sys, nblaunch.view.display, nblaunch.view.watch\n"
+        "print([name for name in ('IPython', 'ipywidgets', 'anywidget', 'torch') if name in sys.modules])"
+    )
+    assert fresh(code) == "[]\n"
+
+
+def test_importing_the_options_loads_neither_torch_nor_ipython():
+    code = (
+        "import sys, nblaunch._options, nblaunch.magic.line\n"
+        "print([name for name in ('torch', 'IPython', 'argparse') if name in sys.modules])"
+    )
+    assert fresh(code) == "[]\n"
+
+
+def test_a_pickled_error_can_be_read_without_torch():
+    """As by a tool that collects the errors of many notebooks."""
+    with pytest.raises(nblaunch.RunFailedError) as caught:
+        nblaunch.run(lambda: 1 / 0, nproc=1)
+    data = pickle.dumps(caught.value)
+    code = f"import pickle, sys; e = pickle.loads({data!r}); print(e.root_cause.type, 'torch' in sys.modules)"
+    assert fresh(code) == "builtins.ZeroDivisionError False\n"
+
+
+def test_counting_gpus_leaves_cuda_as_it_is():
+    code = (
+        "import torch\n"
+        "from nblaunch.agent.devices import place\n"
+        "place('auto', 'auto', {})\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    assert fresh(code) == ""

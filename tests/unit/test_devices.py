@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -119,13 +117,3 @@ def test_the_count_follows_what_the_ranks_will_see(monkeypatch):
     assert seen == [4, 2, 1, 0, 0, 4]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == 4
-
-
-def test_counting_gpus_leaves_cuda_as_it_is():
-    code = (
-        "import torch\n"
-        "from nblaunch.agent.devices import place\n"
-        "place('auto', 'auto', {})\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

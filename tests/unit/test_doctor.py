@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -37,11 +34,6 @@ BOUND = 5.0
 MIB = 1 << 20
 GIB = 1 << 30
 
-# A process that prints what the doctor finds in it.
-DOCTOR = """
-report = nblaunch.doctor()
-print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in report.findings]))
-"""
 # How long these take depends on what else the machine does: in time, or "no answer within ...".
 TIMED = {"torch", "NCCL", "GPU", "fork server"}
 
@@ -52,53 +44,12 @@ def only(findings):
     return finding
 
 
-def printed(process):
-    """Return what the doctor found in another process: name, level, summary and advice of each."""
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
-
-
-def named(name, found):
-    return only([level, summary, advice] for each, level, summary, advice in found if each == name)
-
-
 class UnprintableError(Exception):
     def __str__(self):
         raise RuntimeError
 
 
-@pytest.fixture(autouse=True, scope="module")
-def warm():
-    """Start the fork server before the tests: on a busy machine that takes longer than the doctor waits."""
-    assert only(_checks_system.fork_server()).level is not Level.PROBLEM
-
-
 # --- the whole ------------------------------------------------------------------------------------------
-
-
-def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
-    report = nblaunch.doctor()
-    names = [each.name for each in report.findings]
-    assert {"versions", "torch", "NCCL", "fork server", "processes", "hand-over", "loopback"} <= set(names)
-    assert {"hostname", "temp dir", "leftovers", "open files"} <= set(names)
-    assert {"process limit", "memory", "CPU threads", "notebook", "this process"} <= set(names)
-    assert any(name.startswith("GPU") for name in names)
-    for each in report.findings:
-        assert each.summary
-        assert "\n" not in each.summary
-        assert each.level is Level.OK or each.advice, each
-    assert [each for each in report.findings if "could not be checked" in each.summary] == []
-    assert report.ok, str(report)
-
-
-def test_a_run_takes_less_than_5_seconds_and_leaves_no_thread():
-    before = set(threading.enumerate())
-    started = time.monotonic()
-    report = nblaunch.doctor()
-    assert report.seconds <= time.monotonic() - started < BOUND
-    # What had no answer in time goes on; nothing has, on a machine that is not busy.
-    stuck = [each for each in report.findings if "no answer" in each.summary]
-    assert stuck or set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize(
@@ -159,95 +110,7 @@ def test_every_check_ends_before_the_whole_must():
 # --- the three doors ------------------------------------------------------------------------------------
 
 
-def rows(text):
-    """Return (level, name) of each line of a report."""
-    return re.findall(r"^(ok|warning|problem) +(\S+(?: \S+)*?)  ", text, re.MULTILINE)
-
-
-def test_the_three_doors_agree(kernel, terminal, tmp_path):
-    function = rows(kernel.run("import nblaunch\nnblaunch.doctor()").result)
-    magic = rows(kernel.ok("%distributed doctor").result)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = subprocess.run(
-        [sys.executable, "-m", "nblaunch", "doctor"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert command.returncode == 0, command.stdout + command.stderr
-    in_terminal = terminal(["%load_ext nblaunch", "%distributed doctor"])
-    assert in_terminal.returncode == 0, in_terminal.stderr
-    for door in (magic, rows(command.stdout), rows(in_terminal.stdout)):
-        assert [name for _, name in door] == [name for _, name in function]
-        assert [each for each in door if each[1] not in TIMED] == [
-            each for each in function if each[1] not in TIMED
-        ]
-
-
-def test_a_problem_is_the_exit_status_of_the_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "nblaunch", "doctor"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NBLAUNCH_DISPLAY": "txt"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "problem  notebook" in done.stdout
-    assert "-> Set it to text." in done.stdout
-
-
-def test_a_command_that_is_not_there_names_the_nearest(kernel):
-    error = kernel.fails("%distributed docter")
-    assert error.ename == "OptionError"
-    assert error.evalue.endswith("there is no such command. Did you mean %distributed doctor?")
-    assert "begin it with %%distributed" in kernel.fails("%distributed -n 2").evalue
-    assert "it needs a command. There are: start, stop, " in kernel.fails("%distributed").evalue
-    assert kernel.fails("%distributed doctor now").evalue.endswith("Write %distributed doctor.")
-
-
-def test_in_a_kernel_with_widgets_the_live_panel_and_its_versions_are_named(start_kernel):
-    kernel = start_kernel(NBLAUNCH_DISPLAY="auto")
-    shown = kernel.ok("%distributed doctor  # a comment").result
-    assert f"a live panel: ipykernel {metadata.version('ipykernel')}" in shown
-    assert "NBLAUNCH_DISPLAY=html" in shown
-
-
-def test_in_a_rank_the_doctor_says_that_it_is_one_and_starts_nothing():
-    def ask():
-        import nblaunch
-
-        return [(each.name, each.level, each.summary) for each in nblaunch.doctor().findings]
-
-    (found,) = nblaunch.run(ask, nproc=1, init_process_group=False).values
-    name, level, summary = only(found)
-    assert (name, level) == ("this process", Level.PROBLEM)
-    assert summary == "it is rank 0 of a run, and a rank cannot start ranks of its own"
-
-
 # --- CUDA stays as it is --------------------------------------------------------------------------------
-
-
-def test_cuda_is_not_asked_for_anything(script, nvidia_smi):
-    nvidia_smi("0, GPU-a, NVIDIA H100, 81559, 80000")
-    source = f"""
-    import json, torch, nblaunch
-    def refuse(*args, **kwargs):
-        raise RuntimeError("CUDA was asked")
-    for name in ("_lazy_init", "init", "device_count", "is_available", "current_device", "mem_get_info"):
-        setattr(torch.cuda, name, refuse)
-    assert not torch.cuda.is_initialized()
-    {"".join(f"{line}{chr(10)}    " for line in DOCTOR.splitlines())}
-    assert not torch.cuda.is_initialized()
-    """
-    found = printed(script(source))
-    assert not [each for each in found if "could not be checked" in each[2]]
-    assert named("GPU 0", found)[1].startswith("NVIDIA H100, 78.1 GiB free of 79.6 GiB")
 
 
 # --- GPUs, as `nvidia-smi` tells of them ----------------------------------------------------------------
@@ -381,21 +244,6 @@ def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvid
 # --- torch and versions ---------------------------------------------------------------------------------
 
 
-def test_a_torch_that_cannot_be_loaded_is_a_problem_not_an_error(script, tmp_path):
-    broken = tmp_path / "broken"
-    (broken / "torch").mkdir(parents=True)
-    (broken / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open it')")
-    path = os.pathsep.join([str(broken), str(ROOT)])
-    found = printed(script(f"import json, nblaunch\n{DOCTOR}", env={"PYTHONPATH": path}))
-    level, summary, advice = named("torch", found)
-    assert level == "problem"
-    assert summary == "cannot be imported: ImportError: libcudart.so.12: cannot open it"
-    assert "pytorch.org" in advice
-    level, summary, _ = named("fork server", found)
-    assert level == "problem"
-    assert summary == "no rank can be forked: ImportError: libcudart.so.12: cannot open it"
-
-
 def test_a_torch_without_gloo_or_distributed_is_a_problem(monkeypatch):
     import torch.distributed as dist
 
@@ -447,33 +295,6 @@ def test_without_a_package_there_is_nothing_to_compare(monkeypatch):
 
 
 # --- ranks: the fork server and what they need ----------------------------------------------------------
-
-
-def test_the_fork_server_is_measured_by_forking_a_process():
-    assert re.fullmatch(
-        r"(started|ready) after \d+\.\d\d s; a rank is forked in \d+ ms",
-        only(_checks_system.fork_server()).summary,
-    )
-    # It runs by now.
-    assert only(_checks_system.fork_server()).summary.startswith("ready after ")
-
-
-def test_memory_that_processes_may_not_open_is_a_problem(script):
-    """As where /proc is mounted with hidepid, or in a sandbox: forced by taking the right away."""
-    source = """
-    import ctypes, json
-    from nblaunch.diagnose import _checks_system
-    drop_from_bounding_set, set_dumpable, sys_ptrace = 24, 4, 19
-    libc = ctypes.CDLL(None)
-    libc.prctl(drop_from_bounding_set, sys_ptrace, 0, 0, 0)
-    libc.prctl(set_dumpable, 0, 0, 0, 0)
-    found = _checks_system.hand_over()
-    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
-    """
-    level, summary, advice = named("hand-over", printed(script(source)))
-    assert level == "problem"
-    assert "Permission denied" in summary
-    assert "hidepid" in advice
 
 
 def test_without_memory_files_payloads_take_another_way(monkeypatch):
@@ -567,31 +388,6 @@ def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
     assert only(_checks_storage.shared_memory()).level is Level.PROBLEM
 
 
-def temporary(script, tmpdir):
-    source = """
-    import json
-    from nblaunch.diagnose import _checks_storage, doctor
-    found = _checks_storage.temporary_directory()
-    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
-    """
-    return named("temp dir", printed(script(source, env={"TMPDIR": str(tmpdir)})))
-
-
-def test_a_tmpdir_too_long_for_a_unix_socket_is_named(script, tmp_path):
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    level, summary, advice = temporary(script, long)
-    assert level == "warning"
-    assert f"in place of TMPDIR={long}" in summary
-    assert "too long for a unix socket" in advice
-
-
-def test_a_tmpdir_that_is_not_there_is_named(script, tmp_path):
-    level, summary, _ = temporary(script, tmp_path / "gone")
-    assert level == "warning"
-    assert "in place of TMPDIR=" in summary
-
-
 def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
     for free, level in ((1 * MIB, Level.PROBLEM), (500 * MIB, Level.WARNING), (50 * GIB, Level.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
@@ -634,41 +430,6 @@ def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not(
     assert found.level is Level.WARNING
     assert found.summary == f"1 directory of dead kernels: {dead}"
     assert only(_checks_storage.leftovers()).level is Level.OK
-
-
-@pytest.mark.parametrize(
-    ("limit", "level"), [(50, "problem"), (140, "warning"), (900, "warning"), (4096, "ok")]
-)
-def test_a_low_limit_on_open_files_is_named(script, limit, level):
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < limit:
-        pytest.skip("the hard limit is lower")
-    source = f"""
-    import json, resource, sys
-    from nblaunch.diagnose import _checks_limits
-    resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
-    found = _checks_limits.open_files()
-    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
-    """
-    found = named("open files", printed(script(source)))
-    assert found[0] == level, found
-
-
-def test_a_process_at_its_limit_of_files_is_looked_at_all_the_same(script):
-    source = f"""
-    import json, os, resource, nblaunch, torch, torch.distributed
-    nblaunch.doctor
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    held = []
-    try:
-        while True:
-            held.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        os.close(held.pop())
-    {DOCTOR.strip().replace(chr(10), chr(10) + "    ")}
-    """
-    found = printed(script(source))
-    assert len({each[0] for each in found}) == len(found)
-    assert [each for each in found if each[1] == "problem"]
 
 
 def cgroup(tmp_path, own, **files):
@@ -725,18 +486,6 @@ def test_no_limit_is_none_in_either_version(monkeypatch, tmp_path):
     assert _checks_limits.container_memory() is None
     monkeypatch.setattr(_checks_limits, "cgroups", lambda _: [])
     assert _checks_limits.container_memory() is None
-
-
-def test_a_limited_address_space_is_named(script):
-    source = """
-    import json, resource
-    from nblaunch.diagnose import _checks_limits
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = _checks_limits.memory()
-    print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
-    """
-    level, summary, _ = named("address space", printed(script(source)))
-    assert (level, summary) == ("warning", "limited to 16.0 GiB for each process")
 
 
 @pytest.mark.parametrize(("limit", "level"), [(105, "problem"), (200, "warning"), (9999, "ok")])

@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -510,7 +510,6 @@ def raises_name_error(program: str, names: frozenset[str]) -> bool:
 
 
 @given(STRAIGHT)
-@settings(deadline=None)
 def test_a_straight_program_runs_with_its_needed_names_and_not_without_any_of_them(program: str) -> None:
     """Neither too few names nor one too many."""
     names = cell_names(program)
@@ -555,7 +554,6 @@ PROGRAMS = st.lists(st.recursive(SIMPLE, blocks, max_leaves=8), min_size=1, max_
 
 
 @given(PROGRAMS)
-@settings(deadline=None, max_examples=300)
 def test_no_program_misses_a_name_that_it_was_given(program: str) -> None:
     """Whichever way the branches go, `needed` and `maybe` together are enough."""
     names = cell_names(program)

@@ -9,7 +9,7 @@ import re
 from html.parser import HTMLParser
 
 import pyte
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from nblaunch._protocol import (
@@ -65,7 +65,6 @@ def as_we_draw(text):
 
 
 @given(PROGRAMS)
-@settings(max_examples=500, deadline=None)
 @example(["bc", "\n", "bc", "\r", "\x1b[A", "\x1b[K", "a"])
 def test_lines_are_those_that_a_terminal_shows(program):
     # A terminal lets a program go down to where nothing has been written; with us there is no such place.
@@ -75,7 +74,6 @@ def test_lines_are_those_that_a_terminal_shows(program):
 
 
 @given(PROGRAMS, PROGRAMS)
-@settings(max_examples=200, deadline=None)
 def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
     both, alone = Screen(), {stream: Screen() for stream in Stream}
     for stream, program in ((Stream.STDOUT, out), (Stream.STDERR, err), (Stream.STDOUT, err)):
@@ -87,7 +85,6 @@ def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
 
 
 @given(st.text(max_size=300))
-@settings(max_examples=200, deadline=None)
 def test_colours_never_change_the_text(text):
     assert "\n".join(line.text for line in colored(text)) == plain(text).removesuffix("\n") or "\n" in text
     for line in colored(text):
@@ -97,7 +94,6 @@ def test_colours_never_change_the_text(text):
 
 
 @given(st.lists(st.tuples(st.sampled_from(Stream), st.text(max_size=60)), max_size=8))
-@settings(max_examples=200, deadline=None)
 def test_the_last_line_is_the_last_that_is_drawn(pieces):
     transcript = Transcript()
     for stream, text in pieces:
@@ -131,7 +127,6 @@ def said_by(said):
 
 
 @given(SAID)
-@settings(max_examples=200, deadline=None)
 def test_each_rank_that_wrote_is_in_one_fold_with_exactly_those_that_wrote_the_same(said):
     state = state_after(*said_by(said))
     alone = {rank: read(known.transcript) for rank, known in state.ranks.items()}
@@ -144,7 +139,6 @@ def test_each_rank_that_wrote_is_in_one_fold_with_exactly_those_that_wrote_the_s
 
 
 @given(SAID, st.randoms())
-@settings(max_examples=200, deadline=None)
 def test_which_rank_spoke_first_makes_no_difference(said, random):
     shuffled = list(said)
     random.shuffle(shuffled)
@@ -168,7 +162,6 @@ def test_ranks_are_named_so_that_they_can_be_read_back(ranks):
 
 
 @given(st.lists(st.text(alphabet="ab\r\b\n", max_size=12), max_size=12))
-@settings(max_examples=300, deadline=None)
 def test_what_is_printed_live_and_then_is_all_that_was_written(pieces):
     held, shown = Held(), []
     for piece in pieces:
@@ -179,7 +172,6 @@ def test_what_is_printed_live_and_then_is_all_that_was_written(pieces):
 
 
 @given(st.integers(1, 6), st.lists(st.integers(0, 99), min_size=2, max_size=30), st.data())
-@settings(max_examples=200, deadline=None)
 def test_bars_that_are_drawn_again_and_again_are_printed_as_they_are_in_the_end(bars, percents, data):
     """As rich draws several bars: up to the first of them, each erased and drawn anew."""
     text = ""
@@ -204,7 +196,6 @@ def test_bars_that_are_drawn_again_and_again_are_printed_as_they_are_in_the_end(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=30)), max_size=15))
-@settings(max_examples=200, deadline=None)
 def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
     live, state = LiveLines(), state_after()
     lines: list[str] = []
@@ -275,21 +266,18 @@ HARMLESS = Elements(render_html(run_that_says("harmless"), Header("harmless", "h
 
 
 @given(HOSTILE)
-@settings(max_examples=150, deadline=None)
 def test_whatever_ranks_say_makes_no_element_and_no_attribute(text):
     page = render_html(run_that_says(text), Header(text, text))
     assert Elements(page).found <= HARMLESS
 
 
 @given(HOSTILE)
-@settings(max_examples=100, deadline=None)
 def test_the_text_form_holds_no_control_characters_whatever_ranks_say(text):
     shown = render_text(run_that_says(text), Header(text, text))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown)
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300))
-@settings(max_examples=200, deadline=None)
 def test_what_text_costs_is_never_less_than_what_it_takes_in_a_notebook(text):
     shown = plain(text)
     taken = len(json.dumps(html.escape(shown), ensure_ascii=False).encode()) - 2
@@ -297,7 +285,6 @@ def test_what_text_costs_is_never_less_than_what_it_takes_in_a_notebook(text):
 
 
 @given(st.text(max_size=500), st.integers(10, 300))
-@settings(max_examples=200, deadline=None)
 def test_clipped_text_is_the_beginning_and_no_longer_than_allowed(text, limit):
     short = clipped(text, limit)
     assert short == text or text.startswith(short.removesuffix(" …").removesuffix("…"))

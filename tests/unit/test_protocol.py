@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import os
 import pickle
 import shutil
 import tempfile
@@ -21,7 +20,6 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import nblaunch
 from nblaunch import _protocol
 from nblaunch._protocol import (
     AboutRank,
@@ -38,7 +36,6 @@ from nblaunch._protocol import (
     encode,
 )
 from nblaunch.agent import runtime
-from nblaunch.session import hub as hub_module
 from nblaunch.session.hub import Hub
 
 FROM_RANK = typing.get_args(FromRank)
@@ -107,7 +104,7 @@ def test_every_message_is_in_a_union():
 
 @pytest.mark.parametrize("kind", FROM_RANK, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
     message = data.draw(values_of(kind))
     assert decode_from_rank(encode(message), "rank 0") == message
@@ -115,14 +112,14 @@ def test_what_a_rank_says_arrives_as_it_was_said(kind, data):
 
 @pytest.mark.parametrize("kind", TO_RANK, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_what_a_rank_is_told_arrives_as_it_was_told(kind, data):
     message = data.draw(values_of(kind))
     assert decode_to_rank(encode(message), "the hub") == message
 
 
 @given(ANY_FROM_RANK)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_messages_are_values_that_nobody_can_change(message):
     with pytest.raises(AttributeError):
         message.rank = 7
@@ -176,7 +173,6 @@ def test_bytes_that_are_no_message_are_refused_by_the_senders_name(decode, data)
 
 @given(st.binary(max_size=200))
 @example(pickle.dumps({"a": 1}))
-@settings(max_examples=300, deadline=None)
 def test_random_bytes_are_a_message_or_refused(data):
     """Never anything else: the hub's thread has no other error to expect."""
     try:
@@ -187,7 +183,6 @@ def test_random_bytes_are_a_message_or_refused(data):
 
 
 @given(ANY_FROM_RANK, st.data())
-@settings(max_examples=200, deadline=None)
 def test_a_truncated_message_is_refused(message, data):
     whole = encode(message)
     cut = data.draw(st.integers(0, len(whole) - 1))
@@ -196,7 +191,6 @@ def test_a_truncated_message_is_refused(message, data):
 
 
 @given(ANY_FROM_RANK, st.data())
-@settings(max_examples=200, deadline=None)
 def test_a_message_with_a_flipped_byte_is_a_message_or_refused(message, data):
     whole = bytearray(encode(message))
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -431,27 +425,3 @@ def test_after_a_group_is_removed_its_ranks_are_strangers(hub, group, connect, e
 def test_the_hubs_socket_is_for_the_user_alone(hub):
     directory = Path(hub.address.removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o077 == 0
-
-
-def test_a_run_is_unharmed_by_strangers_at_its_socket(tmp_path):
-    bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
-
-    def harass(address: str, group_like: list[str]) -> int:
-        import zmq
-
-        context = zmq.Context()
-        for identity in ("stranger", *group_like):
-            socket = context.socket(zmq.DEALER)
-            socket.setsockopt(zmq.IDENTITY, identity.encode())
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.connect(address)
-            for frames in ([b"garbage"], [bomb], [b""], [b"a", b"b", b"c"], [b"\x91" * 100_000]):
-                socket.send_multipart(frames)
-        context.destroy(linger=1000)
-        return os.getpid()
-
-    address = hub_module.get().address
-    result = nblaunch.run(harass, (address, ["a/0/0", "a/0/1"]), nproc=2)
-    assert [type(value) for value in result] == [int, int]
-    assert nblaunch.run(lambda: "still there", nproc=2).values == ["still there"] * 2
-    assert list(tmp_path.iterdir()) == []

@@ -117,7 +117,6 @@ def test_every_message_is_tried_here():
 
 
 @given(HISTORIES)
-@settings(max_examples=200, deadline=None)
 def test_any_messages_in_any_order_fold_without_an_exception(messages):
     for state in folded(messages):
         look_at(state)
@@ -127,7 +126,6 @@ ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Shown]
 
 
 @given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
-@settings(max_examples=200, deadline=None)
 def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
     for before, after in itertools.pairwise(folded([*endings, *messages])):
         if after.attempt.number != before.attempt.number:
@@ -146,7 +144,6 @@ def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
 
 
 @given(HISTORIES, MESSAGES)
-@settings(max_examples=200, deadline=None)
 def test_the_state_before_a_message_is_left_alone(messages, message):
     before = folded(messages)[-1]
     copied = copy.deepcopy(before)
@@ -155,7 +152,6 @@ def test_the_state_before_a_message_is_left_alone(messages, message):
 
 
 @given(HISTORIES, MESSAGES)
-@settings(max_examples=200, deadline=None)
 def test_a_rank_that_takes_no_part_changes_nothing(messages, message):
     before = folded(messages)[-1]
     rank = getattr(message, "rank", None)
@@ -164,7 +160,6 @@ def test_a_rank_that_takes_no_part_changes_nothing(messages, message):
 
 
 @given(HISTORIES, MESSAGES)
-@settings(max_examples=200, deadline=None)
 def test_a_message_of_one_rank_changes_that_rank_alone(messages, message):
     before = folded(messages)[-1]
     after = advance(before, message)
@@ -175,7 +170,6 @@ def test_a_message_of_one_rank_changes_that_rank_alone(messages, message):
 
 
 @given(HISTORIES, st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_when_the_run_has_ended_every_rank_is_in_a_final_state(messages, stopped):
     state = advance(folded(messages)[-1], RunEnded(time=1.0, stopped=stopped))
     assert state.finished
@@ -183,7 +177,6 @@ def test_when_the_run_has_ended_every_rank_is_in_a_final_state(messages, stopped
 
 
 @given(HISTORIES)
-@settings(max_examples=100, deadline=None)
 def test_no_attempt_is_lost_and_each_is_there_once(messages):
     state = folded(messages)[-1]
     numbers = [attempt.number for attempt in state.attempts]
@@ -360,7 +353,7 @@ def characters(entries):
 @given(PIECES)
 @example([(Stream.STDOUT, 200_000)])
 @example([(Stream.STDOUT, 1), (Stream.STDERR, 1)] * 5000)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_printed(sizes):
     pieces = list(text_of(sizes))
     transcript = put(pieces)
@@ -377,7 +370,7 @@ def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_pri
 
 
 @given(PIECES, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_kept_does_not_depend_on_the_pieces_in_which_it_came(sizes, data):
     pieces = list(text_of(sizes))
     cut = []
@@ -485,7 +478,6 @@ def records(kinds):
 
 
 @given(st.dictionaries(st.integers(0, 20), records(OWN | PEER_GONE), min_size=1, max_size=8))
-@settings(max_examples=200, deadline=None)
 def test_every_failure_is_explained_once_and_causes_come_first_in_time(failures):
     explained = explain(failures)
     assert sorted(each.rank for each in explained) == sorted(failures)
@@ -502,7 +494,6 @@ def test_every_failure_is_explained_once_and_causes_come_first_in_time(failures)
     st.dictionaries(st.integers(0, 9), records(OWN), min_size=1, max_size=3),
     st.dictionaries(st.integers(10, 20), records(PEER_GONE), min_size=1, max_size=5),
 )
-@settings(max_examples=200, deadline=None)
 def test_a_rank_whose_peer_went_away_is_never_the_cause_whatever_the_clocks_say(own, consequences):
     explained = explain({**own, **consequences})
     first = min(own.items(), key=lambda item: (item[1].time, item[0]))[0]
@@ -512,7 +503,6 @@ def test_a_rank_whose_peer_went_away_is_never_the_cause_whatever_the_clocks_say(
 
 
 @given(st.dictionaries(st.integers(0, 20), records(PEER_GONE), min_size=1, max_size=8))
-@settings(max_examples=100, deadline=None)
 def test_where_all_blame_a_peer_the_first_in_time_is_the_cause(failures):
     explained = explain(failures)
     assert explained[0].rank == min(failures.items(), key=lambda item: (item[1].time, item[0]))[0]
@@ -562,7 +552,6 @@ def test_a_rank_that_has_ended_is_not_measured_any_more_and_a_restarted_one_anew
 
 
 @given(HISTORIES, MESSAGES)
-@settings(max_examples=200, deadline=None)
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
     after = advance(before, message)

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import nbformat
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._protocol import (
@@ -143,7 +143,6 @@ hostile = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(hostile, hostile, hostile)
 def test_nothing_that_a_rank_says_becomes_markup(printed, message, value):
     failure = FailureRecord(
@@ -378,7 +377,6 @@ def test_displayed_html_closes_what_it_opens_and_nothing_else(given, kept):
     assert Page(f"<section>{balanced(given)}</section>").sound
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.sampled_from(

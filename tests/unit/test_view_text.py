@@ -282,7 +282,7 @@ def test_200_000_lines_are_shown_by_their_beginning_and_end_and_counted_right():
     assert count + sum(line.startswith("[rank 0] line ") for line in shown) == 200_000
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=200),
     pieces=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
@@ -369,7 +369,6 @@ def test_the_last_line_is_the_last_that_is_not_blank():
     assert last_line(Transcript()) == ""
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=400))
 def test_any_text_at_all_can_be_drawn_and_leaves_no_control_characters(text):
     drawn = plain(text)
@@ -377,7 +376,6 @@ def test_any_text_at_all_can_be_drawn_and_leaves_no_control_characters(text):
     assert plain(drawn) == drawn
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(alphabet="ab\r\n\b\x1b[0123;mKABCDGJ", max_size=40), max_size=8))
 def test_text_drawn_in_pieces_that_cut_no_sequence_is_drawn_as_in_one(pieces):
     pieces = [piece.rstrip("\x1b[0123;") for piece in pieces]
@@ -387,7 +385,6 @@ def test_text_drawn_in_pieces_that_cut_no_sequence_is_drawn_as_in_one(pieces):
     assert [line.text for line in screen.lines()] == [line.text for line in colored("".join(pieces))]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cs"]), max_size=200))
 def test_text_without_control_characters_is_drawn_as_it_is(text):
     assert plain(text) == text
@@ -487,7 +484,7 @@ def test_a_terminal_is_told_of_a_restart_and_of_what_came_too_fast():
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["a\n", "bc", "\n", "\x1b[31mred\x1b[0m\n", "d\re\n"]), max_size=30))
 def test_a_terminal_shows_in_the_end_what_the_text_form_shows(pieces):
     live, state = LiveLines(), run_of(1)
