@@ -98,10 +98,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to CI what drives programs and browsers, all but one representative of each kind."""
+    """Leave to CI what drives programs and browsers, all but one quick of each kind."""
     for item in items:
         lane = item.path.relative_to(ROOT).parts[1]
-        if lane in {"programs", "browser"} and not item.get_closest_marker("representative"):
+        if lane in {"programs", "browser"} and not item.get_closest_marker("quick"):
             item.add_marker("full")
 
 

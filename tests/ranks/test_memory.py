@@ -141,8 +141,8 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("tensor", SHAPES.values(), ids=SHAPES.keys())
-def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(tensor):
-    for back in nblaunch.run(lambda: tensor, nproc=2):
+def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(call, tensor):
+    for back in call(lambda: tensor):
         assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
         assert torch.equal(back, tensor)
         assert back.device.type == "cpu"
@@ -167,8 +167,8 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
-def test_an_array_comes_back_with_dtype_and_order_and_writable(array):
-    for back in nblaunch.run(lambda: array, nproc=2):
+def test_an_array_comes_back_with_dtype_and_order_and_writable(call, array):
+    for back in call(lambda: array):
         assert (back.dtype, back.shape) == (array.dtype, array.shape)
         assert np.array_equal(back, array)
         assert back.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
@@ -177,7 +177,7 @@ def test_an_array_comes_back_with_dtype_and_order_and_writable(array):
 
 
 @pytest.mark.parametrize("size", [100, 100_000, LARGE], ids=["inline", "copied", "mapped"])
-def test_views_of_one_tensor_stay_views_of_one_tensor(size):
+def test_views_of_one_tensor_stay_views_of_one_tensor(call, size):
     whole = torch.zeros(size)
     there: dict[str, Any] = {"whole": whole, "part": whole[10:20], "list": [whole]}
 
@@ -185,7 +185,7 @@ def test_views_of_one_tensor_stay_views_of_one_tensor(size):
         there["part"].fill_(1)
         return there["whole"].sum().item(), there["list"][0] is there["whole"], there
 
-    for total, same, back in nblaunch.run(aliased, nproc=2):
+    for total, same, back in call(aliased):
         assert (total, same) == (10.0, True)
         back["part"].fill_(2)
         assert back["whole"].sum().item() == 20
@@ -193,13 +193,13 @@ def test_views_of_one_tensor_stay_views_of_one_tensor(size):
     assert not whole.any()
 
 
-def test_ranks_values_share_no_memory_with_each_other():
-    first, second = nblaunch.run(lambda: torch.zeros(LARGE), nproc=2)
+def test_ranks_values_share_no_memory_with_each_other(call):
+    first, second = call(lambda: torch.zeros(LARGE))
     first.fill_(1)
     assert not second.any()
 
 
-def test_parameters_modules_and_their_gradients_come_back():
+def test_parameters_modules_and_their_gradients_come_back(call):
     model = torch.nn.Sequential(torch.nn.Linear(100, 100), torch.nn.Linear(100, 1))
 
     def trained():
@@ -208,7 +208,7 @@ def test_parameters_modules_and_their_gradients_come_back():
         plain = torch.ones(3, requires_grad=True)
         return model, plain, model.state_dict()
 
-    for back, plain, state in nblaunch.run(trained, nproc=2):
+    for back, plain, state in call(trained):
         assert type(back) is torch.nn.Sequential
         for mine, theirs in zip(model.parameters(), back.parameters(), strict=True):
             assert isinstance(theirs, torch.nn.Parameter)
@@ -222,20 +222,20 @@ def test_parameters_modules_and_their_gradients_come_back():
 
 
 @pytest.mark.parametrize("make", [bytes, bytearray], ids=["bytes", "bytearray"])
-def test_large_bytes_cross_both_ways(make):
+def test_large_bytes_cross_both_ways(call, make):
     data = make(b"0123456789abcdef" * 1_000_000)
-    for back in nblaunch.run(lambda: data, nproc=2):
+    for back in call(lambda: data):
         assert type(back) is make
         assert back == data
 
 
-def test_many_small_and_large_parts_keep_their_places():
+def test_many_small_and_large_parts_keep_their_places(call):
     parts = [np.full(size, size, dtype=np.int32) for size in (1, 1023, 1024, 1025, 5000, LARGE)]
 
     def doubled():
         return [part * 2 for part in parts]
 
-    for back in nblaunch.run(doubled, nproc=2):
+    for back in call(doubled):
         for part, twice in zip(parts, back, strict=True):
             assert np.array_equal(twice, part * 2)
 

@@ -420,11 +420,11 @@ VALUES = {
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
-def test_a_value_goes_to_the_ranks_and_comes_back_equal(value):
+def test_a_value_goes_to_the_ranks_and_comes_back_equal(call, value):
     def echo(value):
         return value
 
-    for came_back in nblaunch.run(echo, args=(value,), nproc=2):
+    for came_back in call(echo, value):
         assert type(came_back) is type(value)
         assert came_back == value
 
