@@ -43,18 +43,21 @@ def test_the_demo_shows_a_row_per_rank_and_reaches_95_percent_with_equal_paramet
     assert float(accuracy) >= 0.95
 
 
+@pytest.mark.quick
 def test_different_parameters_are_a_failure(reports, capsys):
     reports(GOOD, dataclasses.replace(GOOD, checksum="abd"))
     assert main(["demo"]) == 1
     assert "different parameters" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_an_accuracy_below_95_percent_is_a_failure(reports, capsys):
     reports(dataclasses.replace(GOOD, accuracy=0.9), dataclasses.replace(GOOD, accuracy=0.9))
     assert main(["demo"]) == 1
     assert "0.9000 is below 0.95" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_without_scikit_learn_the_demo_names_the_extra(monkeypatch, capsys):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
@@ -62,6 +65,7 @@ def test_without_scikit_learn_the_demo_names_the_extra(monkeypatch, capsys):
     assert "pip install 'nblaunch[demo]'" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_a_failed_run_is_told_in_one_message(monkeypatch, capsys):
     def fail(*_args: object, **_keywords: object) -> None:
         raise nblaunch.LaunchError("the ranks could not be started")

@@ -341,7 +341,10 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.quick] if each == "a collective" else []) for each in ROUND_TRIPS],
+)
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]
     for each in notebook:
@@ -374,6 +377,7 @@ def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
     return str(kernel.value("__import__('pathlib').Path('train.py').read_text()"))
 
 
+@pytest.mark.quick
 def test_the_readme_shows_the_script_of_its_cell(kernel, there):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)\n```$", readme, flags=re.MULTILINE | re.DOTALL)
@@ -661,6 +665,7 @@ def test_a_script_that_cannot_be_written_is_said_before_the_cell_runs(kernel, th
     assert kernel.value("res") is None
 
 
+@pytest.mark.quick
 def test_completion_offers_what_the_command_takes() -> None:
     assert command_completions("%distributed exp") == ["export"]
     assert command_completions("%distributed export --") == ["--cells", "--force"]

@@ -32,6 +32,7 @@ def seconds(code: str) -> float:
     return time.perf_counter() - started
 
 
+@pytest.mark.quick
 def test_import_loads_nothing_heavy():
     loaded = json.loads(
         fresh("import json, sys, nblaunch; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
@@ -47,6 +48,7 @@ def test_import_takes_less_than_50_ms_over_bare_python():
     assert statistics.median(extra) < 0.050
 
 
+@pytest.mark.quick
 def test_every_public_name_is_there_and_listed():
     names = json.loads(
         fresh(
@@ -67,6 +69,7 @@ def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
     assert fresh(code) == "[]\n"
 
 
+@pytest.mark.quick
 def test_importing_the_options_loads_neither_torch_nor_ipython():
     code = (
         "import sys, nblaunch._options, nblaunch.magic.line\n"

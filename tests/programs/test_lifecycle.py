@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
+from lanes import sampled
 
 MARK = "NBLAUNCH_TEST_PROGRAM"
 GONE_SECONDS = 2.0
@@ -523,7 +524,7 @@ class KernelHost:
         self.kernel.kill()
 
 
-@pytest.fixture(params=["script", "kernel"])
+@pytest.fixture(params=sampled(["kernel", "script"]))
 def host(request, world, program, start_kernel):
     """Give `host(source)`: a script, or a notebook's kernel, that runs `source`."""
 
@@ -533,7 +534,9 @@ def host(request, world, program, start_kernel):
     return start
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [pytest.param(each, marks=[pytest.mark.quick] if "stuck" in each else []) for each in PHASES]
+)
 def test_kill_9_of_a_kernel_leaves_nothing(phase, host, world, tmp_path):
     started = host(
         f"DIRECTORY = {str(tmp_path)!r}\n{PRELUDE}\n{PHASES[phase]}\nresult = nblaunch.run(job, nproc=2)"

@@ -123,6 +123,7 @@ def who_am_i(big):
     )
 
 
+@pytest.mark.quick
 def test_two_nodes_are_one_run_whose_values_and_output_come_in_rank_order(meeting, tmp_path):
     node = meeting.join()
     big = torch.ones(5_000_000)  # several pieces on the wire, each way
@@ -494,6 +495,7 @@ def test_a_node_with_a_wrong_key_is_told_so_and_the_run_waits_for_the_right_one(
     assert "its key is wrong" in told[0][1]
 
 
+@pytest.mark.quick
 def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
     import pickle
 
@@ -513,6 +515,7 @@ def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.mark.quick
 @given(st.binary())
 def test_bytes_that_are_no_message_of_a_node_are_refused_by_name(data):
     for decode in (_node_protocol.decode_from_node, _node_protocol.decode_to_node):
@@ -632,6 +635,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("what", CONTRADICTIONS)
 def test_what_contradicts_itself_is_refused_before_a_process_starts(what):
     options, reason = CONTRADICTIONS[what]
@@ -639,6 +643,7 @@ def test_what_contradicts_itself_is_refused_before_a_process_starts(what):
         nblaunch.run(print, nproc=2, **options)
 
 
+@pytest.mark.quick
 def test_standalone_with_an_endpoint_is_refused():
     with pytest.raises(OptionError, match="keeps the rendezvous private"):
         parse_line("--standalone --rdzv-endpoint 127.0.0.1:29400")
@@ -654,6 +659,7 @@ def test_a_port_that_is_taken_is_refused(meeting):
             nblaunch.run(print, **meeting.options)
 
 
+@pytest.mark.quick
 def test_a_session_of_several_nodes_is_refused(meeting):
     with pytest.raises(OptionError, match="a session's ranks are on one node"):
         nblaunch.Session(nproc=2, nnodes=2, rdzv_endpoint=meeting.endpoint)
@@ -665,6 +671,7 @@ def test_nodes_that_do_not_come_in_time_are_a_launch_error_that_says_what_to_do(
     assert failed.value.phase == "rendezvous"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -690,6 +697,7 @@ def test_a_node_says_why_it_does_not_join(words, reason, meeting, capsys):
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.quick
 def test_a_key_that_others_can_read_is_refused(meeting, capsys):
     from nblaunch.__main__ import main
 

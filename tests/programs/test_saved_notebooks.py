@@ -138,6 +138,7 @@ def shown(notebook: Any) -> list[list[dict[str, Any]]]:
     return [[dict(each.data) for each in cell.outputs if "data" in each] for cell in cells]
 
 
+@pytest.mark.quick
 def test_nbclient_gets_one_display_of_html_and_text_for_each_run(executed):
     assert [[set(each) for each in run] for run in shown(executed)] == [[{"text/html", "text/plain"}]] * 2
     assert executed.cells[2].outputs[-1].ename == "RunFailedError"
@@ -145,6 +146,7 @@ def test_nbclient_gets_one_display_of_html_and_text_for_each_run(executed):
     assert [each for each in SHOWN if each not in both] == []
 
 
+@pytest.mark.quick
 def test_what_is_saved_is_small_and_holds_no_widget_in_its_outputs(executed):
     written = nbformat.writes(executed)
     assert "widget-view" not in written

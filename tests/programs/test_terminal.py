@@ -237,6 +237,7 @@ def test_what_is_no_terminal_gets_no_control_characters(script, tmp_path):
     assert "[nblaunch]" not in ran.stdout
 
 
+@pytest.mark.quick
 def test_a_cell_in_terminal_ipython_comes_live_and_the_prompt_is_clean_after_it(tmp_path):
     command = [sys.executable, "-m", "IPython", "--no-banner", "--ext=nblaunch", "--no-confirm-exit"]
     root = str(Path(__file__).parents[2])

@@ -14,7 +14,7 @@ from nblaunch.view import widget
 SCRIPT = Path(widget.__file__).with_name("panel.js")
 NODE = shutil.which("node")
 
-pytestmark = pytest.mark.skipif(NODE is None, reason="node is missing")
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(NODE is None, reason="node is missing")]
 
 HARNESS = """
 const whole = { sequence: 0, stop: false, age: 0, header: {}, rows: {}, values: {}, report: null,

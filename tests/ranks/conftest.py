@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from lanes import sampled
 
 import nblaunch
 
@@ -116,7 +117,7 @@ def opened(name: str, module_kernel: Callable[[], Any]) -> Iterator[Doors]:
         yield CellDoor(module_kernel()) if name == "cell" else RunDoor()
 
 
-SESSION, CELL, RUN = "session", *(pytest.param(each, marks=pytest.mark.full) for each in ("cell", "run"))
+SESSION, CELL, RUN = sampled(["session", "cell", "run"])
 
 
 @pytest.fixture(scope="module", params=[SESSION, CELL, RUN])

@@ -15,13 +15,14 @@ import time
 import psutil
 import pytest
 from chaos import bound, failing, must_work, usual
+from lanes import sampled
 
 import nblaunch
 from nblaunch.agent import forkserver
 from nblaunch.agent.elastic import RankAgent
 from nblaunch.session import hub
 
-SIZES = pytest.mark.parametrize("nproc", [2, 4])
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 
 
 def waiting(flags):
@@ -97,7 +98,7 @@ def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     assert ["was lost with the fork server" in each.reason for each in first.failures] == [True, True]
 
 
-@pytest.mark.parametrize("who", ["fork server", "keeper"])
+@pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
 @pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
 def test_the_next_run_starts_another(who, noticed):
     usual(2)

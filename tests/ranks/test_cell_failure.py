@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from lanes import sampled
 
 pytestmark = pytest.mark.oldest
 
@@ -188,21 +189,24 @@ def test_an_exception_with_a_megabyte_of_text_makes_a_short_error(kernel):
 
 @pytest.mark.parametrize(
     ("body", "exitcode", "told"),
-    [
-        ("import sys; sys.exit(3)", 3, "SystemExit"),
-        ("import os; os._exit(4)", 4, "exit code 4"),
-        ("import os; os._exit(0)", 0, "no value"),
-        ("import os; os.kill(os.getpid(), 9)", -9, "SIGKILL"),
-        ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
-        ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
-        ("raise BaseException('base')", 1, "base"),
-        ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
-        ("assert rank == 0, 'not here'", 1, "not here"),
-        ("undefined_name", 1, "undefined_name"),
-        ("import not_a_module_at_all", 1, "not_a_module_at_all"),
-        ("await broken()\nasync def broken(): pass", 1, "broken"),
-        ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
-    ],
+    sampled(
+        [
+            ("import sys; sys.exit(3)", 3, "SystemExit"),
+            ("import os; os._exit(4)", 4, "exit code 4"),
+            ("import os; os._exit(0)", 0, "no value"),
+            ("import os; os.kill(os.getpid(), 9)", -9, "SIGKILL"),
+            ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
+            ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
+            ("raise BaseException('base')", 1, "base"),
+            ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
+            ("assert rank == 0, 'not here'", 1, "not here"),
+            ("undefined_name", 1, "undefined_name"),
+            ("import not_a_module_at_all", 1, "not_a_module_at_all"),
+            ("await broken()\nasync def broken(): pass", 1, "broken"),
+            ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
+        ],
+        4,
+    ),
 )
 def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, body, exitcode, told):
     indented = "\n".join(f"    {line}" for line in body.splitlines())

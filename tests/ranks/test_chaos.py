@@ -15,10 +15,11 @@ import time
 import psutil
 import pytest
 from chaos import Failed, bound, failing, must_work, on_ranks, usual
+from lanes import sampled
 
 import nblaunch
 
-SIZES = pytest.mark.parametrize("nproc", [2, 4])
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 
 
 def ended_quickly(failed: Failed, nproc: int, waited: float = 0.0) -> None:
@@ -240,7 +241,9 @@ def grow_a_tree(size):
 
 
 @pytest.mark.parametrize("size", [20, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-@pytest.mark.parametrize("end", ["returns", "raises", "is killed", "resists while its peer raises"])
+@pytest.mark.parametrize(
+    "end", sampled(["is killed", "resists while its peer raises", "returns", "raises"], 2)
+)
 def test_the_processes_of_a_rank_go_with_it(size, end, eventually):
     """The fixture looks for them as well; here they are known by name."""
 
@@ -318,7 +321,7 @@ IN_A_CELL = {
 }
 
 
-@pytest.mark.parametrize("death", IN_A_CELL)
+@pytest.mark.parametrize("death", sampled(IN_A_CELL, 2))
 def test_a_cell_whose_rank_fails_ends_with_the_reason_and_the_next_cell_works(kernel, death):
     statement, reason = IN_A_CELL[death]
     kernel.ok("import torch, torch.distributed as dist")

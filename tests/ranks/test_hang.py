@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from chaos import failing, must_work, on_ranks, usual
+from lanes import sampled
 from torch import distributed
 
 import nblaunch
@@ -18,7 +19,7 @@ from nblaunch import HangReport
 from nblaunch._protocol import Collective, FrameRecord, Where
 from nblaunch.diagnose import hang
 
-SIZES = pytest.mark.parametrize("nproc", [2, 4])
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 
 
 def line_of(comment):

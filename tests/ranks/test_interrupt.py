@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from lanes import full
 from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
@@ -115,9 +116,10 @@ print("done")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
-        (0, 25, "/nblaunch/"),
-        (0, 40, "/nblaunch/session/ending.py"),
-        (0, 40, "/nblaunch/session/engine.py"),
+        (0, 6, "/nblaunch/"),
+        full((0, 25, "/nblaunch/")),
+        full((0, 40, "/nblaunch/session/ending.py")),
+        full((0, 40, "/nblaunch/session/engine.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

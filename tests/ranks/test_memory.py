@@ -54,6 +54,7 @@ def write_to_own_part(tensor):
     return tensor[:5].tolist()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     psutil.virtual_memory().available < 3.5 * GIGABYTE,
     reason="needs 3.5 GB of free memory: 1 GB here, 1 GB shared",

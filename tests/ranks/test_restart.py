@@ -12,12 +12,13 @@ import psutil
 import pytest
 import torch
 from chaos import must_work, usual
+from lanes import sampled
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
 
-SIZES = pytest.mark.parametrize("nproc", [2, 4])
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 EPOCHS = 6
 
 

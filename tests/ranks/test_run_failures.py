@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from lanes import sampled
 
 import nblaunch
 from nblaunch.session.hub import Hub
@@ -236,7 +237,7 @@ def exit_as(code):
 
 @pytest.mark.parametrize(
     ("code", "exitcode"),
-    [(3, 3), ("in words", 1), (True, 1), (-1, 255), (256, 1), (1 << 80, 1), (2.5, 1)],
+    sampled([(3, 3), ("in words", 1), (True, 1), (-1, 255), (256, 1), (1 << 80, 1), (2.5, 1)], 2),
     ids=str,
 )
 def test_sys_exit_with_a_code_is_a_failure_of_that_code(code, exitcode):
@@ -253,7 +254,7 @@ def test_sys_exit_with_a_code_is_a_failure_of_that_code(code, exitcode):
     assert result[0] == "kept"
 
 
-@pytest.mark.parametrize("code", [None, 0, False])
+@pytest.mark.parametrize("code", sampled([None, 0, False]))
 def test_sys_exit_without_a_code_ends_a_job_well(code):
     result = nblaunch.run(on_rank_1(exit_as(code)), nproc=2)
     assert result.values == ["kept", None]
@@ -274,7 +275,9 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize(("action", "exitcode", "name", "reason"), DEATHS.values(), ids=DEATHS.keys())
+@pytest.mark.parametrize(
+    ("action", "exitcode", "name", "reason"), sampled(DEATHS.values(), 3), ids=DEATHS.keys()
+)
 def test_a_rank_that_dies_without_a_word_is_a_failure_whatever_its_exit_code(action, exitcode, name, reason):
     error, result, part = failed(action)
     (failure,) = result.failures

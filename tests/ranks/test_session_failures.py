@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from chaos import bound, on_ranks, usual, wait_for_the_others
+from lanes import full, sampled
 from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
@@ -49,7 +50,7 @@ def opened(nproc: int, **options: Any) -> nblaunch.Session:
     return session
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
 def session(request):
     """Give one session to all tests that cost no rank."""
     usual(2)
@@ -386,8 +387,9 @@ print("done")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
-        (0, 25, "/nblaunch/"),
-        (0, 40, "/nblaunch/session/session.py"),
+        (0, 6, "/nblaunch/"),
+        full((0, 25, "/nblaunch/")),
+        full((0, 40, "/nblaunch/session/session.py")),
         pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -441,7 +443,7 @@ def test_a_second_interrupt_skips_the_grace_period(open_session, eventually):
 # --- ranks that die --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("death", sampled(DEATHS, 3))
 def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death):
     action, exitcode, name, reason, _ = DEATHS[death]
     session = open_session(2)

@@ -46,14 +46,6 @@ def test_the_first_40_lines_hold_a_cell_and_its_output(first_lines):
     assert len(blocks(first_lines, "text")) == 1
 
 
-@pytest.mark.oldest
-def test_the_cell_shows_the_output_that_is_written_below_it(first_lines, kernel):
-    setup, cell = blocks(first_lines, "python")
-    kernel.ok(setup)
-    assert kernel.ok(cell).text.strip() == blocks(first_lines, "text")[0]
-    assert f"`{kernel.value('res.values')}`" in README.read_text()
-
-
 def test_the_options_table_is_the_one_in_the_code():
     text = README.read_text()
     assert text == with_table(text), "run: python tests/unit/test_readme.py"
