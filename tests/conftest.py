@@ -62,6 +62,7 @@ _KEEPER = "nblaunch.agent.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
 _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 """Variables that would change what the tests, or a pytest that one of them starts, are about."""
+_LEFT_TO_CI = {"browser", "notebooks", "programs"}
 _STARTS_ITS_OWN = {"script", "terminal", "start_kernel"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -101,9 +102,9 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`."""
     for item in items:
-        lane = item.path.relative_to(ROOT).parts[1]
-        alone = _STARTS_ITS_OWN & set(getattr(item, "fixturenames", ()))
-        if (lane in {"programs", "browser"} or alone) and not item.get_closest_marker("quick"):
+        left_to_ci = _LEFT_TO_CI.intersection(item.path.relative_to(ROOT).parts[:2])
+        alone = _STARTS_ITS_OWN.intersection(getattr(item, "fixturenames", ()))
+        if (left_to_ci or alone) and not item.get_closest_marker("quick"):
             item.add_marker("full")
 
 

@@ -353,7 +353,7 @@ def characters(entries):
 @given(PIECES)
 @example([(Stream.STDOUT, 200_000)])
 @example([(Stream.STDOUT, 1), (Stream.STDERR, 1)] * 5000)
-@settings(max_examples=5)
+@settings(max_examples=max(5, settings.default.max_examples // 12))
 def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_printed(sizes):
     pieces = list(text_of(sizes))
     transcript = put(pieces)
