@@ -236,18 +236,8 @@ class WorkerGroup(SpreadCourse):
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names():
-                self.names[message.rank] = message.names
-                return
-            case Asked():
-                if self.job is not None:
-                    self.job.questions.append(message)
-                return
-            case Healed():
-                self._on_healed(message)
-                return
-            case Where():
-                self._answered(message)
+            case Names() | Asked() | Healed() | Where():
+                self._aside(message)
                 return
             case Returned():
                 taken = self.job.take_value(message) if self.job is not None else None
@@ -265,6 +255,19 @@ class WorkerGroup(SpreadCourse):
             else:
                 self._phases.wait_without_limit(self.state.world_size)
         self._dispatch_when_ready()
+
+    def _aside(self, message: Names | Asked | Healed | Where) -> None:
+        """Take what is no part of the fold."""
+        match message:
+            case Names():
+                self.names[message.rank] = message.names
+            case Asked():
+                if self.job is not None:
+                    self.job.questions.append(message)
+            case Healed():
+                self._on_healed(message)
+            case Where():
+                self._answered(message)
 
     def _answered(self, message: Where) -> None:
         job = self.job
