@@ -308,6 +308,7 @@ def test_a_disk_that_fills_up_is_an_error_that_says_so(on_a_tiny_disk):
     assert done.stderr == ""
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
     done = on_a_tiny_disk(FULL_DISK, "before")
     assert done.returncode == 0, done.stderr

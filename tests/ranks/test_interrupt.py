@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from lanes import full
+from lanes import full, sampled
 from sources import INTERRUPTER, said_by
 
 GRACE = 2.0
@@ -54,7 +54,7 @@ def usual(kernel):
 @pytest.mark.parametrize(
     "number",
     [
-        *range(CI_TIMES),
+        *sampled(range(CI_TIMES), 2),
         *[pytest.param(number, marks=pytest.mark.slow) for number in range(CI_TIMES, SLOW_TIMES)],
     ],
 )
@@ -310,6 +310,7 @@ def test_a_restart_is_not_begun_after_an_interrupt(kernel, tmp_path, eventually)
     assert kernel.value("[len(res.attempts), len(res.failures)]") == [1, 0]
 
 
+@pytest.mark.full
 def test_control_c_ends_a_script_as_a_keyboard_interrupt_does(tmp_path, eventually):
     program = tmp_path / "program.py"
     program.write_text(

@@ -137,6 +137,7 @@ def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
 # --- where all of it is kept -----------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_log_directory_is_laid_out_as_torchruns(tmp_path):
     """Both with one rank that fails in the first attempt, and a second attempt."""
     program = tmp_path / "program.py"

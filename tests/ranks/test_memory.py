@@ -277,6 +277,7 @@ def in_a_namespace(mounts: str, path: pathlib.Path, **environment: str):
     )
 
 
+@pytest.mark.full
 def test_300_mb_cross_both_ways_where_dev_shm_has_64(tmp_path):
     path = tmp_path / "small.py"
     path.write_text(textwrap.dedent(SMALL_SHM))
@@ -360,6 +361,7 @@ NO_ROOM = """
 """
 
 
+@pytest.mark.full
 def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp_path):
     path = tmp_path / "no_room.py"
     path.write_text(textwrap.dedent(NO_ROOM))
@@ -395,6 +397,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.full
 def test_a_disk_that_ranks_have_printed_full_is_the_failure_of_those_ranks(tmp_path):
     path = tmp_path / "full.py"
     path.write_text(textwrap.dedent(FULL_DISK))

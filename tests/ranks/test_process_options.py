@@ -85,6 +85,7 @@ def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_kno
     assert "nblaunch.agent.keeper" in " ".join(forked)
 
 
+@pytest.mark.full
 def test_no_secret_is_on_a_spawned_ranks_command_line_and_no_file_of_orders_stays():
     def orders():
         named = [word for word in psutil.Process().cmdline() if "orders-" in word]
@@ -94,6 +95,7 @@ def test_no_secret_is_on_a_spawned_ranks_command_line_and_no_file_of_orders_stay
     assert [[exists for _, exists in each] for each in result] == [[False], [False]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "exitcode", "reason"),
     [

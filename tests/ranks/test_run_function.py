@@ -192,6 +192,7 @@ def test_a_script_without_a_main_guard_runs_once_and_not_again_in_the_ranks(scri
     assert len((tmp_path / "ran").read_text().splitlines()) == 1
 
 
+@pytest.mark.full
 def test_a_module_run_with_m_runs_once_and_its_package_is_found_by_the_ranks(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
@@ -218,12 +219,14 @@ def test_a_module_run_with_m_runs_once_and_its_package_is_found_by_the_ranks(tmp
     assert (tmp_path / "ran").read_text() == "once\n"
 
 
+@pytest.mark.full
 def test_a_script_read_from_standard_input_works(tmp_path):
     source = "import nblaunch\ndef job(): return 5\nprint(nblaunch.run(job, nproc=2).values)\n"
     done = run_python("-", cwd=tmp_path, input=source)
     assert (done.stdout, done.stderr) == ("[5, 5]\n", "")
 
 
+@pytest.mark.full
 def test_terminal_ipython_runs_functions_that_were_typed_into_it(tmp_path):
     typed = (
         "import nblaunch, os\n"
@@ -633,7 +636,7 @@ def test_multiprocessing_starts_as_it_does_in_any_python():
     assert multiprocessing.get_start_method(allow_none=True) == before
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", sampled(["fork", "spawn", "forkserver"]))
 def test_a_rank_may_have_processes_of_its_own(method):
     def squares():
         with multiprocessing.get_context(method).Pool(2) as pool:

@@ -483,7 +483,7 @@ def test_the_notebooks_variables_are_sent_to_the_new_ranks(open_session):
     assert session.cell("given", namespace=there).values == [[1]] * 2
 
 
-@pytest.mark.parametrize("between", ["nothing", "push", "pull"])
+@pytest.mark.parametrize("between", sampled(["nothing", "push", "pull"]))
 def test_a_death_between_two_jobs_is_told_with_the_next(open_session, eventually, between):
     """That is, with the next whose result somebody sees."""
     session = open_session(2)
@@ -706,6 +706,7 @@ GROWTH = """
 """
 
 
+@pytest.mark.full
 def test_heals_let_nothing_grow_in_the_ranks(session):
     def heal(times: int) -> list[tuple[int, int]]:
         for _ in range(times):
@@ -718,7 +719,7 @@ def test_heals_let_nothing_grow_in_the_ranks(session):
 
 @pytest.mark.parametrize(
     ("warm_up", "times", "windows"),
-    [(100, 60, 5), pytest.param(100, 300, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    [full((100, 60, 5)), pytest.param(100, 300, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
     ids=["400 cells", "1000 cells"],
 )
 def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path):
