@@ -113,7 +113,7 @@ def fail():
 
 # DDP puts gradients into one buffer in the order of their first use: of more than two ranks the sums are then
 # rounded otherwise after a restart, in this program as in any.
-@pytest.mark.parametrize(("nproc", "with_ddp"), [(2, True), (4, False)], ids=["2, DDP", "4"])
+@pytest.mark.parametrize(("nproc", "with_ddp"), sampled([(2, True), (4, False)]), ids=["2, DDP", "4"])
 def test_a_training_that_loses_ranks_ends_with_the_parameters_of_one_that_does_not(nproc, with_ddp, tmp_path):
     for name in ("smooth", "bumpy", "logs"):
         (tmp_path / name).mkdir()
