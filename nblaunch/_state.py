@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import assert_never
+from typing import TypeAlias, assert_never
 
 import msgspec
 
@@ -261,9 +261,8 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
-def _advance_rank(
-    known: RankState,
-    message: Hello
+_OfOneRank: TypeAlias = (
+    Hello
     | Entered
     | Started
     | Displayed
@@ -278,8 +277,11 @@ def _advance_rank(
     | Names
     | Reached
     | Asked
-    | Healed,
-) -> RankState:
+    | Healed
+)
+
+
+def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
     match message:
         case Hello():
             return replace(
@@ -293,24 +295,17 @@ def _advance_rank(
         case Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
+        case Started() | Reached() | Returned() | Raised() if known.state.final:
+            return known
         case Started():
-            if known.state.final:
-                return known
             return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time)
-        case Printed():
-            transcript = _transcript.printed(known.transcript, message.stream, message.text)
-            return replace(known, transcript=transcript)
-        case Displayed():
-            return replace(known, transcript=_transcript.displayed(known.transcript, message))
-        case Cleared():
-            return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
+        case Printed() | Displayed() | Cleared():
+            return replace(known, transcript=_written(known.transcript, message))
         case Reached():
-            return known if known.state.final else replace(known, collectives=message.collectives)
+            return replace(known, collectives=message.collectives)
         case Switched() | Where() | Names() | Asked() | Healed():
             return known
         case Returned():
-            if known.state.final:
-                return known
             return replace(
                 known,
                 state=State.SUCCEEDED,
@@ -320,8 +315,6 @@ def _advance_rank(
                 ended=message.time,
             )
         case Raised():
-            if known.state.final:
-                return known
             failure = message.failure
             return replace(
                 known,
@@ -332,13 +325,29 @@ def _advance_rank(
                 ended=failure.time,
             )
         case Shown():
-            if known.failure is None:
-                return known
-            return replace(known, failure=msgspec.structs.replace(known.failure, shown=message.text))
+            return _shown(known, message)
         case Exited():
             return _exited(known, message)
         case _:
             assert_never(message)
+
+
+def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
+    match message:
+        case Printed():
+            return _transcript.printed(transcript, message.stream, message.text)
+        case Displayed():
+            return _transcript.displayed(transcript, message)
+        case Cleared():
+            return _transcript.cleared(transcript, wait=message.wait)
+        case _:
+            assert_never(message)
+
+
+def _shown(known: RankState, message: Shown) -> RankState:
+    if known.failure is None:
+        return known
+    return replace(known, failure=msgspec.structs.replace(known.failure, shown=message.text))
 
 
 def _exited(known: RankState, message: Exited) -> RankState:

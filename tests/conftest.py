@@ -11,6 +11,7 @@ import ast
 import asyncio
 import contextlib
 import gc
+import inspect
 import json
 import multiprocessing
 import os
@@ -30,12 +31,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import hypothesis
 import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import run_sync
+
+hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 # Ignored under nohup, or in the background of a shell: but tests send them, and libraries restore them.
 for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -55,6 +61,10 @@ KERNEL_ENVIRONMENT = {
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _KEEPER = "nblaunch.agent.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
+_CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
+"""Variables that would change what the tests, or a pytest that one of them starts, are about."""
+_LEFT_TO_CI = {"browser", "notebooks", "programs"}
+_STARTS_ITS_OWN = {"script", "terminal", "start_kernel"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -79,7 +89,7 @@ def eventually_fixture():
 def pytest_configure() -> None:
     """Give the session a temporary directory of its own (a short one: sockets live in it), and the mark."""
     private = Path(tempfile.mkdtemp(prefix="nbt-", dir="/tmp"))
-    for name in [name for name in os.environ if name.startswith(("PET_", "NBLAUNCH_", "TORCHELASTIC_"))]:
+    for name in [name for name in os.environ if name.startswith(_CALLERS)]:
         del os.environ[name]
     # Its own tests switch it on; elsewhere processes that nobody has asked for are in the way.
     os.environ["NBLAUNCH_STANDBY"] = "0"
@@ -88,6 +98,15 @@ def pytest_configure() -> None:
         (private / name).mkdir()
         os.environ[name] = str(private / name)
     os.environ[MARK] = str(os.getpid())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`."""
+    for item in items:
+        left_to_ci = _LEFT_TO_CI.intersection(item.path.relative_to(ROOT).parts[:2])
+        alone = _STARTS_ITS_OWN.intersection(getattr(item, "fixturenames", ()))
+        if (left_to_ci or alone) and not item.get_closest_marker("quick"):
+            item.add_marker("full")
 
 
 def pytest_unconfigure() -> None:
@@ -220,8 +239,8 @@ def hub_threads() -> set[int | None]:
 
 
 @dataclass
-class Leftovers:
-    """The world before a test; `found()` says what a test has left of its own."""
+class ThisProcess:
+    """This process before a test; `found()` lists what the test has changed. Looks at no other process."""
 
     handlers: dict[signal.Signals, Any] = field(
         default_factory=lambda: {each: signal.getsignal(each) for each in signal.Signals}
@@ -231,22 +250,11 @@ class Leftovers:
     threads: set[int | None] = field(default_factory=lambda: {each.ident for each in threading.enumerate()})
     process_group: bool = field(default_factory=has_process_group)
     start_method: str | None = field(default_factory=start_method)
-    files: dict[int, str] = field(default_factory=open_files)
-    hub: set[int | None] = field(default_factory=hub_threads)
-    servers: set[int] = field(default_factory=lambda: set(keepers_and_servers(processes())))
-    shared: set[str] = field(default_factory=shared_memory)
-    temporary: set[Path] = field(default_factory=temporary_files)
-    others: set[int] = field(default_factory=lambda: set(processes()))
     ours: ClassVar[set[str]] = {"PYTEST_CURRENT_TEST"}
 
-    def found(self, *, logs: bool) -> list[str]:
-        """Return one line for each thing that is different; `logs`: also results' private directories."""
-        return [
-            *self._this_process(),
-            *self._descriptors(),
-            *self._processes(),
-            *self._files(logs=logs),
-        ]
+    def found(self, *, logs: bool) -> list[str]:  # noqa: ARG002 - `Leftovers` looks at logs
+        """Return one line for each difference."""
+        return list(self._this_process())
 
     def _this_process(self) -> Iterator[str]:
         for each, handler in self.handlers.items():
@@ -266,29 +274,59 @@ class Leftovers:
         if start_method() != self.start_method:
             yield f"multiprocessing's start method was {self.start_method} and is {start_method()}"
 
-    def _descriptors(self) -> Iterator[str]:
-        new = {fd: target for fd, target in open_files().items() if self.files.get(fd) != target}
+
+@dataclass
+class Leftovers(ThisProcess):
+    """This process, the processes below it and the file systems before a test.
+
+    Listing all processes takes milliseconds, so it is done once before a test and once per check after it.
+    """
+
+    files: dict[int, str] = field(default_factory=open_files)
+    hub: set[int | None] = field(default_factory=hub_threads)
+    others: Mapping[int, psutil.Process] = field(default_factory=processes)
+    shared: set[str] = field(default_factory=shared_memory)
+    temporary: set[Path] = field(default_factory=temporary_files)
+
+    def __post_init__(self) -> None:
+        self.servers = set(keepers_and_servers(self.others))
+
+    def found(self, *, logs: bool) -> list[str]:
+        """Return one line for each difference; `logs`: also results' private directories."""
+        now = processes()
+        allowed = keepers_and_servers(now)
+        return [
+            *self._this_process(),
+            *self._descriptors(set(allowed)),
+            *self._processes(now, allowed),
+            *self._files(allowed, logs=logs),
+        ]
+
+    def _descriptors(self, servers: set[int]) -> Iterator[str]:
+        files = open_files()
+        new = {fd: target for fd, target in files.items() if self.files.get(fd) != target}
         yield from (f"descriptor {fd} is open: {to}" for fd, to in new.items() if is_plain_file(to))
         # The hub and the fork server's control socket come with the first run, and with their successors.
-        first_use = hub_threads() != self.hub or set(keepers_and_servers(processes())) != self.servers
+        first_use = hub_threads() != self.hub or servers != self.servers
         old = [target for target in self.files.values() if not target.startswith("/")]
-        now = [target for target in open_files().values() if not target.startswith("/")]
+        now = [target for target in files.values() if not target.startswith("/")]
         if len(now) > len(old) and not first_use:
             yield f"{len(now) - len(old)} more sockets or pipes are open: {sorted(set(now) - set(old))}"
 
-    def _processes(self) -> Iterator[str]:
-        found = processes()
-        allowed = keepers_and_servers(found)
+    def _processes(
+        self, found: Mapping[int, psutil.Process], allowed: Mapping[int, psutil.Process]
+    ) -> Iterator[str]:
         for pid, process in found.items():
             if pid not in self.others and pid not in allowed and process.is_running():
                 yield f"the process {describe(process)} is alive"
 
-    def _files(self, *, logs: bool) -> Iterator[str]:
+    def _files(self, allowed: Mapping[int, psutil.Process], *, logs: bool) -> Iterator[str]:
         for name in sorted(shared_memory() - self.shared):
             if not held_by_strangers(name):
                 yield f"{SHARED_MEMORY / name} is there"
-        commands = [command(each) for each in keepers_and_servers(processes()).values()]
-        for path in sorted(temporary_files() - self.temporary):
+        new = sorted(temporary_files() - self.temporary)
+        commands = [command(each) for each in allowed.values()] if new else []
+        for path in new:
             if path.name.startswith(_RUN_DIRECTORIES):
                 if logs:
                     yield f"{path} is there, though no result needs it"
@@ -299,14 +337,36 @@ class Leftovers:
                 yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
 
 
-def nothing_left(before: Leftovers, *, logs: bool = True) -> None:
+_USED = "gc, sys, threading, time"
+
+
+def spare_modules() -> None:
+    """Collect garbage, from now on without going through what has been imported; in kernels too.
+
+    To go through all of torch takes a third of a second. What a run leaves must be collected, so nothing is
+    exempted while one is under way.
+    """
+    gc.collect()
+    if len(sys.modules) < getattr(sys, "modules_spared", 0) + 20:
+        return
+    deadline = time.monotonic() + 1
+    while any(each.name.startswith(("nblaunch-agent", "Rendezvous")) for each in threading.enumerate()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+    gc.collect()
+    gc.freeze()
+    sys.modules_spared = len(sys.modules)  # type: ignore[attr-defined]
+
+
+def nothing_left(before: ThisProcess, *, logs: bool = True) -> None:
     """Wait until nothing of a test is left; fail with what there is."""
     deadline = time.monotonic() + PATIENCE
     collected = False
     while found := before.found(logs=logs):
         if not collected:
             # Results in a cycle (an error and its traceback) go when the collector comes.
-            gc.collect()
+            spare_modules()
             collected = True
         if time.monotonic() > deadline:
             pytest.fail("the test left this behind:\n  " + "\n  ".join(found), pytrace=False)
@@ -325,6 +385,14 @@ def leaves_nothing_behind(request):
 def leftovers():
     """Give the check itself, to be tested."""
     return Leftovers
+
+
+@pytest.fixture
+def unchanged_process(request):
+    """Check this process alone: the handlers, the environment, the directory and the threads."""
+    before = ThisProcess()
+    yield
+    nothing_left(before, logs=not request.node.stash.get(_failed, False))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -520,8 +588,10 @@ class Kernel:
             # IPython keeps the last traceback that it formatted, and with it whatever its frames held.
             get_ipython().InteractiveTB.tb = get_ipython().SyntaxTB.tb = None
             get_ipython().reset(new_session=False)
-            __import__("gc").collect();
             """
+        )
+        self.ok(
+            f"import {_USED}\n{inspect.getsource(spare_modules)}\nspare_modules()\ndel spare_modules, {_USED}"
         )
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 This module touches torch's private names; so do `observed`, `events`, `watchdog` and `rendezvous`, which list
 theirs.
 
-Names used, as of torch 2.8 to 2.13 (`tests/test_torch_names.py` says which torch broke them):
+Names used, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` says which torch broke them):
 `LocalElasticAgent._start_workers`, `._monitor_workers`, `._restart_workers`, `._shutdown`,
 `._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`;
 `MultiprocessContext._pc`, `._ret_vals`.

@@ -1,6 +1,6 @@
 """Where nodes meet: torch's own rendezvous, bound to one address, its state signed with the join key.
 
-Beside `elastic` the one module that touches torch's private names (`tests/test_torch_names.py`):
+Beside `elastic` the one module that touches torch's private names (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
 `._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
 `StaticTCPRendezvous._store`.

@@ -241,23 +241,8 @@ class WorkerGroup(SpreadCourse):
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names():
-                self.names[message.rank] = message
-                if message.lost:
-                    self.lost[message.rank] = self.lost.get(message.rank, ()) + message.lost
-                return
-            case Arrived():
-                self._on_arrived(message)
-                return
-            case Asked():
-                if self.job is not None:
-                    self.job.questions.append(message)
-                return
-            case Healed():
-                self._on_healed(message)
-                return
-            case Where():
-                self._answered(message)
+            case Names() | Arrived() | Asked() | Healed() | Where():
+                self._aside(message)
                 return
             case Returned():
                 taken = self.job.take_value(message) if self.job is not None else None
@@ -275,6 +260,23 @@ class WorkerGroup(SpreadCourse):
             else:
                 self._phases.wait_without_limit(self.state.world_size)
         self._dispatch_when_ready()
+
+    def _aside(self, message: Names | Arrived | Asked | Healed | Where) -> None:
+        """Take what is no part of the fold."""
+        match message:
+            case Names():
+                self.names[message.rank] = message
+                if message.lost:
+                    self.lost[message.rank] = self.lost.get(message.rank, ()) + message.lost
+            case Arrived():
+                self._on_arrived(message)
+            case Asked():
+                if self.job is not None:
+                    self.job.questions.append(message)
+            case Healed():
+                self._on_healed(message)
+            case Where():
+                self._answered(message)
 
     def _answered(self, message: Where) -> None:
         job = self.job

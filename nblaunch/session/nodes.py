@@ -180,9 +180,8 @@ class Nodes:
                 self._started(name, node, workers)
             case wire.Said(data=said):
                 self._said(name, node, decode_from_rank(said, f"a rank of {node.name}"))
-            case wire.Wrote(rank=rank, stream=stream):
-                if rank in node.ranks:
-                    self._file(rank, stream).write(data)
+            case wire.Wrote(rank=rank, stream=stream) if rank in node.ranks:
+                self._file(rank, stream).write(data)
             case wire.Gone():
                 self._gone(node, message)
 

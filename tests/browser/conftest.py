@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from lanes import sampled
 
 from .server import Server
 
@@ -84,7 +85,7 @@ def server(home, chromium, eventually):  # noqa: ARG001 - without a browser ther
         started.close()
 
 
-@pytest.fixture(scope="package", params=["lab", "notebook7"])
+@pytest.fixture(scope="package", params=sampled(["lab", "notebook7"]))
 def page_of_front(request, chromium, server, gates):
     """Open a page of each front end, with a notebook and its kernel."""
     context = chromium.new_context(viewport={"width": 1200, "height": 1000})

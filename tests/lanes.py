@@ -1,0 +1,21 @@
+"""Which cases of a table the quick lane runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def sampled(cases: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Return all cases for `parametrize`, those after the first `quick` marked `full`."""
+    return [case if number < quick else full(case) for number, case in enumerate(cases)]
+
+
+def full(case: Any) -> Any:
+    """Return a case that CI runs, and the quick lane does not."""
+    values, marks, name = case if hasattr(case, "marks") else (case, (), None)
+    if not hasattr(case, "marks"):
+        values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=[*marks, pytest.mark.full], id=name)

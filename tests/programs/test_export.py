@@ -1,0 +1,676 @@
+"""What leaves the notebook runs without it: cells become a script, torchrun gives what the cell gave."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from sources import end_of_torchrun
+
+from nblaunch.magic.commands import command_completions
+
+pytest.importorskip("safetensors")
+
+RANKS = 2
+
+
+def torchrun(path: Path, *options: str) -> list[list[str]]:
+    """Run a script under real torchrun; return the values that each rank has printed, in order."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    # What torchelastic leaves is gone with this directory; its name is short, as sockets are made in it.
+    with tempfile.TemporaryDirectory(prefix="t-") as logs:
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": "lo",  # no hostname must be looked up
+            "TMPDIR": logs,
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": "",
+        }
+        status, said = end_of_torchrun(
+            [*run, "--log-dir", logs, "--redirects", "1", *options, path.name], path.parent, environment
+        )
+        assert status == 0, said[-5000:]
+        texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+    assert len(texts) == RANKS
+    return [
+        [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith("[rank ")]
+        for rank, text in enumerate(texts)
+    ]
+
+
+def tidy_script(path: Path) -> str:
+    """Return a script's text; it must read as one, and know nothing of nblaunch."""
+    text = path.read_text(encoding="utf-8")
+    imported = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not any("nblaunch" in ast.unparse(node) for node in imported)
+    assert "get_ipython" not in text
+    # Imports are in order and used, every name is known; how the user has written the cell is the user's.
+    rules = "F401,F811,F821,I,E401,E402,E9,W291,W293,W391,E301,E302,E303,E305,D200,D209,D403,PLW0127"
+    check = [sys.executable, "-m", "ruff", "check", "--isolated", "--preview", "--select", rules, str(path)]
+    checked = subprocess.run(
+        check, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": ""}
+    )
+    assert checked.returncode == 0, f"{checked.stdout}\n{text}"
+    return text
+
+
+@pytest.fixture
+def there(kernel, tmp_path):
+    """Give the directory that the notebook is in."""
+    # torch.optim makes a directory for compiled code, in the temporary one unless it is told another.
+    cache = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / 'compiled')!r}"
+    kernel.ok(f"import os\nos.chdir({str(tmp_path)!r})\n{cache}\ndel os")
+    yield tmp_path
+    kernel.ok(f"import os\nos.chdir({str(Path.cwd())!r})\ndel os")
+
+
+ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
+    "arithmetic": ([], "x = 3\ny = x ** 2 + rank\ny, world_size, local_rank, str(device)"),
+    "a collective": (
+        ["import torch\nscale = 10"],
+        """
+        import torch.distributed as dist
+        t = torch.ones(1) * (rank + 1) * scale     # scale and torch come from the notebook
+        dist.all_reduce(t)
+        print("hello from", rank)
+        t.item()
+        """,
+    ),
+    "functions and classes of other cells": (
+        [
+            "import functools",
+            """
+            # Counts its calls.
+            def counted(function):
+                @functools.wraps(function)
+                def inner(*args, **kwargs):
+                    calls.append(function.__name__)
+                    return function(*args, **kwargs)
+
+                return inner
+            """,
+            "calls = []",
+            """
+            class Base:
+                factor = 2
+
+                @property
+                def double(self):
+                    return self.value * self.factor
+
+                def __init__(self, value):
+                    self.value = value
+            """,
+            """
+            class Shifted(Base):
+                shift = 100
+
+                def __init__(self, value):
+                    super().__init__(value + self.shift)
+
+                def __repr__(self):
+                    return f"Shifted({self.value})"
+
+
+            @counted
+            def make(value):
+                return Shifted(value)
+            """,
+        ],
+        "made = make(rank)\nmade, made.double, isinstance(made, Base), calls, make.__name__",
+    ),
+    "functions that use globals": (
+        [
+            "base = 5\nstep = {'size': 3, 'names': ['a', 'b']}",
+            """
+            def deep(n):
+                return n * step["size"] + base
+
+
+            def shallow(n):
+                return deep(n) + where()
+
+
+            def where():
+                return rank * 1000 + counter
+
+
+            def adder(amount):
+                return lambda value: value + amount
+
+
+            add_seven = adder(7)
+            square = lambda value: value * value
+            add_base = adder(base)
+            """,
+        ],
+        """
+        counter = 1
+        def bump():
+            global counter
+            counter += 10
+        bump()
+        shallow(2), counter, square(add_seven(1)), add_base(0), step["names"]
+        """,
+    ),
+    "arrays and tensors": (
+        [
+            "import numpy as np\nimport torch",
+            """
+            torch.manual_seed(3)
+            array = np.arange(3000).reshape(50, 60) * 0.5
+            large = torch.randn(400, 300)
+            weights = {"weight": torch.randn(20, 30), "bias": torch.arange(20), "a": torch.zeros(2, 2).bool()}
+            small = torch.tensor([[1.5, 2.0], [0.1, -3.0]])
+            few = np.array([1, 2, 3])
+            part = large[3:5]
+            """,
+        ],
+        """
+        with torch.no_grad():
+            part.zero_()   # a part of large: they share their memory
+        out = large.double().sum() + rank
+        checks = [array.sum(), out.item(), list(weights), weights["weight"].sum().item(), weights["a"].dtype]
+        checks, small.tolist(), few.dtype, array.shape, array[1, 2:5].tolist()
+        """,
+    ),
+    "settings and models": (
+        [
+            "from __future__ import annotations",
+            "from dataclasses import dataclass, field\nfrom pathlib import Path",
+            "import enum, torch\nfrom torch import nn",
+            """
+            class Mode(enum.Enum):
+                TRAIN = 1
+                TEST = 2
+
+            @dataclass
+            class Config:
+                lr: float
+                sizes: list[int] = field(default_factory=list)
+                mode: Mode = Mode.TRAIN
+                where: Path = Path("data")
+
+            class Net(nn.Module):
+                def __init__(self, config):
+                    super().__init__()
+                    self.config = config
+                    self.layers = nn.ModuleList(nn.Linear(4, size) for size in config.sizes)
+
+                def copied(self, other: Net):
+                    return other
+
+                def forward(self, x):
+                    return sum(layer(x).sum() for layer in self.layers)
+            """,
+            """
+            config = Config(1e-3, [2, 3], Mode.TEST)
+            net = Net(config)
+            optimizer = torch.optim.SGD(net.parameters(), lr=config.lr)
+            """,
+        ],
+        """
+        before = net(torch.ones(4))
+        before.backward()
+        optimizer.step()
+        after = net(torch.ones(4))
+        same = isinstance(net.config, Config), net.config.mode is Mode.TEST
+        before.item(), after.item() != before.item(), config, same
+        """,
+    ),
+    "imports of all kinds": (
+        [
+            "import numpy as np, xml\nimport xml.etree.ElementTree\nfrom math import pi, floor as down",
+            "import torch.nn.functional as F, os.path",
+            "from collections import Counter, OrderedDict as Ordered",
+            """
+            def circle(radius):
+                counts = Counter("abca")
+                tree = xml.etree.ElementTree.fromstring("<a><b/></a>")
+                return down(pi * radius ** 2), counts["a"], len(tree), Ordered(x=1), os.path.basename("/a/b")
+
+            def positive(value):
+                import torch
+                return F.relu(torch.tensor(float(value))).item() + np.floor(0.5)
+            """,
+        ],
+        "from itertools import chain\ncircle(2), positive(-rank), positive(rank), list(chain([1], [2]))",
+    ),
+    "a DataLoader": (
+        [
+            "import torch\nfrom torch.utils.data import DataLoader, Dataset, DistributedSampler",
+            """
+            class Squares(Dataset):
+                def __len__(self):
+                    return 20
+
+                def __getitem__(self, index):
+                    return torch.tensor([index * index])
+            """,
+            "dataset = Squares()",
+        ],
+        """
+        sampler = DistributedSampler(dataset, shuffle=False)
+        loader = DataLoader(dataset, batch_size=5, sampler=sampler, num_workers=1)
+        [batch.flatten().tolist() for batch in loader]
+        """,
+    ),
+    "a training with DDP": (
+        [
+            "import torch\nfrom torch import nn\nimport torch.distributed as dist",
+            "from torch.nn.parallel import DistributedDataParallel as DDP\nEPOCHS = 4\nlr = 0.05",
+            """
+            def make_model():
+                torch.manual_seed(0)
+                return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+            """,
+        ],
+        """
+        model = DDP(make_model().to(device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        torch.manual_seed(rank)
+        features, targets = torch.randn(16, 3), torch.randn(16, 1)
+        losses = []
+        for epoch in range(EPOCHS):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(features), targets)
+            loss.backward()
+            optimizer.step()
+            total = loss.detach()
+            dist.all_reduce(total)
+            losses.append(round(total.item(), 4))
+
+        losses, losses[-1] < losses[0], round(sum(p.sum().item() for p in model.parameters()), 4)
+        """,
+    ),
+    "texts, comments and signs": (
+        ['letter = """Grüße,\n  "世界" 🎉\n\ttab \\ end"""\npoem = """one\n  two\nthree\n"""', "größe = 3"],
+        '''
+        # Ein Kommentar: ünïcödé.
+        text = """first
+            indented {curly}
+        last"""
+        zweimal = größe * 2  # am Ende
+
+        # And one more.
+        joined = (f"{größe}-"
+                  "tail")
+        (text, letter,
+         poem, zweimal, joined,
+         '"quoted"', b"\\x00")
+        ''',
+    ),
+    "await": (
+        ["import asyncio", "async def later(value):\n    await asyncio.sleep(0)\n    return value"],
+        "first = await later(rank)\nfirst, await later(1)",
+    ),
+    "IPython's own": (
+        ["import time"],
+        "%load_ext autoreload\n!echo from a shell > said-$$.txt\n%time x = 5\nif rank:\n    %time x += 1\nx",
+    ),
+    "things without source": (
+        [
+            "operations = {'double': lambda value: 2 * value, 'sum': sum}",
+            "exec('def made(value): return value + 1')",
+            """
+            import functools
+            half = functools.partial(pow, 0.5)
+            twice = operations["double"]
+            def old():
+                return "old"
+            """,
+            "before = old\ndef old():\n    return before() + 'er'",
+            "def louder(function):\n    return lambda: function().upper()",
+            "def word():\n    return 'word'",
+            "word = louder(word)",
+            "class Patched:\n    def go(self):\n        return 1",
+            "Patched.go = lambda self: 2\npatched = Patched()",
+        ],
+        """
+        total = operations["sum"]([1, 2])
+        same = twice is operations["double"]
+        operations["double"](rank), total, made(rank), half(2), same, old(), word(), patched.go()
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.quick] if each == "a collective" else []) for each in ROUND_TRIPS],
+)
+def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
+    notebook, cell = ROUND_TRIPS[name]
+    for each in notebook:
+        kernel.ok(each)
+    body = "\n".join(tidy_lines(cell))
+    kernel.ok(f"%%distributed -n {RANKS} --out res\n{body}")
+    expected = kernel.value("[repr(value) for value in res]")
+    shown = kernel.ok("%distributed export train.py")
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in shown.result
+    text = tidy_script(there / "train.py")
+    assert torchrun(there / "train.py") == [[value] for value in expected], text
+
+
+def tidy_lines(code: str) -> list[str]:
+    """Return the lines of a cell without the margin of its first one; what is in a text keeps its place."""
+    lines = code.strip("\n").rstrip(" ").split("\n")
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    return [line[margin:] if not line[:margin].strip() else line for line in lines]
+
+
+# What is written
+
+
+def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
+    """Run a cell, export it, and return the script."""
+    for each in setup:
+        kernel.ok(each)
+    kernel.ok(f"%%distributed {line}\n{cell}")
+    kernel.ok("%distributed export train.py")
+    return str(kernel.value("__import__('pathlib').Path('train.py').read_text()"))
+
+
+@pytest.mark.quick
+def test_the_readme_shows_the_script_of_its_cell(kernel, there):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)\n```$", readme, flags=re.MULTILINE | re.DOTALL)
+    setup, cell = blocks[:2]
+    kernel.ok(setup)
+    kernel.ok(cell)
+    shown = kernel.ok("%distributed export train.py").result
+    assert f"```text\n{shown}\n```" in readme
+    written = (there / "train.py").read_text()
+    told = next(block for block in blocks if "exported from a notebook" in block)
+    assert re.sub(r"In\[\d+\]", "In[2]", written) == f"{told}\n"
+
+
+@pytest.mark.usefixtures("there")
+def test_a_script_reads_as_if_somebody_had_written_it(kernel, tmp_path):
+    text = exported(
+        kernel,
+        "t = torch.ones(1) * scale\ndist.all_reduce(t)\n# How much is it?\nt.item()",
+        "import torch\nimport torch.distributed as dist\nscale = 10",
+    )
+    (number,) = re.findall(r"In\[(\d+)\]", text)
+    assert (
+        text
+        == f'''"""In[{number}], exported from a notebook by nblaunch.
+
+torchrun --standalone --nproc-per-node 2 train.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+
+scale = 10
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+
+    t = torch.ones(1) * scale
+    dist.all_reduce(t)
+    # How much is it?
+    print(f"[rank {{rank}}] {{t.item()!r}}")
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+    )
+    formatted = [sys.executable, "-m", "ruff", "format", "--isolated", "--check", str(tmp_path / "train.py")]
+    assert subprocess.run(formatted, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("there")
+def test_a_cell_that_forms_its_own_group_is_left_to_it(kernel):
+    cell = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.get_rank()"
+    text = exported(kernel, cell)
+    assert text.count("init_process_group") == 1
+    assert text.count("destroy_process_group()") == 1
+    assert "process_group" not in exported(kernel, "rank", line="-n 2 --no-init")
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("end", ["x;", "print(x)", "x = 2", "None"])
+def test_what_shows_no_value_in_the_notebook_prints_none(kernel, end):
+    assert "[rank" not in exported(kernel, f"x = 1\n{end}")
+
+
+def test_a_cell_that_defines_main_keeps_it(kernel, there):
+    text = exported(kernel, "def main():\n    return rank\n\nmain()")
+    assert "def main():" in text
+    assert "def main_() -> None:" in text
+    assert torchrun(there / "train.py") == [["0"], ["1"]]
+
+
+def test_variables_that_functions_of_the_notebook_use_are_the_modules(kernel, there):
+    text = exported(kernel, "total: int = 5 + rank\nshow()", "def show():\n    return total")
+    assert "    global total\n" in text
+    assert torchrun(there / "train.py") == [["5"], ["6"]]
+
+
+def test_an_environment_that_is_set_before_an_import_stays_before_it(kernel, there):
+    (there / "reads_switch.py").write_text("import os\nswitch = os.environ.get('A_SWITCH')\n")
+    kernel.ok(f"import sys\nsys.path.insert(0, {str(there)!r})")
+    text = exported(
+        kernel, "import os\nos.environ['A_SWITCH'] = 'on'\nimport reads_switch\nreads_switch.switch"
+    )
+    assert "    import reads_switch\n" in text
+    assert torchrun(there / "train.py") == [["'on'"]] * 2
+
+
+def test_the_same_notebook_gives_the_same_bytes(kernel, there):
+    setup = "import torch, numpy as np\nbig = torch.ones(5000)\narr = np.ones(5000)\n"
+    setup += "word = {'c', 'a', 'b'}\nobj = [big]"
+    first = exported(kernel, "big, arr, word, obj\n1", setup)
+    files = {path.name: path.read_bytes() for path in (there / "train_data").iterdir()}
+    assert set(files) == {"arr.npy", "objects.pt"}, "big and obj share memory"
+    kernel.ok("%distributed export train.py")
+    assert (there / "train.py").read_text() == first
+    assert {path.name: path.read_bytes() for path in (there / "train_data").iterdir()} == files
+
+
+def test_what_an_earlier_export_saved_goes_with_it(kernel, there):
+    exported(kernel, "big.sum().item()", "import torch\nbig = torch.ones(5000)")
+    assert [path.name for path in (there / "train_data").iterdir()] == ["big.safetensors"]
+    (there / "train_data" / "mine.txt").touch()
+    kernel.ok("big = 3")
+    kernel.ok("%%distributed -n 2\nbig + rank")
+    kernel.ok("%distributed export train.py")
+    assert [path.name for path in (there / "train_data").iterdir()] == ["mine.txt"]
+
+
+def test_a_file_that_is_not_an_exports_is_never_overwritten_unasked(kernel, there):
+    mine = there / "train.py"
+    mine.write_text("# exported from a notebook by nblaunch, I say\nprint('mine')\n")
+    kernel.ok("import torch\nbig = torch.ones(5000)")
+    kernel.ok("%%distributed -n 2\nbig.sum().item()")
+    refused = kernel.fails("%distributed export train.py")
+    assert (refused.ename, mine.read_text().splitlines()[1]) == ("NblaunchError", "print('mine')")
+    assert "--force train.py" in refused.evalue
+    kernel.ok("%distributed export --force train.py")
+    assert mine.read_text().startswith('"""In[')
+    (there / "other_data").mkdir()
+    (there / "other_data" / "big.safetensors").write_text("mine")
+    assert "other_data/big.safetensors" in kernel.fails("%distributed export other.py").evalue
+    assert not (there / "other.py").exists()
+    assert (there / "other_data" / "big.safetensors").read_text() == "mine"
+
+
+def test_a_module_of_the_notebooks_directory_is_told_to_a_script_elsewhere(kernel, there):
+    (there / "my_layers.py").write_text("depth = 3\n")
+    (there / "runs").mkdir()
+    kernel.ok(f"import sys\nsys.path.insert(0, {str(there)!r})\nimport my_layers")
+    kernel.ok("%%distributed -n 2\nmy_layers.depth")
+    assert "my_layers" not in kernel.ok("%distributed export train.py").result
+    said = kernel.ok("%distributed export runs/train.py").result
+    assert f"It imports my_layers of the notebook's directory: set PYTHONPATH to {there}." in said
+    kernel.ok("sys.path.pop(0)")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "was given no file, but it writes one"),
+        ("a.py b.py", "was given 2 files, but it writes one"),
+        ("train.txt", "'train.txt' was asked for, but it takes the path of a file whose name ends in .py"),
+        ("--cells x train.py", "--cells 'x' was asked for, but it takes numbers of cells"),
+        ("--cells 0-99999 train.py", "--cells has 0, but the notebook has run no In[0]"),
+        ("--overwrite train.py", "was given '--overwrite', but there is no such option"),
+        ("nowhere/train.py", "there is no directory nowhere"),
+        (".py", "takes the path of a file"),
+    ],
+)
+def test_a_wrong_line_says_what_is_wrong(kernel, there, line, message):
+    kernel.ok("%%distributed -n 2\nrank")
+    assert message in kernel.fails(f"%distributed export {line}").evalue
+    assert list(there.glob("*.py")) == []
+
+
+def test_without_a_distributed_cell_there_is_nothing_to_export(start_kernel):
+    kernel = start_kernel()
+    assert "none has been run" in kernel.fails("%distributed export train.py").evalue
+    kernel.ok("%%distributed -n 2\nrank")
+    number = kernel.value(
+        "max(int(name[2:]) for name in globals() if name[2:].isdigit() and name[:2] == '_i')"
+    )
+    refused = kernel.fails(f"%distributed export --cells {number - 1} train.py").evalue
+    assert f"There are {number}" in refused
+
+
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("line", ["files = !ls", "%cd ..", "print(get_ipython())", "!echo $word", "len?"])
+def test_what_only_ipython_understands_is_refused_with_its_line(kernel, line):
+    kernel.ok("word = 'x'")
+    kernel.ok(f"%%distributed -n 2\nx = 1\n{line}\nrank;")
+    refused = kernel.fails("%distributed export train.py")
+    assert refused.ename == "NblaunchError"
+    assert "its line 2 is IPython's own" in refused.evalue
+    assert repr(line) in refused.evalue
+
+
+def test_what_can_neither_be_written_nor_saved_is_named(kernel, there):
+    kernel.ok("things = None")
+    kernel.ok("%%distributed -n 2\nrank or things")
+    kernel.ok("import threading\nthings = {'lock': [threading.Lock()]}")
+    refused = kernel.fails("%distributed export train.py")
+    assert refused.ename == "NblaunchError"
+    assert refused.evalue.startswith("things['lock'][0]: ")
+    assert "Make it in the cell" in refused.evalue
+    kernel.ok("%%distributed -n 2\ndef never():\n    return things2\nrank")
+    kernel.ok("things2 = things")
+    assert (
+        "Left out, since the cell may never use what cannot be saved: things2."
+        in kernel.ok("%distributed export train.py").result
+    )
+    assert list(there.glob("train_data")) == []
+
+
+# Several cells, and sessions
+
+
+def numbered(kernel, cell: str) -> int:
+    """Run a cell and return its number."""
+    kernel.ok(cell)
+    return int(kernel.value("get_ipython().execution_count")) - 1
+
+
+def test_a_range_of_cells_is_written_in_order_plain_ones_as_they_are(kernel, there):
+    first = numbered(kernel, "import math\n%matplotlib inline\nstart = 2  # a beginning\nmath.pi")
+    numbered(kernel, "%%distributed -n 2\nimport math\nup = start + rank\nup")
+    numbered(kernel, "def later(n):\n    return math.floor(n) + start")
+    last = numbered(kernel, "%%distributed -n 2 --max-restarts 1\nlater(1.5)")
+    shown = kernel.ok(f"%distributed export --cells {first}-{last} train.py").result
+    assert "torchrun --standalone --nproc-per-node 2 --max-restarts 1 train.py" in shown
+    text = tidy_script(there / "train.py")
+    assert "    start = 2  # a beginning\n" in text
+    assert text.count("import math") == 1
+    assert torchrun(there / "train.py") == [["2", "3"], ["3", "3"]]
+
+
+@pytest.mark.usefixtures("there")
+def test_cells_on_different_numbers_of_ranks_are_no_one_script(kernel):
+    first = numbered(kernel, "%%distributed -n 2\nrank")
+    second = numbered(kernel, "%%distributed -n 1\nrank")
+    refused = kernel.fails(f"%distributed export --cells {first},{second} train.py").evalue
+    assert f"In[{first}] on 2, In[{second}] on 1 ranks" in refused
+
+
+def test_variables_of_a_sessions_ranks_are_exported_with_the_cells_that_made_them(kernel, there):
+    kernel.ok("%distributed start -n 2 --role trainer")
+    try:
+        kernel.ok("factor = 3")
+        made = numbered(kernel, "%%distributed\nmodel = {'w': rank * factor}")
+        used = numbered(kernel, "%%distributed --timeout 50\nmodel['w'] + 1")
+        refused = kernel.fails("%distributed export train.py").evalue
+        assert f"model (made in In[{made}])" in refused
+        assert refused.endswith(f"--cells {made},{used}")
+        shown = kernel.ok(f"%distributed export --cells {made},{used} train.py").result
+        assert shown.splitlines()[-2:] == [
+            "# torchrun has no --timeout (50.0)",
+            "torchrun --standalone --nproc-per-node 2 --role trainer train.py",
+        ]
+        assert torchrun(there / "train.py") == [["1"], ["4"]]
+    finally:
+        kernel.ok("%distributed stop")
+
+
+def test_terminal_ipython_exports_as_a_notebook_does(terminal, tmp_path):
+    cells = [
+        "%load_ext nblaunch",
+        "x = = 1",
+        "def three():\n    return 3",
+        "%%distributed -n 2\nthree() + rank",
+        "%distributed export train.py",
+    ]
+    ran = terminal(cells)
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in ran.stdout
+    assert "def three():\n    return 3\n" in tidy_script(tmp_path / "train.py")
+
+
+# The option
+
+
+def test_the_option_writes_the_script_beside_running_the_cell(kernel, there):
+    ran = kernel.ok("%%distributed -n 2 --export train.py --out res --env A_B='c d' --log-dir logs\nrank + 1")
+    command = "A_B='c d' torchrun --standalone --nproc-per-node 2 --log-dir logs train.py"
+    assert ran.stdout.splitlines()[:2] == ["train.py is written. It runs with:", command]
+    assert kernel.value("res.values") == [1, 2]
+    assert command in (there / "train.py").read_text()
+    assert torchrun(there / "train.py") == [["1"], ["2"]]
+
+
+def test_a_script_that_cannot_be_written_is_said_before_the_cell_runs(kernel, there):
+    (there / "train.py").write_text("mine")
+    kernel.ok("res = None")
+    assert "--force" in kernel.fails("%%distributed -n 2 --export train.py --out res\nrank").evalue
+    assert kernel.value("res") is None
+
+
+@pytest.mark.quick
+def test_completion_offers_what_the_command_takes() -> None:
+    assert command_completions("%distributed exp") == ["export"]
+    assert command_completions("%distributed export --") == ["--cells", "--force"]
+
+
+@pytest.mark.usefixtures("there")
+def test_a_session_is_not_started_with_it(kernel):
+    assert "is for a cell" in kernel.fails("%distributed start -n 2 --export train.py").evalue

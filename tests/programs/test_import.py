@@ -1,0 +1,97 @@
+"""`import nblaunch` costs next to nothing, so a notebook may have it at its top."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+import nblaunch
+
+HEAVY = {"IPython", "anywidget", "ipykernel", "ipywidgets", "numpy", "torch", "zmq"}
+ROUNDS = 9
+
+
+def fresh(code: str) -> str:
+    """Run `code` in an interpreter of its own and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def seconds(code: str) -> float:
+    started = time.perf_counter()
+    fresh(code)
+    return time.perf_counter() - started
+
+
+@pytest.mark.quick
+def test_import_loads_nothing_heavy():
+    loaded = json.loads(
+        fresh("import json, sys, nblaunch; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
+    )
+    assert HEAVY.isdisjoint(loaded)
+    assert "nblaunch" in loaded
+
+
+def test_import_takes_less_than_50_ms_over_bare_python():
+    """Pairs, one after the other, so that a busy machine slows both; the median drops the odd one."""
+    seconds("import nblaunch")  # compiles the modules
+    extra = [seconds("import nblaunch") - seconds("pass") for _ in range(ROUNDS)]
+    assert statistics.median(extra) < 0.050
+
+
+@pytest.mark.quick
+def test_every_public_name_is_there_and_listed():
+    names = json.loads(
+        fresh(
+            "import json, nblaunch\n"
+            "missing = [name for name in nblaunch.__all__ if not hasattr(nblaunch, name)]\n"
+            "unlisted = sorted(set(nblaunch.__all__) - set(dir(nblaunch)))\n"
+            "print(json.dumps([missing, unlisted]))"
+        )
+    )
+    assert names == [[], []]
+
+
+def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
+    code = (
+        "import sys, nblaunch.view.display, nblaunch.view.watch\n"
+        "print([name for name in ('IPython', 'ipywidgets', 'anywidget', 'torch') if name in sys.modules])"
+    )
+    assert fresh(code) == "[]\n"
+
+
+@pytest.mark.quick
+def test_importing_the_options_loads_neither_torch_nor_ipython():
+    code = (
+        "import sys, nblaunch._options, nblaunch.magic.line\n"
+        "print([name for name in ('torch', 'IPython', 'argparse') if name in sys.modules])"
+    )
+    assert fresh(code) == "[]\n"
+
+
+def test_a_pickled_error_can_be_read_without_torch():
+    """As by a tool that collects the errors of many notebooks."""
+    with pytest.raises(nblaunch.RunFailedError) as caught:
+        nblaunch.run(lambda: 1 / 0, nproc=1)
+    data = pickle.dumps(caught.value)
+    code = f"import pickle, sys; e = pickle.loads({data!r}); print(e.root_cause.type, 'torch' in sys.modules)"
+    assert fresh(code) == "builtins.ZeroDivisionError False\n"
+
+
+def test_counting_gpus_leaves_cuda_as_it_is():
+    code = (
+        "import torch\n"
+        "from nblaunch.agent.devices import place\n"
+        "place('auto', 'auto', {})\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    assert fresh(code) == ""

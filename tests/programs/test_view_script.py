@@ -1,0 +1,159 @@
+"""What the panel's script does with what it is sent, without a browser; needs node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nblaunch.view import widget
+
+SCRIPT = Path(widget.__file__).with_name("panel.js")
+NODE = shutil.which("node")
+
+pytestmark = [pytest.mark.quick, pytest.mark.skipif(NODE is None, reason="node is missing")]
+
+HARNESS = """
+const whole = { sequence: 0, stop: false, age: 0, header: {}, rows: {}, values: {}, report: null,
+  output: { attempt: 0, pieces: [], tails: {} } };
+const made = () => new Store(structuredClone(whole));
+// Tells a store `{rank: [[number, piece], ...]}`.
+function tell(store, lines, attempt = 0) {
+  const pieces = [], tails = {};
+  for (const [rank, told] of Object.entries(lines)) {
+    tails[rank] = { told: told.flatMap(([number, piece]) => [number, pieces.push(piece) - 1]) };
+  }
+  store.take({ sequence: store.sequence + 1, stop: false, ranks: null, report: null,
+    output: { attempt, pieces, tails } });
+}
+const folded = (store) =>
+  store.fold.rows.map((row) => [prefixOf(row), textOf(row.piece)].filter(Boolean).join(" "));
+const shown = (store, rank) => store.entries(rank).map((entry) => textOf(entry.piece));
+"""
+
+
+def run(code):
+    """Run JavaScript beside the panel's script; return what it hands to `say`."""
+    script = SCRIPT.read_text(encoding="utf-8").replace("export default", "const theWidget =")
+    program = f"{script}\n{HARNESS}\nconst say = (value) => console.log(JSON.stringify(value));\n{code}"
+    assert NODE is not None
+    done = subprocess.run(
+        [NODE, "--input-type=module"], input=program, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_lines_that_several_ranks_print_are_one_line():
+    assert run("""
+const store = made();
+tell(store, { 0: [[0, "hello"], [1, "only 0"], [2, "bye"]], 1: [[0, "hello"]] });
+tell(store, { 1: [[1, "only 1"], [2, "bye"]] });
+say(folded(store));
+""") == ["[ranks 0-1] hello", "[rank 0] only 0", "[rank 1] only 1", "[ranks 0-1] bye"]
+
+
+def test_a_line_that_is_printed_twice_is_there_twice():
+    assert run("""
+const store = made();
+tell(store, { 0: [[0, "a"], [1, "a"]], 1: [[0, "a"]] });
+say(folded(store));
+""") == ["[ranks 0-1] a", "[rank 0] a"]
+
+
+def test_bars_part_where_they_differ_and_join_where_they_are_equal_again():
+    code = """
+const store = made();
+tell(store, { 0: [[0, "0%"], [1, "x"]], 1: [[0, "0%"], [1, "x"]] });
+tell(store, { 0: [[0, "7%"]], 1: [[0, "9%"]] });
+const parted = folded(store);
+tell(store, { 0: [[0, "100%"]], 1: [[0, "100%"]] });
+say([parted, folded(store)]);
+"""
+    assert run(code) == [
+        ["[rank 0] 7%", "[rank 1] 9%", "[ranks 0-1] x"],
+        ["[ranks 0-1] 100%", "[ranks 0-1] x"],
+    ]
+
+
+def test_what_is_left_out_is_counted_once_a_tick():
+    code = """
+const store = made();
+tell(store, { 0: [[0, "a"]], 1: [[0, "a"]] });
+tell(store, { 0: [[10, "b"]], 1: [[12, "b"]] });
+say([folded(store), shown(store, 1)]);
+"""
+    assert run(code) == [
+        ["[ranks 0-1] a", "… 20 lines of ranks 0-1 left out …", "[ranks 0-1] b"],
+        ["a", "… 11 lines left out …", "b"],
+    ]
+
+
+def test_a_new_attempt_begins_with_an_empty_page():
+    assert run("""
+const store = made();
+tell(store, { 0: [[0, "a"]] });
+tell(store, { 0: [[0, "b"]] }, 1);
+say([folded(store), shown(store, 0)]);
+""") == [["[rank 0] b"], ["b"]]
+
+
+def test_who_has_missed_something_takes_everything_and_who_has_not_keeps_what_it_has():
+    code = """
+const all = (sequence, text) => ({ ...structuredClone(whole), sequence,
+  output: { attempt: 0, pieces: [text], tails: { 0: { told: [0, 0], clear: 0 } } } });
+const store = made();
+tell(store, { 0: [[0, "a"]] });
+store.begin(all(1, "the same"));
+const kept = shown(store, 0);
+store.sequence += 1;
+store.missed = true;
+store.begin(all(2, "b"));
+say([kept, shown(store, 0), store.missed]);
+"""
+    assert run(code) == [["a"], ["b"], False]
+
+
+def test_in_the_folded_list_every_rank_has_all_of_its_lines_in_its_own_order():
+    code = """
+let seed = 1;
+const random = (below) => (seed = (seed * 48271) % 2147483647) % below;
+const wrong = [];
+for (let round = 0; round < 200 && !wrong.length; round += 1) {
+  const store = made();
+  const ranks = 1 + random(5);
+  const next = Array(ranks).fill(0);
+  for (let tick = 0; tick < 12; tick += 1) {
+    const lines = {};
+    for (let rank = 0; rank < ranks; rank += 1) {
+      const told = new Map();
+      if (next[rank] && random(3) === 0) told.set(random(next[rank]), `bar ${random(3)}`);
+      for (let count = random(5); count > 0; count -= 1) told.set(next[rank]++, `line ${random(6)}`);
+      if (told.size) lines[rank] = [...told].sort(([one], [other]) => one - other);
+    }
+    if (Object.keys(lines).length) tell(store, lines);
+  }
+  for (let rank = 0; rank < ranks; rank += 1) {
+    const rows = store.fold.rows.filter((row) => row.members.has(rank)).map((row) => row.piece);
+    const own = shown(store, rank);
+    if (JSON.stringify(rows) !== JSON.stringify(own)) wrong.push([round, rank, rows, own]);
+  }
+  if (store.fold.rows.some((row) => !row.members.size)) wrong.push([round, "a row of nobody"]);
+}
+say(wrong);
+"""
+    assert run(code) == []
+
+
+def test_memory_and_time_are_written_for_people():
+    assert run("say([0, 1536, 3 * 2 ** 20, 1.25 * 2 ** 30].map(formatBytes))") == [
+        "0 B",
+        "2 KiB",
+        "3 MiB",
+        "1.3 GiB",
+    ]
+    assert run("say([0, 61.9, 3725].map(formatSeconds))") == ["0:00", "1:01", "1:02:05"]
+    assert run("say([[3], [0, 2, 3, 4], [1, 0]].map(formatRanks))") == ["rank 3", "ranks 0,2-4", "ranks 0-1"]

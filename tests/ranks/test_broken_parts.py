@@ -1,0 +1,342 @@
+"""When a part of nblaunch itself breaks, the run ends with an error that names it, and the next run works."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+from chaos import bound, failing, must_work, usual
+from lanes import sampled
+
+import nblaunch
+from nblaunch.agent import forkserver
+from nblaunch.agent.elastic import RankAgent
+from nblaunch.session import hub
+
+SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
+
+
+def waiting(flags):
+    """Return a job that says that it has begun, and then waits for ever."""
+
+    def job():
+        print("begun", flush=True)
+        (flags / os.environ["RANK"]).touch()
+        time.sleep(1000)
+
+    return job
+
+
+def strike(flags, nproc, blow):
+    """Do `blow` once all ranks have begun."""
+
+    def wait_and_strike():
+        while len(list(flags.iterdir())) < nproc:
+            time.sleep(0.005)
+        blow()
+
+    thread = threading.Thread(target=wait_and_strike)
+    thread.start()
+    return thread
+
+
+def keeper():
+    assert forkserver.server.pid is not None
+    return psutil.Process(forkserver.server.pid)
+
+
+def fork_server():
+    return min(keeper().children(), key=lambda each: each.create_time())
+
+
+# --- the fork server and its keeper ----------------------------------------------------------------
+
+
+@SIZES
+@pytest.mark.parametrize("who", ["fork server", "keeper"])
+def test_all_ranks_are_lost_with_the(who, nproc, tmp_path):
+    usual(nproc)
+    victim = fork_server() if who == "fork server" else keeper()
+    thread = strike(tmp_path, nproc, victim.kill)
+    failed = failing(waiting(tmp_path), nproc)
+    thread.join()
+    assert failed.seconds < bound(nproc)
+    assert str(failed.error).startswith(
+        f"ranks 0-{nproc - 1} of {nproc} failed: was lost with the fork server, which all ranks are forks of"
+    )
+    assert [each.state for each in failed.result.ranks] == ["FAILED"] * nproc
+    assert {each.signal for each in failed.result.failures} == {"SIGKILL"}
+    assert [each.stdout for each in failed.result.ranks] == ["begun\n"] * nproc
+    # The next one has to be started; that takes as long as the first.
+    must_work(nproc)
+
+
+def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
+    usual(2)
+
+    def job():
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if attempt == 0:
+            (tmp_path / os.environ["RANK"]).touch()
+            time.sleep(1000)
+        return attempt
+
+    thread = strike(tmp_path, 2, fork_server().kill)
+    result = nblaunch.run(job, nproc=2, max_restarts=1)
+    thread.join()
+    assert result.values == [1, 1]
+    first = result.attempts[0]
+    assert ["was lost with the fork server" in each.reason for each in first.failures] == [True, True]
+
+
+@pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
+@pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
+def test_the_next_run_starts_another(who, noticed):
+    usual(2)
+    before = keeper(), fork_server()
+    (before[1] if who == "fork server" else before[0]).kill()
+    if noticed:
+        psutil.wait_procs(before, timeout=10)
+    must_work(2)
+    assert {each.pid for each in before}.isdisjoint({keeper().pid, fork_server().pid})
+
+
+# --- the agent's thread ----------------------------------------------------------------------------
+
+
+@SIZES
+def test_an_agent_that_raises_ends_its_ranks_and_says_what_it_raised(nproc, tmp_path, monkeypatch):
+    usual(nproc)
+    watched = RankAgent._monitor_workers
+
+    def break_once_all_have_begun(self, group):
+        if len(list(tmp_path.iterdir())) == nproc:
+            raise ZeroDivisionError("injected")
+        return watched(self, group)
+
+    monkeypatch.setattr(RankAgent, "_monitor_workers", break_once_all_have_begun)
+    started = time.monotonic()
+    with pytest.raises(nblaunch.LaunchError) as caught:
+        nblaunch.run(waiting(tmp_path), nproc=nproc)
+    assert time.monotonic() - started < bound(nproc)
+    assert str(caught.value) == "phase 'job' broke: ZeroDivisionError: injected"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    monkeypatch.undo()
+    must_work(nproc)
+
+
+@pytest.mark.parametrize("step", ["_rendezvous", "_start_workers"])
+def test_an_agent_that_cannot_even_start_its_ranks_says_so(step, monkeypatch):
+    usual(2)
+
+    def broken(*_):
+        raise ZeroDivisionError("injected")
+
+    monkeypatch.setattr(RankAgent, step, broken)
+    with pytest.raises(nblaunch.LaunchError, match="ZeroDivisionError: injected"):
+        nblaunch.run(os.getpid, nproc=2)
+    monkeypatch.undo()
+    must_work(2)
+
+
+# --- the hub ---------------------------------------------------------------------------------------
+
+
+@SIZES
+def test_a_hub_whose_socket_is_closed_ends_the_run_and_is_replaced(nproc, tmp_path):
+    usual(nproc)
+    broken = hub.get()
+    thread = strike(tmp_path, nproc, lambda: broken.call(broken._socket.close))
+    failed = failing_without_a_cause(waiting(tmp_path), nproc)
+    thread.join()
+    assert "the ranks can no longer be heard" in str(failed)
+    assert failed.result is not None
+    assert {each.state for each in failed.result.ranks} == {"STOPPED"}
+    assert [each.stdout for each in failed.result.ranks] == ["begun\n"] * nproc
+    must_work(nproc)
+    assert hub.get() is not broken
+
+
+def failing_without_a_cause(job, nproc):
+    started = time.monotonic()
+    with pytest.raises(nblaunch.RunFailedError) as caught:
+        nblaunch.run(job, nproc=nproc)
+    assert time.monotonic() - started < bound(nproc)
+    assert caught.value.root_cause is None
+    return caught.value
+
+
+def test_a_hub_whose_socket_is_closed_between_runs_is_replaced():
+    usual(2)
+    broken = hub.get()
+    broken.call(broken._socket.close)
+    must_work(2)
+
+
+# --- a rank's end of it ----------------------------------------------------------------------------
+
+
+@SIZES
+def test_a_rank_that_loses_its_connection_is_a_failure(nproc):
+    """Libraries that become a daemon close every descriptor; ZMQ then ends the process."""
+
+    def job():
+        if os.environ["RANK"] == "1":
+            os.closerange(3, 1000)
+            time.sleep(1000)
+
+    failed = failing(job, nproc)
+    assert failed.root.rank == 1
+    assert failed.root.signal == "SIGABRT"
+    must_work(nproc)
+
+
+def test_a_thread_of_the_job_that_never_ends_does_not_keep_a_rank_for_ever():
+    """As long as the agent waits for ranks that have leave to end."""
+
+    def job():
+        threading.Thread(target=time.sleep, args=(1000,), daemon=False).start()
+        return "value"
+
+    usual(2)
+    started = time.monotonic()
+    assert nblaunch.run(job, nproc=2, shutdown_timeout=1).values == ["value"] * 2
+    assert time.monotonic() - started < bound(2, waited=1)
+
+
+# --- a full disk -----------------------------------------------------------------------------------
+
+FULL_DISK = """
+import json, os, shutil, sys, time
+import nblaunch, torch
+
+def fill():
+    descriptor = os.open(os.path.join(os.environ["TMPDIR"], "full"), os.O_CREAT | os.O_WRONLY)
+    for size in (4096, 1):
+        try:
+            while os.write(descriptor, b"x" * size):
+                pass
+        except OSError:
+            pass
+    os.close(descriptor)
+
+def prints():
+    print("x" * 10_000)
+
+def fills_and_prints():
+    fill()
+    print("x" * 10_000)
+
+def silent(tensor):
+    return tensor + 1
+
+def attempt(job, *arguments):
+    started = time.monotonic()
+    try:
+        result = nblaunch.run(job, args=arguments, nproc=2)
+        outcome = [len(str(value)) for value in result.values]
+    except nblaunch.NblaunchError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    return outcome, time.monotonic() - started
+
+outcomes = {}
+if sys.argv[1] == "before":
+    fill()
+    outcomes["first"] = attempt(prints)
+else:
+    outcomes["first"] = attempt(os.getpid)
+    outcomes["while it runs"] = attempt(fills_and_prints)
+outcomes["full"] = attempt(prints)
+outcomes["silent"] = attempt(silent, torch.zeros(1_000_000))
+os.unlink(os.path.join(os.environ["TMPDIR"], "full"))
+outcomes["again"] = attempt(prints)
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.fixture
+def on_a_tiny_disk(tmp_path):
+    """Give a function that runs a program whose TMPDIR is a file system of one megabyte."""
+    can = subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True)
+    if os.getuid() != 0 or can.returncode != 0 or shutil.which("mount") is None:
+        pytest.skip("to mount a small file system takes root, and the right to unshare")
+
+    def run(source, *arguments):
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "program.py").write_text(textwrap.dedent(source))
+        command = (
+            'mount -t tmpfs -o size=1m none disk && "$@"; code=$?; ls disk >&2; umount -l disk; exit $code'
+        )
+        return subprocess.run(
+            ["unshare", "-m", "sh", "-c", command, "sh", sys.executable, "program.py", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": str(tmp_path / "disk"), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return run
+
+
+NONE, ONES = len("None"), len("tensor([1., 1., 1.,  ..., 1., 1., 1.])")
+
+
+def test_a_disk_that_fills_up_is_an_error_that_says_so(on_a_tiny_disk):
+    done = on_a_tiny_disk(FULL_DISK, "during")
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    for name in ("while it runs", "full"):
+        outcome, seconds = outcomes[name]
+        assert outcome.startswith("RunFailedError: ranks 0-1 of 2 failed: OSError: [Errno 28] No space left")
+        assert "the disk that takes what ranks print (TMPDIR, --log-dir)" in outcome
+        assert seconds < 30
+    # What needs no room on that disk works: values and arguments travel in memory.
+    assert outcomes["silent"][0] == [ONES] * 2
+    assert outcomes["again"][0] == [NONE] * 2
+    # The program itself has ended as it should, and left nothing.
+    assert done.stderr == ""
+
+
+@pytest.mark.full
+def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
+    done = on_a_tiny_disk(FULL_DISK, "before")
+    assert done.returncode == 0, done.stderr
+    outcomes = {name: outcome for name, (outcome, _) in json.loads(done.stdout).items()}
+    assert outcomes == {"first": [NONE] * 2, "full": [NONE] * 2, "silent": [ONES] * 2, "again": [NONE] * 2}
+    assert done.stderr == ""
+
+
+# --- and all of it from a notebook -----------------------------------------------------------------
+
+
+def test_a_notebook_survives_the_death_of_all_of_its_processes(kernel):
+    """One after the other: the ranks, the fork server, the keeper."""
+    for victim in ("ranks", "server", "keeper"):
+        kernel.ok("%%distributed -n 2\nrank")
+        (keeper_of_it,) = psutil.Process(kernel.pid).children()
+        (server,) = keeper_of_it.children()
+        while server.children():
+            time.sleep(0.01)  # until the ranks of the cell above have left
+        pending = kernel.submit("%%distributed -n 2\nimport time; time.sleep(1000)")
+        while len(server.children()) < 2:
+            time.sleep(0.01)
+        targets = {"ranks": server.children(), "server": [server], "keeper": [keeper_of_it]}[victim]
+        for each in targets:
+            each.send_signal(signal.SIGKILL)
+        ran = pending.finish()
+        assert ran.error is not None
+        assert ran.error.ename in ("RunFailedError", "LaunchError")
+        assert ("killed by SIGKILL" in ran.error.evalue) or ("fork server" in ran.error.evalue)
+    kernel.ok("%%distributed -n 2 --out res\nrank")
+    assert kernel.value("res.values") == [0, 1]

@@ -1,0 +1,357 @@
+"""A cell that fails on a rank fails in the notebook: which rank, what, where; and the next cell works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from lanes import sampled
+
+pytestmark = pytest.mark.oldest
+
+FAILS_ON_RANK_1 = """
+%%distributed -n 2 --out res
+import torch, torch.distributed as dist
+if rank == 1:
+    raise ValueError("boom")
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def alive(kernel, pids):
+    """Return which of these processes are there."""
+    return kernel.value(f"[pid for pid in {pids!r} if __import__('psutil').pid_exists(pid)]")
+
+
+# --- what the reader is told -----------------------------------------------------------------------
+
+
+def test_the_error_names_the_rank_the_exception_and_the_cells_own_line(kernel):
+    error = kernel.fails(FAILS_ON_RANK_1)
+    assert error.ename == "RunFailedError"
+    first, source, *_ = error.evalue.splitlines()
+    assert re.fullmatch(r"rank 1 of 2 failed: ValueError: boom \((Cell In\[\d+\], |cell )line 4\)", first)
+    assert source.strip() == 'raise ValueError("boom")'
+    assert "/nblaunch/" not in error.traceback, "our frames are no news to the reader"
+    assert re.search(r"-+> 4 .*raise ValueError", error.traceback)
+
+
+def test_the_other_rank_is_gone_within_a_second_and_the_next_cell_works(kernel):
+    kernel.ok("import time")
+    kernel.fails(FAILS_ON_RANK_1)
+    waited = kernel.value("time.time() - res.failures[0].time")
+    pids = kernel.value("[each.pid for each in res.ranks]")
+    assert len(set(pids)) == 2
+    assert alive(kernel, pids) == []
+    assert waited < 1.0
+    kernel.ok("%%distributed -n 2 --out again\nrank")
+    assert kernel.value("again.values") == [0, 1]
+
+
+def test_the_cause_is_the_remote_exception_itself(kernel):
+    kernel.ok("""
+    import nblaunch
+    class Custom(Exception):
+        def __init__(self, code, extra=None):
+            super().__init__(code, extra)
+            self.code = code
+    try:
+        get_ipython().run_cell_magic("distributed", "-n 2 --out res", "if rank: raise Custom(7, extra=[1])")
+    except nblaunch.RunFailedError as caught:
+        error = caught
+        cause = caught.__cause__
+    """)
+    kernel.ok("assert type(cause) is Custom and cause.code == 7 and cause.args == (7, [1])")
+    kernel.ok(
+        "assert error.root_cause.exception is cause and error.root_cause.rank == 1 and error.result is res"
+    )
+    kernel.ok("assert isinstance(error, RuntimeError) and isinstance(error, nblaunch.NblaunchError)")
+
+
+def test_the_result_raises_the_failed_ranks_error_and_gives_the_others_value(kernel):
+    kernel.fails('%%distributed -n 2 --out res\nif rank == 1: raise KeyError("gone")\n"fine"')
+    assert kernel.value("[res[0], res.ok, res.ranks[1].value, len(res.failures)]") == ["fine", False, None, 1]
+    assert kernel.fails("res[1]").ename == "KeyError"
+    assert kernel.value("res.values") == ["fine", None]
+
+
+def test_the_result_of_a_failed_run_is_the_underscore_as_well(kernel):
+    kernel.fails("%%distributed -n 2\nprint('said before')\n1 / rank")
+    assert kernel.value("[_.ok, _.failures[0].rank, _.ranks[0].stdout]") == [False, 0, "said before\n"]
+
+
+def test_a_stopped_rank_is_no_failure_and_says_so(kernel):
+    kernel.fails(
+        "%%distributed -n 2 --out res\nimport time\nif rank: raise ValueError\nwhile True: time.sleep(0.1)"
+    )
+    assert kernel.value("[[each.rank for each in res.failures], str(res.ranks[0].state)]") == [[1], "STOPPED"]
+    assert kernel.fails("res[0]").ename == "RunFailedError"
+
+
+def test_the_first_to_fail_is_the_root_cause_and_those_it_takes_along_are_consequences(kernel):
+    error = kernel.fails("""
+    %%distributed -n 4 --out res
+    import torch, torch.distributed as dist
+    if rank == 2:
+        raise OSError("disk")
+    dist.all_reduce(torch.ones(1))
+    """)
+    assert error.evalue.startswith("rank 2 of 4 failed: OSError: disk")
+    consequences = kernel.value("[each.consequence_of for each in res.failures if each.rank != 2]")
+    assert set(consequences) <= {2}
+    assert kernel.value("res.root_cause.rank") == 2
+
+
+def test_ranks_that_fail_for_reasons_of_their_own_are_all_told(kernel):
+    error = kernel.fails("%%distributed -n 3 --out res\nif rank: raise ValueError(f'own {rank}')")
+    assert "failed too" in error.evalue
+    assert kernel.value("sorted(each.message for each in res.failures)") == ["own 1", "own 2"]
+    assert kernel.value("[each.consequence_of for each in res.failures]") == [None, None]
+
+
+def test_a_failure_in_a_notebook_function_shows_the_line_of_the_cell_that_defines_it(kernel):
+    kernel.ok("def helper(x):\n    y = x - 1\n    return 1 / y")
+    error = kernel.fails("%%distributed -n 2 --out res\nvalue = rank\nhelper(value + 1)")
+    assert error.evalue.startswith("rank 0 of 2 failed: ZeroDivisionError")
+    cells = re.findall(r"Cell In\[(\d+)\], line (\d+)", error.traceback)
+    (outer, outer_line), (inner, inner_line) = cells[0], cells[-1]
+    assert int(inner) == int(outer) - 1
+    assert (outer_line, inner_line) == ("3", "3")
+    assert "return 1 / y" in error.traceback
+    frames = kernel.value("[[each.line, each.function, each.source] for each in res.failures[0].frames]")
+    assert frames == [[3, "<module>", "helper(value + 1)"], [3, "helper", "return 1 / y"]]
+
+
+def test_a_failure_in_a_module_shows_the_way_there(kernel, tmp_path):
+    (tmp_path / "breaks.py").write_text("def now(x):\n    raise LookupError(f'broken {x}')\n")
+    error = kernel.fails(f"""
+    %%distributed -n 2
+    import sys
+    sys.path.insert(0, {str(tmp_path)!r})
+    import breaks
+    breaks.now(rank)
+    """)
+    assert "LookupError: broken" in error.evalue
+    assert re.search(r"Cell In\[\d+\], line 5", error.traceback)
+    assert "breaks.py" in error.traceback
+
+
+def test_the_cause_of_a_cause_is_told(kernel):
+    error = kernel.fails("""
+    %%distributed -n 2 --out res
+    try:
+        {}["missing"]
+    except KeyError as error:
+        raise RuntimeError("second") from error
+    """)
+    assert "KeyError: 'missing'" in error.traceback
+    assert "direct cause" in error.traceback
+    assert kernel.value("repr(res.failures[0].exception)") == "RuntimeError('second')"
+
+
+ODD = {
+    "needs arguments": """
+        class Odd(Exception):
+            def __init__(self, a, b): super().__init__(f"odd {a}")
+        """,
+    "holds a generator": """
+        class Odd(Exception):
+            def __init__(self, a, b):
+                super().__init__("odd 1")
+                self.gen = (x for x in a)
+        """,
+    "refuses": """
+        class Odd(Exception):
+            def __init__(self, a, b): pass
+            def __str__(self): return "odd 1"
+            def __reduce__(self): raise TypeError("never")
+        """,
+}
+
+
+@pytest.mark.parametrize("definition", ODD.values(), ids=ODD.keys())
+def test_an_exception_that_cannot_be_sent_is_told_in_words(kernel, definition):
+    kernel.ok(definition)
+    error = kernel.fails("%%distributed -n 2 --out res\nif rank == 1: raise Odd([1], 2)\n'fine'")
+    assert "rank 1 of 2 failed: Odd: odd" in error.evalue
+    assert kernel.value("[res[0], res.failures[0].exception, res.failures[0].rank]") == ["fine", None, 1]
+    assert kernel.fails("res[1]").ename == "RunFailedError"
+
+
+def test_an_exception_with_a_megabyte_of_text_makes_a_short_error(kernel):
+    error = kernel.fails(
+        "%%distributed -n 2 --out res\nraise ValueError('begin ' + 'x' * 2_000_000 + ' end')"
+    )
+    assert len(error.evalue) + len(error.traceback) < 1_000_000
+    assert "begin" in error.evalue
+    assert kernel.value("len(str(res.failures[0].exception))") > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("body", "exitcode", "told"),
+    sampled(
+        [
+            ("import sys; sys.exit(3)", 3, "SystemExit"),
+            ("import os; os._exit(4)", 4, "exit code 4"),
+            ("import os; os._exit(0)", 0, "no value"),
+            ("import os; os.kill(os.getpid(), 9)", -9, "SIGKILL"),
+            ("raise KeyboardInterrupt", 1, "KeyboardInterrupt"),
+            ("import asyncio; raise asyncio.CancelledError", 1, "CancelledError"),
+            ("raise BaseException('base')", 1, "base"),
+            ("raise BaseExceptionGroup('many', [ValueError('a'), KeyboardInterrupt()])", 1, "many"),
+            ("assert rank == 0, 'not here'", 1, "not here"),
+            ("undefined_name", 1, "undefined_name"),
+            ("import not_a_module_at_all", 1, "not_a_module_at_all"),
+            ("await broken()\nasync def broken(): pass", 1, "broken"),
+            ("%not_a_magic_at_all", 1, "not_a_magic_at_all"),
+        ],
+        4,
+    ),
+)
+def test_a_rank_that_ends_without_a_value_is_a_failure_whatever_ends_it(kernel, body, exitcode, told):
+    indented = "\n".join(f"    {line}" for line in body.splitlines())
+    error = kernel.fails(f"%%distributed -n 2 --out res\nif rank == 1:\n{indented}\nrank")
+    assert error.ename == "RunFailedError"
+    assert "rank 1" in error.evalue.splitlines()[0]
+    assert told in error.evalue
+    assert kernel.value("[[each.rank, each.exitcode] for each in res.failures]") == [[1, exitcode]]
+
+
+def test_sys_exit_without_a_code_ends_the_cell_with_none(kernel):
+    kernel.ok("%%distributed -n 2 --out res\nimport sys\nif rank == 1: sys.exit()\nrank")
+    assert kernel.value("[res.ok, res.values]") == [True, [0, None]]
+
+
+def test_what_a_rank_printed_before_it_died_is_there(kernel):
+    kernel.fails(
+        "%%distributed -n 2 --out res\nimport os\nprint('last words')\nif rank: os.kill(os.getpid(), 9)\n1"
+    )
+    assert kernel.value("[res.ranks[1].stdout, res.failures[0].signal]") == ["last words\n", "SIGKILL"]
+
+
+# --- restarts, time limits, interrupts -------------------------------------------------------------
+
+
+def test_with_a_restart_the_values_are_those_of_the_last_attempt(kernel):
+    kernel.ok("""
+    %%distributed -n 2 --out res --max-restarts 1
+    import os, torch, torch.distributed as dist
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    total = torch.tensor([rank + 1])
+    print("attempt", attempt)
+    if attempt == 0 and rank == 1:
+        raise ValueError("first time")
+    dist.all_reduce(total)
+    rank, attempt, total.item()
+    """)
+    assert kernel.value("[res.ok, res.values]") == [True, [[0, 1, 3], [1, 1, 3]]]
+    assert kernel.value("[[each.number, each.reason, each.world_size] for each in res.attempts]") == [
+        [0, "started", 2],
+        [1, "failure", 2],
+    ]
+    assert kernel.value("[each.message for each in res.attempts[0].failures if each.rank == 1]") == [
+        "first time"
+    ]
+    assert kernel.value("[each.attempt for each in res.ranks]") == [1, 1]
+    assert kernel.value("[each.stdout for each in res.ranks]") == ["attempt 1\n"] * 2
+
+
+def test_when_the_restarts_are_used_up_the_run_has_failed(kernel):
+    error = kernel.fails("%%distributed -n 2 --out res --max-restarts 1\n1 / rank")
+    assert "ZeroDivisionError" in error.evalue
+    assert "attempt 2 of 2" in error.evalue
+    assert kernel.value("[len(each.failures) for each in res.attempts]") == [1, 1]
+
+
+def test_a_run_that_takes_too_long_raises_a_timeout_error_with_the_result(kernel):
+    ran = kernel.run("""
+    %%distributed -n 2 --out res --timeout 1 --grace 0
+    import time
+    print("began", rank)
+    if rank == 0:
+        "done"
+    else:
+        time.sleep(600)
+    """)
+    assert ran.error is not None
+    assert ran.error.ename == "RunTimeoutError"
+    assert "1 s" in ran.error.evalue
+    assert "time.sleep(600)" in ran.error.evalue
+    assert 1 <= ran.seconds < 8
+    assert kernel.value("[res.ok, str(res.ranks[0].state), str(res.ranks[1].state)]") == [
+        False,
+        "SUCCEEDED",
+        "STOPPED",
+    ]
+    assert kernel.value("res.ranks[1].stdout") == "began 1\n"
+    assert alive(kernel, kernel.value("[each.pid for each in res.ranks]")) == []
+
+
+def test_a_timeout_is_a_timeout_error_with_a_hang_report(kernel):
+    kernel.ok("""
+    import nblaunch
+    line, cell = "-n 2 --timeout 0.5 --grace 0 --out res", "import time\\nwhile True: time.sleep(0.1)"
+    try:
+        get_ipython().run_cell_magic("distributed", line, cell)
+    except TimeoutError as caught:
+        error = caught
+    """)
+    kernel.ok("assert isinstance(error, nblaunch.RunFailedError) and error.result is res")
+    assert kernel.value("[list(each.ranks) for each in error.hang_report.groups]") in ([[0, 1]], [[0], [1]])
+    assert "line 3" in kernel.value("str(error.hang_report)")
+
+
+def test_a_timeout_that_is_not_reached_changes_nothing(kernel):
+    kernel.ok("%%distributed -n 2 --out res --timeout 60\nrank")
+    assert kernel.value("res.values") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "time.sleep(600)",
+        "while True: pass",
+        "dist.barrier() if rank else time.sleep(600)",
+        "dist.all_reduce(torch.ones(1), group=dist.new_group([1])) if rank else dist.barrier()",
+    ],
+    ids=["sleep", "busy", "collective", "one-in-a-collective"],
+)
+def test_an_interrupt_ends_the_cell_and_the_kernel_goes_on(kernel, tmp_path, eventually, body):
+    pending = kernel.submit(f"""
+    %%distributed -n 2 --out res --grace 2
+    import pathlib, time, torch, torch.distributed as dist
+    print("began")
+    pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
+    {body}
+    """)
+    eventually(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks have begun", 30)
+    kernel.interrupt()
+    ran = pending.finish()
+    assert ran.error is not None
+    assert ran.error.ename == "KeyboardInterrupt"
+    assert "/nblaunch/" not in ran.error.traceback
+    assert kernel.value("[res.ok, len(res.failures)]") == [False, 0]
+    assert set(kernel.value("[str(each.state) for each in res.ranks]")) <= {"STOPPED", "SUCCEEDED"}
+    assert kernel.value("[each.stdout for each in res.ranks]") == ["began\n"] * 2
+    assert alive(kernel, kernel.value("[each.pid for each in res.ranks]")) == []
+    kernel.ok("%%distributed -n 2 --out again\nrank")
+    assert kernel.value("again.values") == [0, 1]
+
+
+def test_a_rank_may_catch_the_interrupt_and_return_what_it_has(kernel, tmp_path, eventually):
+    pending = kernel.submit(f"""
+    %%distributed -n 2 --out res
+    import pathlib, time
+    try:
+        pathlib.Path({str(tmp_path)!r}, str(rank)).touch()
+        time.sleep(600)
+    except KeyboardInterrupt:
+        saved = f"saved by {{rank}}"
+    saved
+    """)
+    eventually(lambda: len(list(tmp_path.iterdir())) == 2, "both ranks have begun", 30)
+    kernel.interrupt()
+    ran = pending.finish()
+    assert ran.error is not None
+    assert ran.error.ename == "KeyboardInterrupt"
+    assert kernel.value("res.values") == ["saved by 0", "saved by 1"]

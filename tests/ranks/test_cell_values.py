@@ -1,0 +1,353 @@
+"""Any Python object is a value: what a rank returns arrives in the notebook as it was there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.oldest
+
+PLAIN = [
+    "None",
+    "rank",
+    "rank + 0.5",
+    "10**30 + rank",
+    "complex(rank, 1)",
+    "'text ' * rank",
+    "'\\ud800 half a pair'",
+    "b'\\x00' * rank",
+    "bytearray(b'ab')",
+    "{'rank': rank, 'nested': [{'deep': (rank, None, {rank})}]}",
+    "{rank, 'a'}",
+    "frozenset([rank])",
+    "range(rank, 10)",
+    "slice(rank)",
+    "...",
+    "__import__('pathlib').Path('a') / str(rank)",
+    "__import__('datetime').datetime(2024, 1, 1 + rank)",
+    "__import__('fractions').Fraction(rank, 3)",
+    "__import__('collections').OrderedDict(a=rank)",
+    "__import__('collections').Counter('aab')",
+    "__import__('types').SimpleNamespace(a=rank)",
+    "int",
+    "len",
+    "__import__('math')",
+    "__import__('operator').itemgetter(rank)((5, 6, 7, 8, 9, 10, 11, 12))",
+]
+
+
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_plain_objects_come_back_equal_and_in_rank_order(kernel, world_size):
+    kernel.ok(f"expressions = {PLAIN!r}")
+    kernel.ok(
+        f"%%distributed -n {world_size} --out res\n[eval(each, {{'rank': rank}}) for each in expressions]"
+    )
+    wrong = kernel.value(
+        """[
+        (rank, each, repr(got))
+        for rank, value in enumerate(res)
+        for each, got in zip(expressions, value, strict=True)
+        if type(got) is not type(eval(each)) or got != eval(each)
+    ]""".replace("\n", " ")
+    )
+    assert wrong == []
+
+
+@pytest.mark.parametrize("expression", PLAIN[:6])
+def test_a_plain_object_alone_is_the_value(door, expression):
+    values = [eval(expression, {"rank": rank}) for rank in range(2)]  # noqa: S307 - one of those above
+    assert door(expression) == json.loads(json.dumps(values, default=repr))
+
+
+ARRAYS = """
+import numpy as np
+def arrays(rank):
+    base = np.arange(24).reshape(4, 6) + rank
+    yield from (base.astype(kind) for kind in "?bBhHiIlLqQefdgFDGSUO")
+    yield base.astype("datetime64[D]")
+    yield np.array([(1, 2.5, "ab")], dtype=[("a", "i4"), ("b", "f8"), ("c", "U2")])
+    yield np.array(rank)
+    yield np.zeros((0, 3))
+    yield np.asfortranarray(base)
+    yield base[::2, 1::2]
+    yield base.T
+    yield np.broadcast_to(base[0], (3, 6))
+    yield np.ma.masked_array([1, 2, 3], mask=[0, rank % 2, 1])
+    yield np.full((300, 400), rank, dtype="f4")
+    yield np.arange(3_000_000, dtype="i8") * rank
+"""
+
+
+def test_arrays_of_every_kind_come_back_equal_and_writable(kernel):
+    kernel.ok(ARRAYS)
+    kernel.ok("%%distributed -n 2 --out res\nlist(arrays(rank))")
+    kernel.ok("""
+    import math
+    for rank, value in enumerate(res):
+        expected = list(arrays(rank))
+        assert len(value) == len(expected)
+        for got, want in zip(value, expected):
+            assert type(got) is type(want), (type(got), type(want))
+            assert (got.dtype, got.shape) == (want.dtype, want.shape)
+            np.testing.assert_array_equal(got, want)
+            assert got.flags.writeable, got.dtype
+            got[...] = got
+    """)
+
+
+TENSORS = """
+import torch
+KINDS = '''
+bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64
+complex64 complex128 float8_e4m3fn float8_e5m2
+'''.split()
+def tensors(rank):
+    base = torch.arange(24).reshape(4, 6) + rank
+    yield from (base.to(getattr(torch, kind)) for kind in KINDS)
+    yield torch.tensor(rank)
+    yield torch.zeros(0, 3)
+    yield base.t()
+    yield base[::2, 1::2]
+    yield base[0].expand(3, 6)
+    yield torch.nn.Parameter(torch.ones(2) * rank)
+    yield torch.ones(2, requires_grad=True)
+    yield torch.ones(2, dtype=torch.complex64).conj()
+    yield torch.eye(3).to_sparse()
+    yield torch.full((300, 400), float(rank))
+    yield torch.arange(3_000_000) * rank
+"""
+
+
+def test_cpu_tensors_of_every_kind_come_back_equal_and_writable(kernel):
+    kernel.ok(TENSORS)
+    kernel.ok("%%distributed -n 2 --out res\nlist(tensors(rank))")
+    kernel.ok("""
+    for rank, value in enumerate(res):
+        expected = list(tensors(rank))
+        assert len(value) == len(expected)
+        for got, want in zip(value, expected):
+            assert type(got) is type(want)
+            assert (got.dtype, got.shape, got.device, got.requires_grad, got.layout) == (
+                want.dtype, want.shape, want.device, want.requires_grad, want.layout)
+            a, b = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (got, want))
+            assert a.stride() == b.stride()
+            assert torch.equal(a.resolve_conj().to(torch.complex128), b.resolve_conj().to(torch.complex128))
+            if got.layout is torch.strided and 0 not in got.stride():
+                with torch.no_grad():
+                    got.copy_(got.clone())
+    """)
+
+
+def test_what_a_rank_returns_may_be_written_to_without_changing_another_ranks(kernel):
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    import numpy as np, torch
+    {"array": np.zeros(500_000), "tensor": torch.zeros(500_000), "small": torch.zeros(3)}
+    """)
+    kernel.ok("for each in res[0].values(): each += 1")
+    assert kernel.value("[float(each.sum()) for each in res[0].values()]") == [500_000.0, 500_000.0, 3.0]
+    assert kernel.value("[float(each.sum()) for each in res[1].values()]") == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_views_of_one_tensor_still_share_their_memory(kernel, size):
+    kernel.ok(
+        f"%%distributed -n 2 --out res\nimport torch\nwhole = torch.zeros({size})\nwhole, whole[2:5], whole"
+    )
+    kernel.ok("whole, part, again = res[1]\npart += 7")
+    assert kernel.value("[whole[2:5].tolist(), whole is again]") == [[7.0] * 3, True]
+
+
+def test_a_value_is_usable_after_its_result_and_its_rank_are_gone(kernel):
+    kernel.ok("%%distributed -n 2 --out res\nimport torch\ntorch.arange(1_000_000)")
+    kernel.ok("kept = res[1]\ndel res, _\nimport gc; gc.collect()")
+    assert kernel.value("int(kept.sum())") == 499999500000
+
+
+def test_models_come_back_as_the_notebooks_own_class(kernel):
+    kernel.ok("""
+    import torch
+    class Net(torch.nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.layer = torch.nn.Linear(width, 1)
+            self.register_buffer("seen", torch.zeros(1))
+        def forward(self, x):
+            return self.layer(x)
+    net = Net(3)
+    """)
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    net.seen += rank
+    net, net.state_dict(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    """)
+    kernel.ok("""
+    back, state, sequential = res[1]
+    assert type(back) is Net
+    assert back(torch.ones(1, 3)).shape == (1, 1)
+    assert torch.equal(back.layer.weight, net.layer.weight)
+    assert torch.equal(state["layer.weight"], net.layer.weight)
+    assert back.seen.item() == 1 and net.seen.item() == 0
+    assert sequential(torch.ones(1, 2)).shape == (1, 2)
+    """)
+
+
+def test_objects_of_the_notebooks_classes_are_instances_of_those_classes(kernel):
+    kernel.ok("""
+    import enum
+    from collections import namedtuple
+    from dataclasses import dataclass, field
+    from typing import Generic, NamedTuple, TypeVar
+
+    T = TypeVar("T")
+    @dataclass(frozen=True)
+    class Point:
+        x: int
+        tags: list = field(default_factory=list)
+    @dataclass(slots=True, order=True)
+    class Slotted:
+        x: int
+    class Color(enum.Enum):
+        RED = 1
+        BLUE = 2
+    class Flags(enum.IntFlag):
+        A = 1
+        B = 2
+    class Pair(NamedTuple):
+        a: int
+        b: int = 0
+    Old = namedtuple("Old", "a b")
+    class Box(Generic[T]):
+        def __init__(self, held): self.held = held
+        def __eq__(self, other): return isinstance(other, Box) and self.held == other.held
+    class Sub(Box[int]):
+        def __init__(self, held):
+            super().__init__(held)
+        class Inner:
+            pass
+    class Failure(ValueError):
+        def __init__(self, code): super().__init__(f"code {code}"); self.code = code
+        def __reduce__(self): return Failure, (self.code,)
+    """)
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    [Point(rank, [rank]), Slotted(rank), Color(rank + 1), Flags.A | Flags.B, Pair(rank), Old(rank, 2),
+     Box(Box(rank)), Sub(rank), Sub.Inner(), Failure(rank), Point, Color]
+    """)
+    kernel.ok("""
+    kinds = [Point, Slotted, Color, Flags, Pair, Old, Box, Sub, Sub.Inner, Failure]
+    for rank, values in enumerate(res):
+        for kind, value in zip(kinds, values):
+            assert type(value) is kind, (kind, type(value))
+        assert values[:3] == [Point(rank, [rank]), Slotted(rank), Color(rank + 1)]
+        assert values[3:6] == [Flags.A | Flags.B, Pair(rank, 0), Old(rank, 2)]
+        assert values[2] is Color(rank + 1)
+        assert values[6].held.held == rank and isinstance(values[7], Box)
+        assert values[9].code == rank
+        assert values[10] is Point and values[11] is Color
+    """)
+
+
+def test_objects_of_a_class_made_in_the_cell_come_back(kernel):
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    from dataclasses import dataclass
+    @dataclass
+    class Made:
+        x: int
+        def doubled(self):
+            return helper(self.x)
+    def helper(x):
+        return 2 * x
+    Made(rank)
+    """)
+    assert kernel.value("[[each.x, each.doubled(), type(each).__name__] for each in res]") == [
+        [0, 0, "Made"],
+        [1, 2, "Made"],
+    ]
+    assert kernel.value("'Made' in dir() or 'helper' in dir()") is False
+
+
+def test_functions_lambdas_and_closures_come_back_and_can_be_called(kernel):
+    kernel.ok("offset = 100")
+    kernel.ok("""
+    %%distributed -n 2 --out res
+    import functools
+    base = rank
+    def outer(a):
+        def inner(b):
+            return a + b + base + offset
+        return inner
+    lambda x: x + base, outer(10), functools.partial(outer(20), 1), outer
+    """)
+    assert kernel.value("[each[0](5) for each in res]") == [5, 6]
+    assert kernel.value("[each[1](1) for each in res]") == [111, 112]
+    assert kernel.value("[each[2]() for each in res]") == [121, 122]
+    kernel.ok("offset = 0")
+    assert kernel.value("res[1][3](1)(1)") == 103, "it has the rank's globals, a copy"
+    assert kernel.value("'base' in dir()") is False
+
+
+def test_an_exception_may_be_a_value(kernel):
+    kernel.ok("%%distributed -n 2 --out res\nValueError('not raised', rank)")
+    assert kernel.value("[res.ok, [[type(each).__name__, each.args] for each in res]]") == [
+        True,
+        [["ValueError", ["not raised", 0]], ["ValueError", ["not raised", 1]]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "kind"),
+    [
+        ("(x for x in [1])", "generator"),
+        ("__import__('threading').Lock()", "lock"),
+        ("[{'a': __import__('socket').socket()}]", "socket"),
+    ],
+)
+def test_a_value_that_cannot_be_sent_fails_its_rank_alone(kernel, expression, kind):
+    error = kernel.fails(f"%%distributed -n 4 --out res\n{expression} if rank == 2 else rank * 10")
+    assert error.ename == "RunFailedError"
+    assert "rank 2" in error.evalue
+    assert kind in error.evalue
+    assert "cannot be sent" in error.evalue
+    assert kernel.value("[each.value for each in res.ranks]") == [0, 10, None, 30]
+    assert kernel.value("[[each.rank, each.phase] for each in res.failures]") == [[2, "value transfer"]]
+    assert kernel.value("[str(each.state) for each in res.ranks]") == ["SUCCEEDED"] * 2 + [
+        "FAILED",
+        "SUCCEEDED",
+    ]
+
+
+def test_a_value_that_the_notebook_cannot_read_fails_its_rank_alone(kernel, tmp_path):
+    (tmp_path / "only_on_ranks.py").write_text("class Thing:\n    pass\n")
+    error = kernel.fails(f"""
+    %%distributed -n 2 --out res
+    import sys
+    sys.path.insert(0, {str(tmp_path)!r})
+    import only_on_ranks
+    only_on_ranks.Thing() if rank == 1 else "fine"
+    """)
+    assert "rank 1" in error.evalue
+    assert "only_on_ranks" in error.evalue
+    assert kernel.value("[res[0], str(res.ranks[1].state), res.failures[0].phase]") == [
+        "fine",
+        "FAILED",
+        "value transfer",
+    ]
+
+
+def test_a_value_whose_repr_raises_is_a_value_all_the_same(kernel):
+    kernel.ok("class Shy:\n    def __repr__(self): raise RuntimeError('no')")
+    ran = kernel.ok("%%distributed -n 2 --out res\nShy()")
+    assert "Shy" in ran.text
+    assert kernel.value("[type(each) is Shy for each in res]") == [True, True]
+
+
+def test_a_large_value_comes_from_every_rank(kernel):
+    kernel.ok("%%distributed -n 4 --out res\nimport torch\ntorch.full((2_000_000,), rank, dtype=torch.uint8)")
+    assert kernel.value("[[len(each), int(each.min()), int(each.max())] for each in res]") == [
+        [2_000_000, rank, rank] for rank in range(4)
+    ]

@@ -1,0 +1,689 @@
+"""`nblaunch.run`: any function, from anywhere, on ranks that are ordinary Python programs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import functools
+import gc
+import multiprocessing
+import os
+import pathlib
+import pickle
+import platform
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lanes import sampled
+
+import nblaunch
+from nblaunch.agent import runtime
+
+
+def rank_of_environment():
+    return int(os.environ["RANK"])
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 0
+
+    def moved(self, by: int) -> int:
+        return self.x + by + int(os.environ["RANK"])
+
+    def __call__(self, by: int) -> int:
+        return self.moved(by)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+# --- what can be run -------------------------------------------------------------------------------
+
+
+def test_a_function_of_a_module_runs_on_every_rank():
+    assert nblaunch.run(rank_of_environment, nproc=2).values == [0, 1]
+
+
+def test_a_closure_takes_along_what_it_closes_over():
+    scale, offsets = 10, {"by": 1}
+
+    def scaled():
+        return scale * int(os.environ["RANK"]) + offsets["by"]
+
+    assert nblaunch.run(scaled, nproc=3).values == [1, 11, 21]
+
+
+def test_a_recursive_closure_finds_itself():
+    def countdown(number):
+        return [number, *countdown(number - 1)] if number else [0]
+
+    assert nblaunch.run(countdown, args=(2,), nproc=1).values == [[2, 1, 0]]
+
+
+def test_a_partial_a_bound_method_and_a_callable_object_run():
+    point = Point(1)
+    assert nblaunch.run(functools.partial(point.moved, by=10), nproc=2).values == [11, 12]
+    assert nblaunch.run(point.moved, args=(20,), nproc=2).values == [21, 22]
+    assert nblaunch.run(point, kwargs={"by": 30}, nproc=2).values == [31, 32]
+
+
+def test_a_lambda_a_builtin_and_a_function_of_a_library_run():
+    assert nblaunch.run(lambda: 7, nproc=2).values == [7, 7]
+    assert nblaunch.run(len, args=([1, 2, 3],), nproc=2).values == [3, 3]
+    assert nblaunch.run(platform.python_version, nproc=2).values == [platform.python_version()] * 2
+    assert nblaunch.run(torch.add, args=(1, 2), nproc=1).values == [3]
+
+
+def test_a_class_runs_by_being_made():
+    assert nblaunch.run(Point, args=(3,), kwargs={"y": 4}, nproc=2).values == [Point(3, 4), Point(3, 4)]
+
+
+def test_a_coroutine_function_is_awaited():
+    async def later(value):
+        await asyncio.sleep(0)
+        return value + int(os.environ["RANK"])
+
+    assert nblaunch.run(later, args=(5,), nproc=2).values == [5, 6]
+    assert nblaunch.run(functools.partial(later, 6), nproc=2).values == [6, 7]
+
+
+@pytest.mark.parametrize("nproc", sampled([2, 1, 4, 8]))
+def test_every_rank_is_a_process_of_its_own(nproc):
+    def who():
+        return os.environ["RANK"], os.environ["WORLD_SIZE"], os.getpid()
+
+    values = nblaunch.run(who, nproc=nproc).values
+    assert [value[:2] for value in values] == [(str(rank), str(nproc)) for rank in range(nproc)]
+    assert len({pid for _, _, pid in values} | {os.getpid()}) == nproc + 1
+
+
+def test_the_ranks_have_a_process_group_and_torchruns_environment():
+    def reduced():
+        from torch import distributed
+
+        total = torch.ones(1) * (distributed.get_rank() + 1)
+        distributed.all_reduce(total)
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "TORCHELASTIC_RESTART_COUNT",
+        )
+        return total.item(), distributed.get_backend(), [os.environ[name] for name in names]
+
+    result = nblaunch.run(reduced, nproc=4, backend="gloo")
+    assert result.values == [
+        (10.0, "gloo", [str(rank), str(rank), "4", "4", "127.0.0.1", "0"]) for rank in range(4)
+    ]
+
+
+def test_without_a_process_group_the_function_may_make_its_own():
+    def own_group():
+        from torch import distributed
+
+        before = distributed.is_initialized()
+        distributed.init_process_group("gloo")
+        gathered = [None, None]
+        distributed.all_gather_object(gathered, distributed.get_rank())
+        return before, gathered
+
+    assert nblaunch.run(own_group, nproc=2, init_process_group=False).values == [(False, [0, 1])] * 2
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(nblaunch.OptionError, match="not callable"):
+        nblaunch.run(cast("Callable[[], None]", 7), nproc=2)
+
+
+def test_a_rank_cannot_start_ranks_of_its_own():
+    def nested():
+        try:
+            nblaunch.run(len, args=([],), nproc=1)
+        except nblaunch.LaunchError as error:
+            return str(error)
+
+    for message in nblaunch.run(nested, nproc=2):
+        assert "inside rank" in message
+
+
+# --- from where ------------------------------------------------------------------------------------
+
+UNGUARDED = """
+    import os
+    import nblaunch
+
+    with open("ran", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+    FACTOR = 10
+
+    def scaled(value):
+        return helper(value) * FACTOR + int(os.environ["RANK"])
+
+    def helper(value):
+        return value + 1
+
+    print(nblaunch.run(scaled, args=(1,), nproc=2).values)
+    print(nblaunch.run(scaled, args=(2,), nproc=2).values)
+"""
+
+
+def test_a_script_without_a_main_guard_runs_once_and_not_again_in_the_ranks(script, tmp_path):
+    done = script(UNGUARDED)
+    assert (done.stdout, done.stderr) == ("[20, 21]\n[30, 31]\n", "")
+    assert len((tmp_path / "ran").read_text().splitlines()) == 1
+
+
+@pytest.mark.full
+def test_a_module_run_with_m_runs_once_and_its_package_is_found_by_the_ranks(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "factors.py").write_text("import os\n\ndef by_rank(): return int(os.environ['RANK']) * 3\n")
+    (package / "main.py").write_text(
+        textwrap.dedent(
+            """
+            import nblaunch
+            from .factors import by_rank
+
+            with open("ran", "a") as file:
+                file.write("once\\n")
+
+            def job():
+                return by_rank() + 1
+
+            print(nblaunch.run(job, nproc=2).values, nblaunch.run(by_rank, nproc=2).values)
+            """
+        )
+    )
+    done = run_python("-m", "package.main", cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("[1, 4] [0, 3]\n", "")
+    assert (tmp_path / "ran").read_text() == "once\n"
+
+
+@pytest.mark.full
+def test_a_script_read_from_standard_input_works(tmp_path):
+    source = "import nblaunch\ndef job(): return 5\nprint(nblaunch.run(job, nproc=2).values)\n"
+    done = run_python("-", cwd=tmp_path, input=source)
+    assert (done.stdout, done.stderr) == ("[5, 5]\n", "")
+
+
+@pytest.mark.full
+def test_terminal_ipython_runs_functions_that_were_typed_into_it(tmp_path):
+    typed = (
+        "import nblaunch, os\n"
+        "factor = 4\n"
+        "def job(): return factor * int(os.environ['RANK'])\n"
+        "\n"
+        "result = nblaunch.run(job, nproc=2)\n"
+        "print('VALUES', result.values)\n"
+    )
+    done = run_python(
+        *("-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor", "--no-confirm-exit"),
+        cwd=tmp_path,
+        input=typed,
+    )
+    assert "VALUES [0, 4]" in done.stdout, done.stderr
+
+
+def test_terminal_ipython_runs_a_file_given_to_it(terminal):
+    done = terminal(["import nblaunch", "def job(): return 6", "print(nblaunch.run(job, nproc=2).values)"])
+    assert done.returncode == 0, done.stderr
+    assert "[6, 6]" in done.stdout
+
+
+def test_the_first_run_may_come_from_a_thread_that_ends_before_the_second(script):
+    """What a rank's life hangs on is the process that started it, not the thread."""
+    done = script(
+        """
+        import threading
+        import nblaunch
+
+        def job():
+            return 8
+
+        def first():
+            print(nblaunch.run(job, nproc=2).values)
+
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+        print(nblaunch.run(job, nproc=2).values)
+        """
+    )
+    assert (done.stdout, done.stderr) == ("[8, 8]\n[8, 8]\n", "")
+
+
+def test_a_run_from_a_running_event_loop_works():
+    async def main():
+        return nblaunch.run(lambda: 9, nproc=2).values
+
+    assert asyncio.run(main()) == [9, 9]
+
+
+def test_many_threads_of_the_caller_do_no_harm():
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert nblaunch.run(rank_of_environment, nproc=2).values == [0, 1]
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_callers_own_process_group_is_left_as_it_is():
+    def reduced():
+        from torch import distributed
+
+        total = torch.ones(1)
+        distributed.all_reduce(total)
+        return total.item()
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mine = torch.distributed.group.WORLD
+        assert nblaunch.run(reduced, nproc=2).values == [2.0, 2.0]
+        assert torch.distributed.group.WORLD is mine
+        assert reduced() == 1.0
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_several_runs_at_the_same_time_do_not_mix():
+    def job(tag):
+        for number in range(200):
+            print(tag, number)
+        return tag, int(os.environ["RANK"])
+
+    tags = ["a", "b", "c", "d"]
+    with ThreadPoolExecutor(len(tags)) as pool:
+        results = list(pool.map(lambda tag: nblaunch.run(job, args=(tag,), nproc=2), tags))
+    for tag, result in zip(tags, results, strict=True):
+        assert result.values == [(tag, 0), (tag, 1)]
+        for each in result.ranks:
+            assert each.stdout == "".join(f"{tag} {number}\n" for number in range(200))
+
+
+AGENT_THREADS = ("nblaunch-agent", "RendezvousKeepAlive")
+
+
+@pytest.mark.full
+def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(eventually):
+    def job():
+        return torch.ones(300_000).sum().item()
+
+    def settled():
+        """Return whether ranks have left, and the logs of results that are gone have been removed."""
+        gc.collect()
+        keeper_and_server = 2
+        children = psutil.Process().children(recursive=True)
+        leaving = [each for each in threading.enumerate() if each.name.startswith(AGENT_THREADS)]
+        return len(children) == keeper_and_server and not leaving and not list(runtime.root().glob("logs-*"))
+
+    for _ in range(2):
+        nblaunch.run(job, nproc=2)
+    eventually(settled, "all logs are gone")
+    before = footprint()
+    for _ in range(30):
+        assert nblaunch.run(job, nproc=2).values == [300_000.0, 300_000.0]
+    eventually(settled, "all logs are gone")
+    eventually(lambda: footprint() == before, f"30 runs leave the footprint at {before}")
+
+
+def footprint() -> tuple[int, int, set[int], int]:
+    """Return how many system threads, descriptors, child processes and memory maps of ours there are."""
+    me = psutil.Process()
+    memory_files = pathlib.Path("/proc/self/maps").read_text().count("memfd:nblaunch")
+    return me.num_threads(), me.num_fds(), {each.pid for each in me.children(recursive=True)}, memory_files
+
+
+# --- arguments and values --------------------------------------------------------------------------
+
+
+def test_arguments_arrive_by_position_and_by_name():
+    def job(first, /, second, *rest, nproc, **others):
+        return first, second, rest, nproc, others
+
+    result = nblaunch.run(
+        job, args=[1, 2, 3, 4], kwargs={"nproc": "mine", "backend": "mine too", "fn": 0}, nproc=2
+    )
+    assert result.values == [(1, 2, (3, 4), "mine", {"backend": "mine too", "fn": 0})] * 2
+
+
+def test_ranks_work_on_copies():
+    data: dict[str, Any] = {"list": [1], "array": np.zeros(100_000), "tensor": torch.zeros(100_000)}
+
+    def change(data):
+        data["list"].append(int(os.environ["RANK"]))
+        data["array"][0] = data["tensor"][0] = 5
+        return data["list"], float(data["array"][0]), data["tensor"][0].item()
+
+    assert nblaunch.run(change, args=(data,), nproc=2).values == [([1, 0], 5.0, 5.0), ([1, 1], 5.0, 5.0)]
+    assert data["list"] == [1]
+    assert not data["array"].any()
+    assert not data["tensor"].any()
+
+
+def test_an_object_given_twice_arrives_as_one():
+    shared = [0]
+
+    def job(first, second, *, third):
+        return first is second, first is third["inner"]
+
+    assert nblaunch.run(job, args=(shared, shared), kwargs={"third": {"inner": shared}}, nproc=1)[0] == (
+        True,
+        True,
+    )
+
+
+VALUES = {
+    "none": None,
+    "true": True,
+    "an int of 100 bits": 1 << 100,
+    "a float": -1.5e300,
+    "a complex number": 1 + 2j,
+    "text": "naïve \N{SNOWMAN} \N{ROCKET} \0 \r\n",
+    "a lone surrogate": "\ud800",
+    "bytes": bytes(range(256)),
+    "twenty megabytes": bytes(20_000_000),
+    "nested containers": {"a": [1, (2, {3}), frozenset({4})], 5: {"b": {}}},
+    "an ellipsis": ...,
+    "a decimal": decimal.Decimal("1.10"),
+    "a date": dt.datetime(2024, 2, 29, tzinfo=dt.UTC),
+    "a path": pathlib.PurePosixPath("/a/b"),
+    "a dataclass": Point(1, 2),
+    "an enum": Colour.RED,
+    "a class": Point,
+    "a function": rank_of_environment,
+    "a numpy scalar": np.float32(1.5),
+    "a dtype": torch.bfloat16,
+    "a device": torch.device("cpu"),
+    "a shape": torch.Size([2, 3]),
+}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_a_value_goes_to_the_ranks_and_comes_back_equal(call, value):
+    def echo(value):
+        return value
+
+    for came_back in call(echo, value):
+        assert type(came_back) is type(value)
+        assert came_back == value
+
+
+def test_an_object_of_a_class_that_only_the_caller_has_comes_back_as_that_class():
+    class Mine:
+        def __init__(self, number):
+            self.number = number
+
+    def job():
+        return Mine(int(os.environ["RANK"]))
+
+    result = nblaunch.run(job, nproc=2)
+    assert [type(each) for each in result] == [Mine, Mine]
+    assert [each.number for each in result] == [0, 1]
+
+
+def test_a_function_and_an_exception_may_be_values():
+    def job():
+        rank = int(os.environ["RANK"])
+        return (lambda more: rank + more), ValueError(rank)
+
+    result = nblaunch.run(job, nproc=2)
+    assert [function(10) for function, _ in result] == [10, 11]
+    assert [str(error) for _, error in result] == ["0", "1"]
+    assert result.ok
+
+
+def test_a_function_without_a_value_returns_none():
+    result = nblaunch.run(lambda: None, nproc=2)
+    assert result.ok
+    assert result.values == [None, None]
+
+
+# --- the result ------------------------------------------------------------------------------------
+
+
+def test_the_result_is_a_sequence_of_values_in_rank_order():
+    result = nblaunch.run(rank_of_environment, nproc=4)
+    assert (len(result), list(result), result.values) == (4, [0, 1, 2, 3], [0, 1, 2, 3])
+    assert [result[rank] for rank in range(4)] == [0, 1, 2, 3]
+    assert result.ok
+    assert (result.failures, result.root_cause, result.warnings) == ((), None, ())
+    assert (result.world_size, result.backend) == (4, "gloo")
+    assert "4 ranks, ok" in repr(result)
+
+
+def test_the_result_holds_each_ranks_part_by_number():
+    def job():
+        print("out", os.environ["RANK"])
+        print("err", os.environ["RANK"], file=sys.stderr)
+        return os.getpid()
+
+    result = nblaunch.run(job, nproc=2, backend="gloo")
+    assert result.ranks.keys() == (0, 1)
+    for number in (0, 1):
+        each = result.ranks[number]
+        assert (each.rank, each.local_rank, each.node) == (number, number, platform.node())
+        assert (each.state, each.exitcode, each.failure, each.attempt) == ("SUCCEEDED", 0, None, 0)
+        assert (each.value, each.pid) == (result[number], result[number])
+        assert (each.stdout, each.stderr, each.displays) == (f"out {number}\n", f"err {number}\n", ())
+        assert each.started is not None
+        assert each.ended is not None
+        assert each.started <= each.ended
+    (attempt,) = result.attempts
+    assert (attempt.number, attempt.world_size, attempt.reason, attempt.failures) == (0, 2, "started", ())
+    assert result.devices == {0: "cpu", 1: "cpu"}
+
+
+@pytest.mark.parametrize("rank", [2, -1, "0", None, [0]])
+def test_a_rank_that_took_no_part_is_a_key_error(rank):
+    result = nblaunch.run(lambda: 1, nproc=2)
+    with pytest.raises(KeyError, match="took no part"):
+        result[rank]
+    with pytest.raises(KeyError, match="took no part"):
+        result.ranks[rank]
+
+
+def test_a_result_can_be_pickled():
+    def job():
+        print("text")
+        return torch.arange(3)
+
+    result = nblaunch.run(job, nproc=2)
+    copy = pickle.loads(pickle.dumps(result))
+    assert [each.tolist() for each in copy] == [[0, 1, 2], [0, 1, 2]]
+    assert [each.stdout for each in copy.ranks] == ["text\n", "text\n"]
+    assert (copy.ok, copy.world_size, copy.devices) == (True, 2, result.devices)
+
+
+def test_values_outlive_the_result_and_everything_it_keeps():
+    tensor, array = nblaunch.run(lambda: (torch.ones(1_000_000), np.ones(1_000_000)), nproc=1)[0]
+    gc.collect()
+    tensor.add_(1)
+    array += 1
+    assert tensor.sum().item() == array.sum() == 2_000_000
+
+
+def test_logs_are_private_and_go_with_the_result(eventually):
+    result = nblaunch.run(lambda: print("kept"), nproc=2)
+    directory = result.log_dir
+    assert directory is not None
+    assert (directory / "attempt_0" / "1" / "stdout.log").read_text().endswith("kept\n")
+    assert [parent.stat().st_mode & 0o077 for parent in directory.parents if "nblaunch-" in parent.name] == [
+        0
+    ]
+    second = pickle.loads(pickle.dumps(result))
+    del result
+    gc.collect()
+    eventually(lambda: not directory.exists(), "a private log directory goes with its result")
+    assert second.log_dir is None
+
+
+def test_logs_stay_where_log_dir_says(tmp_path):
+    def job():
+        print("kept", os.environ["RANK"])
+
+    for number in (1, 2):
+        result = nblaunch.run(job, nproc=2, log_dir=str(tmp_path / "new" / "logs"))
+        directory = result.log_dir
+        assert directory is not None
+        assert directory.parent == tmp_path / "new" / "logs"
+        del result
+        gc.collect()
+        assert (directory / "attempt_0" / "1" / "stdout.log").read_text().endswith("kept 1\n")
+        assert len(list((tmp_path / "new" / "logs").iterdir())) == number
+
+
+# --- a rank is an ordinary Python program ----------------------------------------------------------
+
+
+def test_random_numbers_differ_between_ranks_and_between_runs():
+    def draw():
+        return (
+            random.random(),
+            np.random.rand(),  # noqa: NPY002 - the global state is what is tested
+            torch.rand(1, dtype=torch.float64).item(),
+            torch.initial_seed(),
+        )
+
+    drawn = [value for _ in range(2) for value in nblaunch.run(draw, nproc=2)]
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 4
+
+
+def test_a_seed_set_by_the_job_gives_the_same_numbers_everywhere():
+    def draw():
+        torch.manual_seed(3)
+        return torch.rand(3).tolist()
+
+    torch_state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(3)
+        expected = torch.rand(3).tolist()
+    finally:
+        torch.random.set_rng_state(torch_state)
+    assert nblaunch.run(draw, nproc=2).values == [expected, expected]
+
+
+def test_a_rank_has_one_torch_thread_unless_asked_for_more(monkeypatch):
+    def threads():
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert nblaunch.run(threads, nproc=2).values == [(1, "1"), (1, "1")]
+    assert nblaunch.run(threads, nproc=1, env={"OMP_NUM_THREADS": "2"}).values == [(2, "2")]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert nblaunch.run(threads, nproc=1).values == [(2, "2")]
+
+
+def test_the_environment_directory_and_path_are_those_of_the_call(monkeypatch, tmp_path):
+    def see():
+        import only_here
+
+        return (
+            os.environ.get("SET_LATE"),
+            os.environ.get("UNSET_LATE"),
+            os.environ["OPTION"],
+            str(pathlib.Path.cwd()),
+            only_here.X,
+        )
+
+    monkeypatch.setenv("UNSET_LATE", "1")
+    nblaunch.run(len, args=([],), nproc=1)
+    monkeypatch.setenv("SET_LATE", "naïve=1\n2")
+    monkeypatch.delenv("UNSET_LATE")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "only_here.py").write_text("X = 5")
+    monkeypatch.syspath_prepend("modules")
+    result = nblaunch.run(see, nproc=2, env={"OPTION": "given"})
+    assert result.values == [("naïve=1\n2", None, "given", str(tmp_path), 5)] * 2
+    assert "OPTION" not in os.environ
+
+
+def test_multiprocessing_starts_as_it_does_in_any_python():
+    def default():
+        return multiprocessing.get_start_method()
+
+    plain = run_python("-c", "import multiprocessing; print(multiprocessing.get_start_method())")
+    assert nblaunch.run(default, nproc=2).values == [plain.stdout.strip()] * 2
+    before = multiprocessing.get_start_method(allow_none=True)
+    nblaunch.run(default, nproc=2)
+    assert multiprocessing.get_start_method(allow_none=True) == before
+
+
+@pytest.mark.parametrize("method", sampled(["fork", "spawn", "forkserver"]))
+def test_a_rank_may_have_processes_of_its_own(method):
+    def squares():
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            return pool.map(abs, [-1, 2, -3])
+
+    assert nblaunch.run(squares, nproc=2).values == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_data_loader_workers_work_in_a_rank():
+    def load():
+        from torch.utils.data import DataLoader, TensorDataset
+
+        loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, num_workers=2)
+        return [batch.tolist() for (batch,) in loader]
+
+    assert nblaunch.run(load, nproc=2).values == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+
+
+def test_functions_registered_with_atexit_run_when_the_rank_ends(tmp_path):
+    def job():
+        import atexit
+
+        path = pathlib.Path(tmp_path, os.environ["RANK"])
+        atexit.register(path.write_text, "done")
+        if os.environ["RANK"] == "1":
+            raise ValueError
+
+    nblaunch.run(job, nproc=2, check=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_threads_and_executors_work_in_a_rank():
+    def job():
+        with ThreadPoolExecutor(4) as pool:
+            return sum(pool.map(abs, range(-4, 0)))
+
+    assert nblaunch.run(job, nproc=2).values == [10, 10]
+
+
+def test_programs_started_by_a_rank_work():
+    def job():
+        return subprocess.run(["printf", "hello"], capture_output=True, text=True, check=True).stdout
+
+    assert nblaunch.run(job, nproc=2).values == ["hello", "hello"]
+
+
+def run_python(*arguments, **keywords):
+    return subprocess.run(
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=100, **keywords
+    )

@@ -1,0 +1,810 @@
+"""`nblaunch.Session`: ranks that stay, and keep their variables from one job to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from lanes import sampled
+
+import nblaunch
+
+
+@pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
+def session(request):
+    """Give one session to all tests that leave its ranks alive; each uses names of its own."""
+    with nblaunch.Session(request.param) as opened:
+        warmed_up(opened)
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Give a session of two ranks, where the number of ranks does not matter."""
+    with nblaunch.Session(2, name="pair") as opened:
+        warmed_up(opened)
+        yield opened
+
+
+@pytest.fixture
+def own():
+    """Give a session that a test may break."""
+    with nblaunch.Session(2, name="own", grace=1) as opened:
+        yield opened
+
+
+def warmed_up(session: nblaunch.Session) -> None:
+    """Have it open what it keeps open: the files that its ranks print to."""
+    session.cell("import sys; print(); print(file=sys.stderr)")
+
+
+def size(session: nblaunch.Session) -> int:
+    return session.status().world_size
+
+
+def notebook(source: str = "") -> dict[str, Any]:
+    """Return the variables of a notebook that has run `source`."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(source, namespace)  # noqa: S102 - as a notebook does
+    return namespace
+
+
+# --- variables stay --------------------------------------------------------------------------------
+
+
+def test_the_variables_of_a_cell_are_there_in_the_next(session):
+    n = size(session)
+    assert session.cell("kept = [rank]\nkept").values == [[rank] for rank in range(n)]
+    session.cell("kept.append(world_size)")
+    assert session.cell("kept").values == [[rank, n] for rank in range(n)]
+
+
+def test_all_jobs_run_in_the_same_processes(session):
+    pids = session.run(os.getpid).values
+    assert session.cell("import os; os.getpid()").values == pids
+    assert [each.pid for each in session.status().ranks] == pids
+    assert [each.pid for each in session.run(os.getpid).ranks] == pids
+    assert len({os.getpid(), *pids}) == size(session) + 1
+
+
+def test_a_result_is_that_of_a_run(session):
+    result = session.cell(
+        "print('said', rank)\nfrom IPython.display import display\ndisplay('shown')\nrank * 2"
+    )
+    n = size(session)
+    assert (result.ok, len(result), result.world_size, result.backend) == (True, n, n, "gloo")
+    assert [each.stdout for each in result.ranks] == [f"said {rank}\n" for rank in range(n)]
+    assert [each.displays[0].data["text/plain"] for each in result.ranks] == ["'shown'"] * n
+    assert [each.exitcode for each in result.ranks] == [0] * n
+    assert (result.warnings, result.failures, len(result.attempts)) == ((), (), 1)
+
+
+def test_the_output_of_one_job_is_in_no_other(session):
+    for number in range(5):
+        result = session.cell(
+            f"print('job', {number}); import sys; print('error', {number}, file=sys.stderr)"
+        )
+        assert {each.stdout for each in result.ranks} == {f"job {number}\n"}
+        assert {each.stderr for each in result.ranks} == {f"error {number}\n"}
+
+
+def test_an_earlier_result_keeps_its_own_output_and_values(session):
+    first = session.cell("print('first'); [rank]")
+    session.cell("print('second')")
+    assert {each.stdout for each in first.ranks} == {"first\n"}
+    assert first.values == [[rank] for rank in range(size(session))]
+
+
+def test_what_a_function_sets_as_a_global_of_the_notebooks_stays(session):
+    define = notebook("def set_it():\n    global made\n    made = 'by a function'\n")
+    session.cell("set_it()", namespace=define)
+    assert session.cell("made").values == ["by a function"] * size(session)
+
+
+def test_a_coroutine_and_an_await_work(session):
+    async def later():
+        await asyncio.sleep(0)
+        return "later"
+
+    assert session.run(later).values == ["later"] * size(session)
+    assert session.cell("import asyncio\nawait asyncio.sleep(0, 5)").values == [5] * size(session)
+
+
+def test_magics_work_in_a_cell_also_without_ipython(session):
+    result = session.cell("%env NBLAUNCH_PROBE=yes\nfound = !echo $NBLAUNCH_PROBE\nfound")
+    assert [list(value) for value in result.values] == [["yes"]] * size(session)
+
+
+def test_a_collective_is_right_in_every_job(session):
+    source = "import torch, torch.distributed as dist\nt = torch.tensor([rank])\ndist.all_reduce(t); t.item()"
+    total = sum(range(size(session)))
+    for _ in range(3):
+        assert session.cell(source).values == [total] * size(session)
+
+
+def test_the_lines_of_a_traceback_are_those_of_the_cell(pair):
+    result = pair.cell("a = 1\n\nraise LookupError('here')", check=False)
+    root = result.root_cause
+    assert root is not None
+    assert (root.frame.line, root.frame.filename) == (3, "session cell")
+    assert "raise LookupError('here')" in root.traceback
+
+
+def test_a_broken_cell_says_so_and_nothing_runs(pair):
+    with pytest.raises(SyntaxError):
+        pair.cell("broken = = 1")
+    with pytest.raises(nblaunch.OptionError, match="not callable"):
+        pair.run(7)
+
+
+# --- the rank's variables and the notebook's -------------------------------------------------------
+
+
+def test_the_ranks_own_variable_wins_over_the_notebooks(session):
+    session.cell("mine = 'the rank has bound it'")
+    assert session.cell("mine", namespace={"mine": 1}).values == ["the rank has bound it"] * size(session)
+
+
+def test_a_variable_that_a_rank_has_bound_anew_is_its_own(session):
+    there = {"counter": 10}
+    session.cell("counter", namespace=there)
+    session.cell("counter += 1 + rank", namespace=there)
+    assert session.cell("counter", namespace={"counter": 99}).values == [11 + r for r in range(size(session))]
+
+
+@pytest.mark.parametrize(
+    "bind", ["same = 1", "same: int = 1", "(same, [other]) = 1, [2]", "import os as same", "def same(): pass"]
+)
+def test_a_variable_is_the_ranks_own_also_where_it_was_bound_to_the_very_same_object(pair, bind):
+    pair.cell("globals().pop('same', None)")
+    there = {"same": pair.cell(bind + "\n1").values[0] if bind.startswith(("same", "(")) else os}
+    pair.cell("globals().pop('same', None)")
+    pair.cell("same", namespace=there)
+    pair.cell(bind)
+    kept = pair.cell("repr(same)").values
+    assert pair.cell("repr(same)", namespace={"same": 99}).values == kept
+    assert "99" not in kept
+
+
+def test_a_variable_of_the_notebook_that_is_bound_anew_is_sent_again(session):
+    assert set(session.cell("sent", namespace={"sent": "one"}).values) == {"one"}
+    assert set(session.cell("sent", namespace={"sent": "two"}).values) == {"two"}
+    assert set(session.cell("sent", namespace={"sent": None}).values) == {None}
+
+
+@pytest.mark.parametrize("name", ["model", "_model"])
+def test_what_ranks_have_done_to_an_object_of_the_notebooks_is_kept(session, name):
+    there = {name: [0]}
+    for expected in ([0, 1], [0, 1, 1]):
+        assert session.cell(f"{name}.append(1); {name}", namespace=there).values == [expected] * size(session)
+    assert there == {name: [0]}
+
+
+def test_a_variable_of_the_notebook_need_not_be_sendable_once_the_ranks_have_their_own(session):
+    there = {"lock": threading.Lock()}
+    with pytest.raises(nblaunch.CaptureError, match="lock"):
+        session.cell("lock", namespace=there)
+    session.cell("lock = 'no lock'")
+    assert set(session.cell("lock", namespace=there).values) == {"no lock"}
+
+
+def test_a_variable_that_the_rank_has_deleted_comes_from_the_notebook_at_once(session):
+    """The next cell may be made before the ranks have had the time to say what they have."""
+    for number in range(20):
+        session.cell("fleeting = 'own'")
+        session.cell("del fleeting")
+        assert set(session.cell("fleeting", namespace={"fleeting": number}).values) == {number}
+        session.cell("del fleeting")
+
+
+FUNCTIONS = """
+scale = 1
+def inner():
+    return scale
+def outer():
+    return inner()
+class Model:
+    def forward(self):
+        return outer()
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["inner()", "outer()", "Model().forward()", "[each() for each in [outer]][0]"]
+)
+def test_a_function_of_the_notebook_sees_a_global_that_was_bound_anew(session, use):
+    there = notebook(FUNCTIONS)
+    session.cell("for name in ('scale', 'inner', 'outer', 'Model'): globals().pop(name, None)")
+    assert set(session.cell(use, namespace=there).values) == {1}
+    there["scale"] = 2
+    assert set(session.cell(use, namespace=there).values) == {2}
+    assert set(session.cell("scale", namespace=there).values) == {2}
+    exec("def inner(): return other * scale\nother = 5", there)  # noqa: S102 - as a notebook does
+    assert set(session.cell(use, namespace=there).values) == {10}
+    there["other"] = 7
+    assert set(session.cell(use, namespace=there).values) == {14}
+
+
+def test_a_function_of_the_notebook_sees_the_ranks_own_global(session):
+    there = notebook("where = 'notebook'\ndef look(): return where")
+    session.cell("where = rank")
+    assert session.cell("look()", namespace=there).values == list(range(size(session)))
+    there["where"] = "changed"
+    assert session.cell("look()", namespace=there).values == list(range(size(session)))
+    session.cell("where = 'anew'")
+    assert set(session.cell("look()", namespace=there).values) == {"anew"}
+
+
+def test_what_only_some_ranks_have_been_sent_is_sent_to_the_others(session):
+    there = {"partly": "sent"}
+    assert session.cell("partly", ranks=[1], namespace=there).values == ["sent"]
+    assert set(session.cell("partly", namespace=there).values) == {"sent"}
+
+
+def test_what_some_ranks_have_bound_is_theirs_and_the_others_get_the_notebooks(session):
+    session.cell("uneven = 'own'", ranks=[0])
+    assert session.cell("uneven", namespace={"uneven": "notebook"}).values == [
+        "own",
+        *["notebook"] * (size(session) - 1),
+    ]
+
+
+def test_rank_and_device_are_the_ranks_own_whatever_the_notebook_has(session):
+    there = {"rank": 77, "world_size": 78, "device": "nowhere"}
+    assert session.cell("rank, world_size, str(device)", namespace=there).values == [
+        (rank, size(session), "cpu") for rank in range(size(session))
+    ]
+
+
+# --- some of the ranks -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], (1,), [1, 0, 1], range(1, 2)])
+def test_a_job_for_some_ranks_has_entries_for_those_alone(session, ranks):
+    members = sorted(set(ranks))
+    result = session.cell("took_part = rank\nprint('here')\nrank", ranks=ranks)
+    assert result.values == members
+    assert (len(result), list(result), result.ranks.keys(), result.ok) == (
+        len(members),
+        members,
+        tuple(members),
+        True,
+    )
+    assert [result[rank] for rank in members] == members
+    assert result.world_size == size(session)
+    for idle in set(range(size(session))) - set(members):
+        with pytest.raises(KeyError, match=f"rank {idle} took no part"):
+            result[idle]
+        with pytest.raises(KeyError):
+            result.ranks[idle]
+    assert session.run(lambda: 1, ranks=ranks).ranks.keys() == tuple(members)
+
+
+def test_the_others_are_idle_meanwhile(session, eventually, tmp_path):
+    handle = session.submit(wait_for, (tmp_path / "go",), ranks=[1])
+    eventually(lambda: session.status().ranks[1].state == "running", "rank 1 is at work")
+    states = [each.state for each in session.status().ranks]
+    assert states == ["idle", "running", *["idle"] * (size(session) - 2)]
+    (tmp_path / "go").touch()
+    assert handle.result(30).ranks.keys() == (1,)
+
+
+def test_an_error_on_some_ranks_is_theirs(session):
+    result = session.cell("raise ValueError(rank)", ranks=[1], check=False)
+    assert [failure.rank for failure in result.failures] == [1]
+    assert str(result.root_cause.exception) == "1"
+    with pytest.raises(ValueError, match="1"):
+        result[1]
+    with pytest.raises(KeyError):
+        result[0]
+
+
+def test_wrong_ranks_are_said_before_anything_runs(session):
+    arguments: dict[str, tuple[Any, ...]] = {
+        "run": (os.getpid,),
+        "cell": ("ran = True",),
+        "push": ({"ran": True},),
+        "pull": ("ran",),
+        "submit": (os.getpid,),
+    }
+    for ranks in ([9], [-1], [0, 4], []):
+        for method, given in arguments.items():
+            with pytest.raises(nblaunch.OptionError, match=r"session 'default'.* ranks 0 to"):
+                getattr(session, method)(*given, ranks=ranks)
+    assert set(session.cell("'ran' in globals()").values) == {False}
+
+
+# --- push and pull ---------------------------------------------------------------------------------
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_keeps_its_dtype_device_and_strides_both_ways(pair, dtype):
+    base = torch.arange(60_000).reshape(200, 300).to(dtype)
+    tensors = {"plain": base, "turned": base.T, "sliced": base[::2, 1::3], "wide": base[:1].expand(5, 300)}
+    pair.push(tensors)
+    told = pair.cell("[(str(t.dtype), t.stride(), str(t.device)) for t in (plain, turned, sliced, wide)]")
+    assert told.values == [[(str(t.dtype), t.stride(), "cpu") for t in tensors.values()]] * 2
+    back = pair.pull(*tensors)
+    for name, tensor in tensors.items():
+        for got in back[name]:
+            assert (got.dtype, got.stride(), got.device) == (tensor.dtype, tensor.stride(), tensor.device)
+            assert torch.equal(got, tensor)
+    back["plain"][0][0, 0] = 1  # what comes back can be written to
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(10_000).reshape(100, 100),
+        np.asfortranarray(np.arange(10_000.0).reshape(100, 100)),
+        np.arange(10_000, dtype=">i4"),
+        np.array(5, dtype=np.int16),
+        np.zeros(3, dtype=[("a", "i4"), ("b", "f8")]),
+        np.array(["text", None], dtype=object),
+    ],
+    ids=["plain", "fortran", "big endian", "0-d", "structured", "objects"],
+)
+def test_an_array_keeps_its_dtype_and_order(pair, array):
+    pair.push({"array": array})
+    for got in pair.pull("array")["array"]:
+        assert (got.dtype, got.shape) == (array.dtype, array.shape)
+        assert got.flags.f_contiguous == array.flags.f_contiguous
+        assert (got == array).all()
+        assert got.flags.writeable
+
+
+def test_names_pushed_together_go_on_sharing_what_they_share(pair):
+    base = torch.zeros(10_000)
+    linear, shared = torch.nn.Linear(4, 4), {"a": 1}
+    tied = torch.nn.Linear(4, 4)
+    tied.weight = linear.weight
+    names = {"base": base, "view": base[5:], "linear": linear, "tied": tied, "one": shared, "two": [shared]}
+    pair.push(names)
+    pair.cell("base[5] = 7; one['a'] = 2")
+    assert (
+        pair.cell("view[0].item(), tied.weight is linear.weight, two[0]['a'], one is two[0]").values
+        == [(7.0, True, 2, True)] * 2
+    )
+    assert (
+        pair.cell("linear.weight.requires_grad, type(linear.weight).__name__").values
+        == [(True, "Parameter")] * 2
+    )
+    # And on the way back, within one rank.
+    back = pair.pull("base", "view")
+    back["base"][1][5] = 9
+    assert [view[0].item() for view in back["view"]] == [7.0, 9.0]
+    assert base[5] == 0, "the notebook's own is untouched"
+
+
+def test_what_was_pushed_is_the_ranks_own(pair):
+    pair.push({"given": [1]})
+    assert pair.cell("given", namespace={"given": "the notebook's"}).values == [[1]] * 2
+    pair.push({"given": [2]})
+    assert pair.pull("given") == {"given": [[2], [2]]}
+    pair.push({"given": "other"}, ranks=[1])
+    assert pair.pull("given") == {"given": [[2], "other"]}
+    assert pair.pull("given", ranks=[1]) == {"given": ["other"]}
+    pair.push({})
+
+
+def test_ranks_get_objects_of_their_own(pair):
+    pair.push({"separate": [0]})
+    pair.cell("separate.append(rank)")
+    assert pair.pull("separate") == {"separate": [[0, 0], [0, 1]]}
+
+
+def test_pull_gives_every_name_in_rank_order(session):
+    session.cell("first, second = rank, -rank")
+    ranks = list(range(size(session)))
+    assert session.pull("second", "first") == {"second": [-r for r in ranks], "first": ranks}
+
+
+def test_pull_names_what_is_missing_and_the_nearest_there_is(session):
+    session.cell("learning_rate = 1")
+    with pytest.raises(nblaunch.NblaunchError, match=r"'learnig_rate'.*Did you mean 'learning_rate'\?"):
+        session.pull("learnig_rate")
+    session.cell("only_here = 1", ranks=[1])
+    with pytest.raises(nblaunch.NblaunchError, match=r"'only_here' is not defined.*\(rank"):
+        session.pull("only_here")
+    assert session.pull("only_here", ranks=[1]) == {"only_here": [1]}
+    with pytest.raises(nblaunch.OptionError, match="no name"):
+        session.pull()
+
+
+def test_what_cannot_be_pulled_or_pushed_is_said_and_the_session_goes_on(session):
+    session.cell("import threading; cannot = threading.Lock(); can = 1")
+    with pytest.raises(nblaunch.RunFailedError, match="cannot be sent to the notebook"):
+        session.pull("cannot")
+    with pytest.raises(nblaunch.CaptureError, match=r"inside.deep"):
+        session.push({"fine": 1, "inside": SimpleNamespace(deep=threading.Lock())})
+    assert session.pull("can") == {"can": [1] * size(session)}
+
+
+@pytest.mark.parametrize("name", ["not a name", "1x", "", "class", "rank", "device", "get_ipython"])
+def test_a_name_that_cannot_be_pushed_is_said(pair, name):
+    with pytest.raises(nblaunch.OptionError, match="push was given"):
+        pair.push({"innocent": 1, name: 5})
+    assert pair.cell("'innocent' in globals()").values == [False] * 2
+
+
+def test_a_large_push_is_held_once_by_all_ranks(session):
+    """In shared memory: what is a rank's own does not grow with it until the rank writes to it."""
+    before = [each.memory for each in session.status().ranks]
+    session.push({"large": torch.ones(16 << 20)})  # 64 MB
+    assert set(session.cell("large.sum().item()").values) == {float(16 << 20)}
+    grown = [after.memory - then for after, then in zip(session.status().ranks, before, strict=True)]
+    assert max(grown) < 32 << 20
+    session.cell("del large")
+
+
+# --- several sessions, and runs beside them --------------------------------------------------------
+
+
+def test_two_sessions_at_once_have_nothing_to_do_with_each_other(session, pair):
+    session.cell("whose = 'the first'")
+    pair.cell("whose = 'the second'")
+    assert set(session.pull("whose")["whose"]) == {"the first"}
+    assert set(pair.pull("whose")["whose"]) == {"the second"}
+    assert set(session.run(os.getpid).values).isdisjoint(pair.run(os.getpid).values)
+
+
+def test_two_sessions_work_at_the_same_time(session, pair, tmp_path):
+    """Each waits for the other."""
+    first = session.submit(meet, (tmp_path / "a", tmp_path / "b"))
+    second = pair.submit(meet, (tmp_path / "b", tmp_path / "a"))
+    assert first.result(60).ok
+    assert second.result(60).ok
+
+
+def test_a_fresh_run_beside_a_session_has_fresh_ranks(session):
+    session.cell("here_only = 1")
+    fresh = nblaunch.run(lambda: ("here_only" in globals(), os.getpid()), nproc=2)
+    assert [found for found, _ in fresh.values] == [False, False]
+    assert {pid for _, pid in fresh.values}.isdisjoint(session.run(os.getpid).values)
+    assert set(session.pull("here_only")["here_only"]) == {1}
+
+
+# --- status, stacks, restart, close ----------------------------------------------------------------
+
+
+def test_the_status_of_an_idle_session(session):
+    status = session.status()
+    assert (status.name, status.world_size, status.backend, status.attempt) == (
+        "default",
+        size(session),
+        "gloo",
+        0,
+    )
+    assert [(each.rank, each.state, each.device) for each in status.ranks] == [
+        (rank, "idle", "cpu") for rank in range(size(session))
+    ]
+    assert all(each.memory > 0 for each in status.ranks)
+    assert str(status).splitlines()[0] == f"session 'default': {size(session)} ranks, gloo"
+    assert repr(session) == f"<Session 'default': {size(session)} ranks, gloo, open>"
+
+
+def test_the_stacks_of_an_idle_session_say_so(session):
+    assert str(session.stacks()) == f"[ranks 0-{size(session) - 1}] idle"
+
+
+def test_status_and_stacks_while_ranks_hang(session, eventually):
+    source = "import time, torch, torch.distributed as dist\nif rank:\n    dist.all_reduce(torch.ones(1))\n"
+    n = size(session)
+    handle = nblaunch_background(session, source + "else:\n    time.sleep(1000)")
+    eventually(lambda: {each.state for each in session.status().ranks} == {"running"}, "all are at work")
+    eventually(lambda: "all_reduce" in str(session.stacks()), "the others wait in all_reduce")
+    text = str(session.stacks())
+    assert "[rank 0] at session cell, line 5: time.sleep(1000)" in text
+    assert f"[rank{'s' if n > 2 else ''} 1" in text
+    session.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result(30)
+    assert str(session.stacks()).endswith("idle")
+
+
+def nblaunch_background(session: nblaunch.Session, source: str) -> Any:
+    """Run a cell on a thread; the Python API has that for functions only."""
+    from nblaunch.session.background import Handle
+
+    return Handle(lambda _: session._live.prepared(*cell_job(source))(None))
+
+
+def cell_job(source: str) -> tuple[Any, ...]:
+    from nblaunch._protocol import CellJob
+
+    return CellJob(source, "<session cell>", "session cell", first_line=1), source, {}, str
+
+
+def test_a_restart_gives_new_ranks_without_variables(own):
+    own.cell("old = 1")
+    before = own.run(os.getpid).values
+    own.restart()
+    result = own.cell("print('new'); 'old' in globals()")
+    assert (result.values, result.warnings, result.ranks[0].stdout) == ([False, False], (), "new\n")
+    assert set(own.run(os.getpid).values).isdisjoint(before)
+    assert not any(map(psutil.pid_exists, before))
+    assert own.status().attempt == 1
+    # What the notebook had sent to the old ones is sent to these.
+    assert own.cell("sent", namespace={"sent": 3}).values == [3, 3]
+    own.restart()
+    assert own.cell("sent", namespace={"sent": 3}).values == [3, 3]
+
+
+def test_a_restart_ends_a_job_that_is_running(own, tmp_path, eventually):
+    handle = own.submit(wait_for, (tmp_path / "never",))
+    eventually(lambda: {each.state for each in own.status().ranks} == {"running"}, "the ranks are at work")
+    own.restart()
+    with pytest.raises((nblaunch.RunFailedError, KeyboardInterrupt)):
+        handle.result(30)
+    assert own.run(lambda: 1).values == [1, 1]
+
+
+def test_closing_twice_does_nothing_more():
+    session = nblaunch.Session(2)
+    pids = session.run(os.getpid).values
+    session.close()
+    assert not any(map(psutil.pid_exists, pids))
+    session.close()
+    assert repr(session).endswith("closed>")
+    assert [each.state for each in session.status().ranks] == ["gone", "gone"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda session: session.run(os.getpid),
+        lambda session: session.cell("1"),
+        lambda session: session.push({"x": 1}),
+        lambda session: session.pull("x"),
+        lambda session: session.restart(),
+        lambda session: session.stacks(),
+        lambda session: session.submit(os.getpid).result(10),
+    ],
+    ids=["run", "cell", "push", "pull", "restart", "stacks", "submit"],
+)
+def test_a_session_that_has_ended_says_so(use, ended):
+    with pytest.raises(nblaunch.LaunchError, match="session 'ended' has ended"):
+        use(ended)
+    ended.interrupt()
+
+
+@pytest.fixture(scope="module")
+def ended():
+    session = nblaunch.Session(2, name="ended")
+    session.close()
+    return session
+
+
+def test_a_with_statement_closes_the_session_whatever_happens():
+    def use_it(pids):
+        with nblaunch.Session(2) as session:
+            pids += session.run(os.getpid).values
+            session.run(fail)
+
+    pids: list[int] = []
+    with pytest.raises(nblaunch.RunFailedError, match="LookupError"):
+        use_it(pids)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_session_that_is_forgotten_leaves_nothing_behind(eventually):
+    session = nblaunch.Session(2)
+    pids = session.run(os.getpid).values
+    del session
+    gc.collect()
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), "the ranks have gone with the session")
+
+
+def test_a_program_that_forgets_its_session_ends(script):
+    """With ranks at work, too."""
+    program = script("""
+        import time
+        import nblaunch
+        session = nblaunch.Session(2)
+        print(session.run(int).values)
+        handle = session.submit(time.sleep, (1000,))
+    """)
+    assert (program.returncode, program.stdout, program.stderr) == (0, "[0, 0]\n", "")
+
+
+def test_closing_ends_a_job_that_is_running(tmp_path, eventually):
+    session = nblaunch.Session(2)
+    handle = session.submit(wait_for, (tmp_path / "never",))
+    eventually(
+        lambda: {each.state for each in session.status().ranks} == {"running"}, "the ranks are at work"
+    )
+    session.close()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result(10)
+
+
+# --- in the background -----------------------------------------------------------------------------
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.005)
+    return str(path)
+
+
+def meet(mine, other):
+    mine.touch()
+    return wait_for(other)
+
+
+def fail():
+    raise LookupError("nothing there")
+
+
+def test_a_job_in_the_background_and_its_handle(session, tmp_path):
+    flag = tmp_path / "flag"
+    handle = session.submit(wait_for, (flag,))
+    assert handle.done() is False
+    assert repr(handle) == "<Handle of a run that goes on>"
+    with pytest.raises(TimeoutError):
+        handle.result(timeout=0.01)
+    flag.touch()
+    assert handle.result(30).values == [str(flag)] * size(session)
+    assert handle.done() is True
+    assert repr(handle) == f"<Handle: <RunResult of {size(session)} ranks, ok>>"
+    assert handle.result() is handle.result()
+
+
+def test_a_busy_session_refuses_another_job_from_the_very_beginning(session, tmp_path):
+    """Not the one in the background, whose thread may begin later than the next job is given."""
+    flag = tmp_path / "flag"
+    for _ in range(10):
+        flag.unlink(missing_ok=True)
+        handle = session.submit(wait_for, (flag,))
+        for use in (
+            lambda: session.run(os.getpid),
+            lambda: session.cell("1"),
+            lambda: session.push({"x": 1}),
+            lambda: session.pull("x"),
+            lambda: session.submit(os.getpid),
+        ):
+            with pytest.raises(nblaunch.NblaunchError, match="at work on another one"):
+                use()
+        flag.touch()
+        assert handle.result(30).ok
+    assert session.run(lambda: 1).values == [1] * size(session)
+
+
+def test_cancel_interrupts_a_job_and_costs_nothing(session, tmp_path, eventually):
+    session.cell("precious = rank")
+    handle = session.submit(wait_for, (tmp_path / "never",))
+    eventually(lambda: {each.state for each in session.status().ranks} == {"running"}, "all are at work")
+    handle.cancel()
+    with pytest.raises(KeyboardInterrupt, match="the run was interrupted"):
+        handle.result(30)
+    assert session.pull("precious") == {"precious": list(range(size(session)))}
+    handle.cancel()  # once more, when it is over
+    assert session.run(lambda: 1).ok
+
+
+def test_a_job_that_is_cancelled_at_once_ends_at_once(session):
+    for _ in range(5):
+        handle = session.submit(time.sleep, (1000,))
+        handle.cancel()
+        with pytest.raises(KeyboardInterrupt):
+            handle.result(30)
+    assert session.run(lambda: 1).ok
+
+
+def test_a_job_that_fails_in_the_background_raises_when_it_is_asked_for(session):
+    handle = session.submit(fail)
+    with pytest.raises(nblaunch.RunFailedError, match="LookupError: nothing there") as caught:
+        handle.result(30)
+    assert caught.value.result is not None
+    assert "RunFailedError" in repr(handle)
+
+
+def test_what_cannot_be_sent_is_said_when_the_job_is_given(session):
+    lock = threading.Lock()
+    with pytest.raises(nblaunch.CaptureError):
+        session.submit(fail, (lock,))
+    assert session.run(lambda: 1).ok, "the session is not busy with it"
+
+
+def test_a_handle_can_be_awaited_while_other_things_go_on(session, tmp_path):
+    async def program() -> tuple[list[Any], bool]:
+        handle = session.submit(wait_for, (tmp_path / "flag",))
+        waiting = asyncio.ensure_future(awaited(handle))
+        await asyncio.sleep(0)
+        before = waiting.done()
+        (tmp_path / "flag").touch()
+        return (await waiting).values, before
+
+    async def awaited(handle: Any) -> Any:
+        return await handle
+
+    assert asyncio.run(program()) == ([str(tmp_path / "flag")] * size(session), False)
+
+
+def test_a_job_for_some_ranks_in_the_background(session):
+    assert session.submit(lambda: 5, ranks=[1]).result(30).ranks.keys() == (1,)
+
+
+# --- options ---------------------------------------------------------------------------------------
+
+
+def test_the_options_of_a_session_hold_for_all_of_its_jobs(tmp_path):
+    with nblaunch.Session(
+        2, env={"PROBE": "set"}, log_dir=tmp_path / "logs", init_process_group=False
+    ) as session:
+        assert session.cell("import os; os.environ['PROBE']").values == ["set", "set"]
+        result = session.cell("import torch.distributed as dist\nprint('said')\ndist.is_initialized()")
+        assert result.values == [False, False]
+        assert result.log_dir is not None
+        assert tmp_path / "logs" in result.log_dir.parents
+        assert session.run(lambda: 1).log_dir == result.log_dir
+    assert any("said" in path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+
+
+def test_a_timeout_is_that_of_each_job_and_costs_no_variable():
+    with nblaunch.Session(2, timeout=5) as session:
+        session.cell("held = rank")
+        for _ in range(2):
+            started = time.monotonic()
+            with pytest.raises(nblaunch.RunTimeoutError) as caught:
+                session.cell("import time\ntime.sleep(1000)")
+            assert time.monotonic() - started >= 5
+            assert caught.value.hang_report is not None
+            assert "time.sleep(1000)" in str(caught.value)
+        assert session.pull("held") == {"held": [0, 1]}
+        assert session.status().attempt == 0
+
+
+def test_a_session_cannot_be_opened_on_a_rank(session):
+    def job():
+        try:
+            nblaunch.Session(2)
+        except nblaunch.LaunchError as error:
+            return str(error)
+        return None
+
+    assert ["a rank cannot start ranks of its own" in said for said in session.run(job)] == [True] * size(
+        session
+    )
+
+
+def test_a_session_opened_and_closed_in_a_thread(eventually):
+    values: list[Any] = []
+
+    def work() -> None:
+        with nblaunch.Session(2) as session:
+            values.extend(session.run(lambda: 1).values)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert values == [1, 1]
+    eventually(lambda: not thread.is_alive(), "the thread has ended")
+
+
+def test_the_working_directory_is_that_of_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with nblaunch.Session(2) as session:
+        monkeypatch.undo()
+        assert session.cell("import os; os.getcwd()").values == [str(tmp_path)] * 2

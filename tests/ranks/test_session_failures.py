@@ -1,0 +1,733 @@
+"""Whatever happens to a job of a session: it ends, it says why, and the session goes on.
+
+A Python error, a deadlock or an interrupt costs no variable; the death of a rank costs all of them, and the
+result says so. The ways to come to grief are those of `test_chaos.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chaos import bound, on_ranks, usual, wait_for_the_others
+from lanes import full, sampled
+from sources import INTERRUPTER, must_not_grow, said_by
+from test_chaos import DEATHS, SIZES, fail, grow_a_tree
+
+import nblaunch
+from nblaunch.session.healing import Healing
+
+GONE = "the ranks were started anew: all of their variables are gone"
+REFORMED = (
+    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
+)
+SETTLED = 1.0
+"""Seconds that freeing stuck ranks, and forming their group again, may take on an idle machine."""
+
+MODEL = """
+import torch, torch.distributed as dist
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+trained = [0.0]
+"""
+
+
+def opened(nproc: int, **options: Any) -> nblaunch.Session:
+    """Open a session whose ranks hold something to lose."""
+    session = nblaunch.Session(nproc, **options)
+    session.cell("import sys; print(); print(file=sys.stderr)")  # it keeps these files open
+    session.cell(MODEL)
+    return session
+
+
+@pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
+def session(request):
+    """Give one session to all tests that cost no rank."""
+    usual(2)
+    with opened(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def open_session():
+    """Give `open_session(nproc, **options)`: sessions of the test's own."""
+    made: list[nblaunch.Session] = []
+
+    def make(nproc: int, **options: Any) -> nblaunch.Session:
+        made.append(opened(nproc, **options))
+        return made[-1]
+
+    usual(2)
+    yield make
+    for each in made:
+        each.close()
+
+
+def size(session: nblaunch.Session) -> int:
+    return session.status().world_size
+
+
+def nothing_is_lost(session: nblaunch.Session) -> None:
+    """Check that parameters are still there, that a collective is right, and that no rank was replaced."""
+    n = size(session)
+    result = session.cell(
+        "t = torch.tensor([rank]); dist.all_reduce(t); t.item(), model.weight.shape, trained"
+    )
+    assert [value[0] for value in result.values] == [sum(range(n))] * n
+    assert {tuple(value[1]) for value in result.values} == {(2, 4)}
+    assert all(value[2] for value in result.values)
+    assert result.warnings == ()
+    assert session.status().attempt == 0
+
+
+def works_with_empty_ranks(session: nblaunch.Session) -> None:
+    n = size(session)
+    result = session.cell(
+        "import torch, torch.distributed as dist\n"
+        "t = torch.tensor([rank]); dist.all_reduce(t); t.item(), 'model' in globals(), print('out')"
+    )
+    assert result.values == [(sum(range(n)), False, None)] * n
+    assert [each.stdout for each in result.ranks] == ["out\n"] * n
+    assert (result.ok, result.warnings, len(result.attempts)) == (True, (), 1)
+
+
+def failing(session: nblaunch.Session, job: Any, **keywords: Any) -> nblaunch.RunFailedError:
+    """Run a function, or a cell, that must fail, soon."""
+    started = time.monotonic()
+    run = session.cell if isinstance(job, str) else session.run
+    with pytest.raises(nblaunch.RunFailedError) as caught:
+        run(job, **keywords)
+    assert time.monotonic() - started < bound(2, SETTLED)
+    assert caught.value.result is not None
+    return caught.value
+
+
+# --- a Python error --------------------------------------------------------------------------------
+
+
+def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again(session):
+    for _ in range(3):
+        error = failing(session, "1 / 0")
+        assert str(error).startswith(
+            f"ranks 0-{size(session) - 1} of {size(session)} failed: ZeroDivisionError"
+        )
+        assert error.result.warnings == ()
+        assert [each.exitcode for each in error.result.ranks] == [1] * size(session)
+    nothing_is_lost(session)
+
+
+def test_an_error_on_one_rank_while_no_other_waits_costs_nothing(session):
+    error = failing(session, "if rank == 1: raise LookupError('nothing there')\n'a value'")
+    assert (error.root_cause.rank, error.root_cause.message) == (1, "nothing there")
+    assert error.result.values[0] == "a value"
+    assert error.result.warnings == ()
+    nothing_is_lost(session)
+
+
+def test_variables_bound_before_an_error_are_kept(session):
+    failing(session, "half = 'done'\nraise ValueError")
+    assert set(session.pull("half")["half"]) == {"done"}
+    nothing_is_lost(session)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_one_rank_raises_while_the_others_sit_in_all_reduce(session, which):
+    n = size(session)
+    rank = 0 if which == "first" else n - 1
+    error = failing(session, on_ranks({rank}, fail))
+    assert (error.root_cause.rank, error.root_cause.reason.partition(" (")[0]) == (
+        rank,
+        "LookupError: nothing there",
+    )
+    others = [each for each in error.result.ranks if each.rank != rank]
+    assert {str(each.state) for each in others} <= {"STOPPED", "FAILED"}
+    assert {each.failure.consequence_of for each in others if each.failure} <= {rank}
+    assert error.result.warnings == (REFORMED,)
+    nothing_is_lost(session)
+
+
+@pytest.mark.parametrize("code", [3, "text", True])
+def test_sys_exit_in_a_session_is_a_failure_and_no_end(session, code):
+    error = failing(session, on_ranks({1}, lambda: sys.exit(code)))
+    assert (error.root_cause.rank, error.root_cause.type) == (1, "builtins.SystemExit")
+    assert error.root_cause.exitcode == (3 if code == 3 else 1)
+    nothing_is_lost(session)
+
+
+def test_sys_exit_without_a_code_ends_the_job_of_a_rank_well(session):
+    assert session.run(on_ranks({1}, sys.exit, lambda: "kept")).values[:2] == ["kept", None]
+    assert set(session.cell("exit()").values) == {None}
+    nothing_is_lost(session)
+
+
+def test_a_rank_that_eats_all_its_memory_keeps_its_variables(session):
+    source = """
+    import psutil, resource
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + (256 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        eaten = bytearray(1 << 40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    """
+    error = failing(session, textwrap.dedent(source), ranks=[1])
+    assert error.root_cause.type == "builtins.MemoryError"
+    nothing_is_lost(session)
+
+
+# --- collectives that never end --------------------------------------------------------------------
+
+
+def test_a_mismatched_collective_is_named_and_costs_nothing(session):
+    source = """
+    if rank == 0:
+        dist.broadcast(torch.ones(2), src=0)
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))
+    """
+    options = nblaunch.LaunchOptions(timeout=2 + usual(2))
+    error = failing_cell(session, textwrap.dedent(source), options)
+    # Which of the two it is depends on who speaks first: gloo notices some mismatches itself.
+    if isinstance(error, nblaunch.RunTimeoutError):
+        assert "broadcast" in str(error)
+    assert error.result.warnings == (REFORMED,)
+    nothing_is_lost(session)
+
+
+def failing_cell(
+    session: nblaunch.Session, source: str, options: nblaunch.LaunchOptions
+) -> nblaunch.RunFailedError:
+    """Run a cell with options of its own, as the magic does."""
+    from nblaunch._protocol import CellJob
+
+    job = CellJob(source, "<session cell>", "session cell", first_line=1)
+    finished = session._live.prepared(job, source, {}, str, options=options)(None)
+    assert isinstance(finished.error, nblaunch.RunFailedError)
+    return finished.error
+
+
+def test_two_ranks_that_wait_for_each_other_are_freed_by_the_timeout(session):
+    source = "if rank < 2:\n    dist.recv(torch.ones(1), src=1 - rank)"
+    error = failing_cell(session, source, nblaunch.LaunchOptions(timeout=1))
+    assert isinstance(error, nblaunch.RunTimeoutError)
+    assert "[ranks 0-1] in recv, session cell, line 2" in str(error)
+    assert error.result.warnings[-1] == REFORMED
+    nothing_is_lost(session)
+
+
+def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
+    """The others are idle, and would never come."""
+    options = nblaunch.LaunchOptions(timeout=1)
+    source = "dist.all_reduce(torch.ones(1))"
+    from nblaunch._protocol import CellJob
+
+    job = CellJob(source, "<session cell>", "session cell", first_line=1)
+    finished = session._live.prepared(job, source, {}, str, ranks=[1], options=options)(None)
+    assert isinstance(finished.error, nblaunch.RunTimeoutError)
+    assert finished.result is not None
+    assert finished.result.warnings[-1] == REFORMED
+    nothing_is_lost(session)
+
+
+def test_a_group_of_the_users_own_is_gone_only_when_it_is_said_to_be(session):
+    session.cell("mine = dist.new_group([0, 1])")
+    use = "t = torch.ones(1)\nif rank < 2: dist.all_reduce(t, group=mine)\nt.item()"
+    assert session.cell(use).values[:2] == [2.0, 2.0]
+    assert failing(session, "1 / 0").result.warnings == ()
+    assert session.cell(use).values[:2] == [2.0, 2.0]
+    assert failing(session, on_ranks({0}, fail)).result.warnings == (REFORMED,)
+    failing(session, use)
+    session.cell("mine = dist.new_group([0, 1])")
+    assert session.cell(use).values[:2] == [2.0, 2.0]
+    nothing_is_lost(session)
+
+
+def test_a_group_that_the_user_has_made_anew_is_formed_again_too(session):
+    session.cell("dist.destroy_process_group(); dist.init_process_group('gloo')")
+    assert failing(session, on_ranks({0}, fail)).result.warnings == (REFORMED,)
+    nothing_is_lost(session)
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_many_heals_in_a_row(session, times):
+    session.cell("trained = [0]")
+    for number in range(times):
+        error = failing(
+            session, f"trained[0] = {number}\nif rank: raise ValueError({number})\ndist.barrier()"
+        )
+        assert error.result.warnings == (REFORMED,)
+        assert session.cell("dist.all_reduce(torch.ones(1)); trained").values == [[number]] * size(session)
+    nothing_is_lost(session)
+
+
+# --- interrupts ------------------------------------------------------------------------------------
+
+TRAIN = """
+import pathlib
+step = 0
+while True:
+    model.zero_grad()
+    model(torch.ones(8, 4) * rank).square().mean().backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.data -= 0.01 * parameter.grad
+    step += 1
+    trained = [step]
+    if step == 5:
+        (pathlib.Path(flags) / str(rank)).touch()
+"""
+
+
+def interrupted(session: nblaunch.Session, source: str, flags: Path, eventually: Any) -> KeyboardInterrupt:
+    """Interrupt a cell, as the stop button does, once all its ranks are at work."""
+    main = threading.main_thread().ident or 0
+
+    def stop() -> None:
+        eventually(lambda: len(list(flags.iterdir())) == size(session), "all ranks are at work", 30)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        session.cell(source, namespace={"flags": str(flags)})
+    thread.join()
+    return caught.value
+
+
+def test_an_interrupt_in_a_training_loop_keeps_the_model(session, tmp_path, eventually):
+    error = interrupted(session, TRAIN, tmp_path, eventually)
+    assert "the run was interrupted: " in str(error)
+    steps = session.pull("step")["step"]
+    assert min(steps) >= 5
+    assert max(steps) - min(steps) <= 1
+    weights = session.pull("model")["model"]
+    assert len(weights) == size(session)
+    nothing_is_lost(session)
+    # And once more, from where it stands.
+    for path in tmp_path.iterdir():
+        path.unlink()
+    interrupted(session, TRAIN, tmp_path, eventually)
+    nothing_is_lost(session)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "time.sleep(1000)",
+        "dist.barrier() if rank else time.sleep(1000)",
+        "dist.recv(torch.ones(1), src=1 - rank % 2)",
+    ],
+    ids=["sleep", "barrier", "recv"],
+)
+def test_an_interrupt_wherever_ranks_are_costs_nothing(session, tmp_path, eventually, body):
+    source = f"import pathlib, time\n(pathlib.Path(flags) / str(rank)).touch()\n{body}"
+    interrupted(session, source, tmp_path, eventually)
+    nothing_is_lost(session)
+
+
+@pytest.mark.parametrize(
+    "number", [*range(3), *[pytest.param(each, marks=pytest.mark.slow) for each in range(3, 20)]]
+)
+def test_an_interrupt_at_a_random_time(session, number):
+    """Also before the job has begun, and after it has ended: nothing is lost, and the session is not busy."""
+    moment = random.Random(number).uniform(0, 0.15)
+    timer = threading.Timer(moment, session.interrupt)
+    timer.start()
+    try:
+        for _ in range(100):
+            session.cell("trained = [1]; dist.barrier(); import time; time.sleep(0.001)")
+    except KeyboardInterrupt:
+        pass
+    timer.join()
+    nothing_is_lost(session)
+
+
+EVERY_LINE = (
+    INTERRUPTER
+    + """
+def run(interrupt=None):
+    return traced(lambda: session.cell("kept").values, interrupt)
+
+session = nblaunch.Session(2, grace=2)
+session.cell("kept = [rank]")
+run()
+file = sys.argv[4]
+counted = Interrupt(-1, file)
+run(counted)
+lines = range(1, counted.lines)
+for at in sorted(random.Random(int(sys.argv[1])).sample(lines, min(int(sys.argv[2]), len(lines)))):
+    interrupt = Interrupt(at, file)
+    started = time.monotonic()
+    try:
+        run(interrupt)
+    except KeyboardInterrupt:
+        pass
+    assert time.monotonic() - started < 3 + float(sys.argv[3]), ("took long", interrupt.where)
+    assert run() == [[0], [1]], interrupt.where
+    assert session.status().attempt == 0, interrupt.where
+session.close()
+print("done")
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "lines", "file"),
+    [
+        (0, 6, "/nblaunch/"),
+        full((0, 25, "/nblaunch/")),
+        full((0, 40, "/nblaunch/session/session.py")),
+        pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
+def test_an_interrupt_before_any_line_of_ours(seed, lines, file, tmp_path):
+    """In the notebook's own process, wherever its main thread may be."""
+    assert said_by(EVERY_LINE, tmp_path, seed, lines, 5, file) == "done\n"
+
+
+def test_an_interrupt_of_idle_ranks_does_nothing(session):
+    session.interrupt()
+    nothing_is_lost(session)
+
+
+def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period(open_session, tmp_path, eventually):
+    session = open_session(2, grace=0.5)
+    source = """
+    import pathlib, signal, time
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    (pathlib.Path(flags) / str(rank)).touch()
+    time.sleep(1000)
+    """
+    before = session.run(os.getpid).values
+    interrupted(session, textwrap.dedent(source), tmp_path, eventually)
+    eventually(lambda: not any(map(psutil.pid_exists, before)), "the old ranks are gone")
+    assert session.status().attempt == 1
+    works_with_empty_ranks(session)
+
+
+def test_a_second_interrupt_skips_the_grace_period(open_session, eventually):
+    session = open_session(2, grace=60)
+    source = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(1000)"
+    main = threading.main_thread().ident or 0
+
+    def stop() -> None:
+        eventually(lambda: "time.sleep(1000)" in str(session.stacks()), "all ranks are at work", 30)
+        for _ in range(2):
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        session.cell(source)
+    assert time.monotonic() - started < 30
+    thread.join()
+    works_with_empty_ranks(session)
+
+
+# --- ranks that die --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("death", sampled(DEATHS, 3))
+def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death):
+    action, exitcode, name, reason, _ = DEATHS[death]
+    session = open_session(2)
+    error = failing(session, on_ranks({1}, action))
+    root = error.root_cause
+    assert (root.rank, root.exitcode, root.signal) == (1, exitcode, name)
+    assert root.reason.startswith(reason)
+    assert root.last_output.endswith("rank 1 goes on")
+    assert error.result.warnings == (GONE,)
+    works_with_empty_ranks(session)
+
+
+@SIZES
+def test_a_job_for_some_ranks_right_after_a_death_is_for_those_alone(open_session, nproc):
+    """It is given while the new ranks are still being started."""
+    session = open_session(nproc)
+    failing(session, on_ranks({0}, lambda: os._exit(3)))
+    result = session.cell("print('here'); rank", ranks=[1])
+    assert (result.values, result.ranks.keys(), len(result.attempts)) == ([1], (1,), 1)
+    assert result.ranks[1].stdout == "here\n"
+    works_with_empty_ranks(session)
+
+
+def test_several_deaths_in_a_row(open_session):
+    session = open_session(2)
+    for number in range(3):
+        assert failing(session, on_ranks({1}, lambda: os._exit(7))).result.warnings == (GONE,)
+        assert session.status().attempt == number + 1
+        works_with_empty_ranks(session)
+
+
+def test_the_notebooks_variables_are_sent_to_the_new_ranks(open_session):
+    session = open_session(2)
+    there = {"given": [1]}
+    session.cell("given.append(2)", namespace=there)
+    failing(session, on_ranks({1}, lambda: os._exit(7)))
+    assert session.cell("given", namespace=there).values == [[1]] * 2
+
+
+@pytest.mark.parametrize("between", sampled(["nothing", "push", "pull"]))
+def test_a_death_between_two_jobs_is_told_with_the_next(open_session, eventually, between):
+    """That is, with the next whose result somebody sees."""
+    session = open_session(2)
+    os.kill(session.run(os.getpid)[1], signal.SIGKILL)
+    eventually(lambda: session.status().attempt == 1, "the agent has noticed")
+    match between:
+        case "push":
+            session.push({"pushed": 1})
+        case "pull":
+            with pytest.raises(nblaunch.NblaunchError, match="'model' is not defined"):
+                session.pull("model")
+    result = session.cell("rank")
+    assert result.values == [0, 1]
+    assert result.warnings[0].startswith("rank 1 was killed by SIGKILL")
+    assert result.warnings[-1] == GONE
+    works_with_empty_ranks(session)
+
+
+def test_an_idle_rank_that_dies_takes_the_job_of_the_others_along(open_session, eventually):
+    session = open_session(2)
+    idle = session.run(os.getpid)[1]
+    handle = session.submit(time.sleep, (1000,), ranks=[0])
+    eventually(lambda: session.status().ranks[0].state == "running", "rank 0 is at work")
+    os.kill(idle, signal.SIGKILL)
+    with pytest.raises(nblaunch.RunFailedError, match="rank 1 was killed by SIGKILL") as caught:
+        handle.result(30)
+    assert GONE in caught.value.result.warnings
+    works_with_empty_ranks(session)
+
+
+def test_a_stopped_rank_is_replaced_after_the_timeout(open_session):
+    session = open_session(2, timeout=1, grace=0.5)
+    with pytest.raises(nblaunch.RunTimeoutError, match=r"\[rank 1\]"):
+        session.run(on_ranks({1}, lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+    works_with_empty_ranks(session)
+
+
+def test_the_processes_of_a_rank_go_with_the_session(open_session, eventually):
+    session = open_session(2)
+    pids = [int(word) for word in session.run(lambda: grow_a_tree(8) and None).ranks[1].stdout.split()]
+    assert all(map(psutil.pid_exists, pids))
+    assert session.run(lambda: 1).ok, "they stay as long as the rank does"
+    session.close()
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), "the processes of a rank have gone with it")
+
+
+def test_the_processes_of_a_rank_go_with_the_rank(open_session, eventually):
+    session = open_session(2)
+    pids = [int(word) for word in session.run(lambda: grow_a_tree(8) and None).ranks[1].stdout.split()]
+    failing(session, on_ranks({1}, lambda: os._exit(7)))
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), "the processes of a rank have gone with it")
+    works_with_empty_ranks(session)
+
+
+# --- parts of nblaunch that break ------------------------------------------------------------------
+
+
+BREAK = """
+    import os, sys, time
+    import psutil
+    import nblaunch
+    from nblaunch.agent import forkserver
+    from nblaunch.agent.elastic import RankAgent
+    from nblaunch.session import hub
+
+    GONE = "the ranks were started anew: all of their variables are gone"
+
+    def said(use):
+        try:
+            return use()
+        except nblaunch.NblaunchError as error:
+            return f"{type(error).__name__}: {error}"
+
+    session = nblaunch.Session(2)
+    session.cell("kept = rank")
+    keeper = psutil.Process(forkserver.server.pid)
+    server = min(keeper.children(), key=lambda each: each.create_time())
+"""
+
+SURVIVES = """
+    victim.kill()
+    deadline = time.monotonic() + 60
+    while session.status().attempt == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    result = session.cell("rank, 'kept' in globals()")
+    assert result.values == [(0, False), (1, False)], result.values
+    assert GONE in result.warnings, result.warnings
+    result = session.cell("import torch.distributed as dist; dist.barrier(); print('out')")
+    assert (result.warnings, result.ranks[1].stdout) == ((), "out\\n")
+    session.close()
+    print("done")
+"""
+
+ENDS = """
+    handle = session.submit(time.sleep, (1000,))
+    {blow}
+    print(said(lambda: handle.result(30)))
+    print(said(lambda: session.cell("1")))
+    {repair}
+    with nblaunch.Session(2) as another:
+        print(another.run(int).values)
+"""
+
+
+@pytest.mark.parametrize("who", ["server", "keeper"])
+def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, who):
+    """In a program of its own: all sessions of a process share them."""
+    program = script(f"{textwrap.dedent(BREAK)}\nvictim = {who}\n{textwrap.dedent(SURVIVES)}")
+    assert (program.returncode, program.stdout) == (0, "done\n"), program.stderr
+
+
+@pytest.mark.parametrize(
+    ("blow", "repair", "said"),
+    [
+        (
+            "whole = RankAgent._monitor_workers; RankAgent._monitor_workers = lambda *_: 1 / 0",
+            "RankAgent._monitor_workers = whole",
+            "LaunchError: phase 'job' broke: ZeroDivisionError",
+        ),
+        (
+            "broken = hub.get(); broken.call(broken._socket.close)",
+            "",
+            "RunFailedError: the ranks can no longer be heard",
+        ),
+    ],
+    ids=["agent", "hub"],
+)
+def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(script, blow, repair, said):
+    program = script(textwrap.dedent(BREAK) + textwrap.dedent(ENDS.format(blow=blow, repair=repair)))
+    assert program.returncode == 0, program.stderr
+    first, *_, second, third = program.stdout.splitlines()
+    assert first.startswith(said)
+    assert second.startswith("LaunchError: session 'default' has ended")
+    assert third == "[0, 0]"
+
+
+def test_a_group_that_cannot_be_formed_again_is_replaced(open_session, monkeypatch):
+    session = open_session(2)
+    monkeypatch.setattr(Healing, "healed", lambda *_: None)  # as if a rank never came back
+    session._live.group.settings = session._live.group.settings.__class__(
+        **{**vars_of(session._live.group.settings), "grace": 0.2}
+    )
+    result = session.run(on_ranks({1}, fail), check=False)
+    monkeypatch.undo()
+    assert result.warnings[0] == "ranks did not come back within the grace period"
+    assert result.warnings[-1] == GONE
+    works_with_empty_ranks(session)
+
+
+def vars_of(settings: Any) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+
+# --- nothing grows ---------------------------------------------------------------------------------
+
+GROWTH = """
+    import gc, json, os, sys, threading, time
+    from pathlib import Path
+    import psutil
+    import torch
+    import nblaunch
+
+    def job(number):
+        print("some words of output", number)
+        return torch.ones(300_000)
+
+    session = nblaunch.Session(2)
+    pids = session.run(os.getpid).values
+    there = {"data": torch.ones(300_000), "number": 0}
+
+    def cells(times):
+        for number in range(times):
+            there["number"] = number
+            kind = number % 10
+            if kind == 0:
+                result = session.cell("raise ValueError(number)", namespace=there, check=False)
+                assert not result.ok
+            elif kind == 2:
+                session.push({"pushed": torch.ones(300_000) * number})
+            elif kind == 3:
+                session.pull("pushed")
+            elif kind == 4:
+                session.run(job, (number,), ranks=[number // 10 % 2])
+            elif kind == 5:
+                session.run(job, (number,))
+            elif kind == 6:
+                session.submit(job, (number,)).result(30)
+            elif kind == 7:
+                session.cell("from IPython.display import display; display(data.sum())", namespace=there)
+            else:
+                result = session.cell("x = number + rank; print(x); data * 2", namespace=there)
+                assert [each.stdout for each in result.ranks] == [f"{number}\\n", f"{number + 1}\\n"]
+
+    def processes():
+        return {str(each): psutil.Process(pid) for each, pid in enumerate([os.getpid(), *pids])}
+
+    def counted():
+        found = {name: [each.num_threads(), each.num_fds()] for name, each in processes().items()}
+        return {**found, "/dev/shm": len(list(Path("/dev/shm").iterdir()))}
+
+    def memory():
+        return {name: each.memory_full_info().uss for name, each in processes().items()}
+
+    warm_up, times, windows = map(int, sys.argv[1:])
+    cells(warm_up)
+    gc.collect()
+    before, used = counted(), [memory()]
+    for _ in range(windows):
+        cells(times)
+        gc.collect()
+        used.append(memory())
+    deadline = time.monotonic() + 10
+    while counted() != before and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    after = counted()
+    session.close()
+    print(json.dumps([before, after, used]))
+"""
+
+
+@pytest.mark.full
+def test_heals_let_nothing_grow_in_the_ranks(session):
+    def heal(times: int) -> list[tuple[int, int]]:
+        for _ in range(times):
+            failing(session, "if rank: raise ValueError\ndist.barrier()")
+        return [(each.num_threads(), each.num_fds()) for each in map(psutil.Process, session.run(os.getpid))]
+
+    before = heal(3)
+    assert heal(6) == before
+
+
+@pytest.mark.parametrize(
+    ("warm_up", "times", "windows"),
+    [full((100, 60, 5)), pytest.param(100, 300, 3, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=["400 cells", "1000 cells"],
+)
+def test_cells_in_one_session_let_nothing_grow(warm_up, times, windows, tmp_path):
+    before, after, used = json.loads(said_by(GROWTH, tmp_path, warm_up, times, windows))
+    assert after == before
+    must_not_grow(used)
+
+
+def test_what_the_others_do_meanwhile_is_a_collective(session):
+    """The jobs of these tests are what they say they are."""
+    assert session.run(wait_for_the_others).values == [float(size(session))] * size(session)

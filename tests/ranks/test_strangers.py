@@ -1,0 +1,48 @@
+"""Strangers at the socket of a run do it no harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import zmq
+
+import nblaunch
+from nblaunch.session import hub as hub_module
+
+
+def boom(path: str) -> None:
+    Path(path).touch()
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return boom, (str(self.path),)
+
+
+def test_a_run_is_unharmed_by_strangers_at_its_socket(tmp_path):
+    bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
+
+    def harass(address: str, group_like: list[str]) -> int:
+        context = zmq.Context()
+        for identity in ("stranger", *group_like):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, identity.encode())
+            socket.setsockopt(zmq.LINGER, 1000)
+            socket.connect(address)
+            for frames in ([b"garbage"], [bomb], [b""], [b"a", b"b", b"c"], [b"\x91" * 100_000]):
+                socket.send_multipart(frames)
+        context.destroy(linger=1000)
+        return os.getpid()
+
+    address = hub_module.get().address
+    result = nblaunch.run(harass, (address, ["a/0/0", "a/0/1"]), nproc=2)
+    assert [type(value) for value in result] == [int, int]
+    assert nblaunch.run(lambda: "still there", nproc=2).values == ["still there"] * 2
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,214 @@
+"""What a kernel sends to the page while a run goes on, and what stays in the notebook."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
+
+from nblaunch.view.header import Header
+
+HEADER = Header("cell", "gloo")
+
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+REPOSITORY = str(Path(__file__).parents[2])
+
+
+RUN = """
+import time
+from nblaunch._protocol import Payload, Printed, Returned, Started, Stream
+from nblaunch._state import RunState, advance
+from nblaunch.view.display import choose_view
+from nblaunch.view.header import Header
+
+def run(seconds, mode=None, ranks=2, pause=0.005):
+    view = choose_view(Header("cell", "gloo"), mode)
+    state = RunState.fresh(ranks)
+    view.open(state)
+    for rank in range(ranks):
+        state = advance(state, Started(rank=rank, time=0.0))
+    begin = time.monotonic()
+    while True:
+        for rank in range(ranks):
+            text = f"{time.monotonic() - begin:.3f}\\n"
+            state = advance(state, Printed(rank=rank, stream=Stream.STDOUT, text=text))
+        view.draw(state)
+        if time.monotonic() - begin >= seconds:
+            break
+        time.sleep(pause)
+    for rank in range(ranks):
+        state = advance(state, Printed(rank=rank, stream=Stream.STDOUT, text="the end\\n"))
+        state = advance(state, Returned(rank=rank, value=Payload(sizes=()), time=1.0, text="3.0"))
+    view.close(state)
+    assert not view._broken
+
+def comms():
+    import comm
+    return len(comm.get_comm_manager().comms)
+"""
+
+
+class Kernel:
+    """A real ipykernel; `execute` returns what it says until it is idle again."""
+
+    def __init__(self):
+        self.manager = KernelManager()
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+        self.execute(RUN)
+
+    def execute(self, code):
+        identifier = self.client.execute(code)
+        messages: list[tuple[str, dict[str, Any]]] = []
+        while True:
+            message = self.client.get_iopub_msg(timeout=60)
+            if message["parent_header"].get("msg_id") != identifier:
+                continue
+            kind, content = message["msg_type"], message["content"]
+            assert kind != "error", "\n".join(content.get("traceback", ()))
+            if kind == "status" and content["execution_state"] == "idle":
+                return messages
+            if kind not in ("status", "execute_input"):
+                messages.append((kind, content))
+
+    def close(self):
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    started = Kernel()
+    yield started
+    started.close()
+
+
+def kinds(messages):
+    return [kind for kind, _ in messages]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("mode", "types"), [("html", {"text/html", "text/plain"}), ("text", {"text/plain"})])
+@pytest.mark.parametrize("seconds", [0, 0.4])
+def test_under_html_and_text_a_run_makes_exactly_one_display(kernel, mode, types, seconds):
+    ((kind, content),) = kernel.execute(f"run({seconds}, {mode!r})")
+    assert kind == "display_data"
+    assert set(content["data"]) == types
+
+
+@pytest.mark.oldest
+def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
+    ((kind, content),) = kernel.execute("run(0)")
+    assert kind == "display_data"
+    assert set(content["data"]) == {"text/html", "text/plain"}
+    assert "the end" in content["data"]["text/html"]
+
+
+@pytest.mark.oldest
+def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
+    messages = kernel.execute("run(2.0)")
+    ((shown),) = [content for kind, content in messages if kind == "display_data"]
+    assert set(shown["data"]) == {WIDGET, "text/html", "text/plain"}
+    ((updated),) = [content for kind, content in messages if kind == "update_display_data"]
+    assert set(updated["data"]) == {"text/html", "text/plain"}
+    assert updated["transient"] == shown["transient"]
+    assert "the end" in updated["data"]["text/html"]
+    last_of = {kind: index for index, kind in enumerate(kinds(messages))}
+    # The last message empties what programs that run notebooks would save of the closed panel.
+    assert last_of["update_display_data"] < last_of["comm_msg"] < last_of["comm_close"]
+
+
+@pytest.mark.oldest
+def test_a_panel_leaves_no_comm_open(kernel):
+    messages = kernel.execute("run(0.4)")
+    opened = {content["comm_id"] for kind, content in messages if kind == "comm_open"}
+    closed = {content["comm_id"] for kind, content in messages if kind == "comm_close"}
+    assert opened == closed
+    assert opened
+    assert kernel.execute("print(comms())") == [("stream", {"name": "stdout", "text": "0\n"})]
+
+
+@pytest.mark.oldest
+def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
+    messages = kernel.execute("run(1.0, ranks=64)")
+    *updates, emptied = [content["data"] for kind, content in messages if kind == "comm_msg"]
+    assert emptied["state"] == {"whole": {}, "delta": {}}
+    deltas = [update for update in updates if "delta" in update["state"]]
+    assert len(updates) - len(deltas) == 1, "nobody was heard, so everything is told once more"
+    assert 3 <= len(deltas) <= 9
+    assert all(set(delta["state"]) == {"delta"} for delta in deltas)
+    assert all(len(delta["state"]["delta"]["output"]["tails"]) == 64 for delta in deltas)
+    assert all(delta["state"]["delta"]["ranks"] is None for delta in deltas), "more output is no other state"
+
+
+@pytest.mark.oldest
+def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
+    code = """
+from nblaunch.view.drawing import Drawing
+from nblaunch.view.widget import Panel
+drawing, state = Drawing(Header("cell", "gloo"), 0.0), RunState.fresh(2)
+panel = Panel(drawing, lambda: 7.0)
+panel.show(drawing.changes(state, 1.0))
+for message in (Started(rank=1, time=0.0), Printed(rank=1, stream=Stream.STDOUT, text="hello")):
+    state = advance(state, message)
+panel.show(drawing.changes(state, 2.0))
+whole, delta = panel.get_state()["whole"], panel.get_state()["delta"]
+print(sorted(whole["rows"]), whole["rows"]["1"]["state"], whole["header"]["state"], whole["age"])
+print(list(delta["ranks"]["rows"]), whole["sequence"] == delta["sequence"], whole["output"]["pieces"])
+panel.close()
+"""
+    said = [content["text"] for kind, content in kernel.execute(code) if kind == "stream"]
+    assert "".join(said) == "['0', '1'] RUNNING RUNNING 7.0\n['1'] True ['hello']\n"
+
+
+@pytest.mark.oldest
+def test_a_panel_that_cannot_be_made_costs_neither_the_run_nor_its_end(kernel):
+    code = """
+import nblaunch.view.widget as widget
+kept, widget.Panel = widget.Panel, None
+try:
+    view = choose_view(Header("cell", "gloo"))
+    state = RunState.fresh(1)
+    view.open(state)
+    time.sleep(0.2)
+    view.draw(state)
+    view.draw(state)
+    view.close(advance(state, Returned(rank=0, value=Payload(sizes=()), time=1.0, text="3.0")))
+finally:
+    widget.Panel = kept
+"""
+    ((kind, content),) = kernel.execute(code)
+    assert kind == "display_data"
+    assert content["data"]["text/plain"] == "rank 0: 3.0"
+
+
+@pytest.mark.oldest
+def test_a_saved_notebook_holds_static_html_and_no_widget(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", REPOSITORY)
+    saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
+    NotebookClient(saved, timeout=60, store_widget_state=False).execute()
+    (output,) = saved.cells[0].outputs
+    assert output["output_type"] == "display_data"
+    assert set(output["data"]) == {"text/html", "text/plain"}
+    assert "the end" in output["data"]["text/html"]
+    assert "widgets" not in saved.metadata
+
+
+@pytest.mark.oldest
+def test_the_environment_variable_chooses_in_a_kernel_too(kernel):
+    kernel.execute("import os; os.environ['NBLAUNCH_DISPLAY'] = 'text'")
+    try:
+        ((_, content),) = kernel.execute("run(0.3)")
+    finally:
+        kernel.execute("del os.environ['NBLAUNCH_DISPLAY']")
+    assert set(content["data"]) == {"text/plain"}

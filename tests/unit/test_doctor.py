@@ -1,0 +1,620 @@
+"""The doctor names what would make runs fail here, says what to do, and cannot fail itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import nblaunch
+from nblaunch.agent import runtime
+from nblaunch.diagnose import (
+    _checks_gpu,
+    _checks_limits,
+    _checks_notebook,
+    _checks_storage,
+    _checks_system,
+    _checks_torch,
+)
+from nblaunch.diagnose.doctor import CHECKS, Check, examine
+from nblaunch.diagnose.report import DoctorReport, Level, ok, problem, warning
+
+ROOT = Path(__file__).parents[2]
+BOUND = 5.0
+MIB = 1 << 20
+GIB = 1 << 30
+
+# How long these take depends on what else the machine does: in time, or "no answer within ...".
+TIMED = {"torch", "NCCL", "GPU", "fork server"}
+
+
+def only(findings):
+    """Return the one finding of a check."""
+    (finding,) = findings
+    return finding
+
+
+class UnprintableError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+# --- the whole ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x\ny"), SystemExit(3), KeyboardInterrupt(), UnprintableError()]
+)
+def test_it_never_raises_even_if_every_check_does(error):
+    def fail():
+        raise error
+
+    report = examine([Check(each.name, fail) for each in CHECKS])
+    assert [each.name for each in report.findings] == [each.name for each in CHECKS]
+    for each in report.findings:
+        assert each.level is Level.WARNING
+        assert each.summary.startswith(f"could not be checked: {type(error).__name__}")
+        assert "\n" not in each.summary
+
+
+def test_it_never_raises_even_if_a_check_breaks_half_way():
+    def half():
+        yield ok("half", "one")
+        raise ValueError
+
+    assert only(examine([Check("half", half)]).findings).level is Level.WARNING
+
+
+def test_checks_that_hang_cost_their_time_once_and_not_the_other_findings():
+    free = threading.Event()
+
+    def hang():
+        free.wait()
+        return []
+
+    hanging = [Check(f"stuck {number}", hang, seconds=0.2, if_stuck="Wait.") for number in range(5)]
+    try:
+        report = examine([*hanging, Check("fine", lambda: [ok("fine", "so")])])
+    finally:
+        free.set()
+    assert report.seconds < 1
+    assert [each.level for each in report.findings] == [*[Level.WARNING] * 5, Level.OK]
+    assert report.findings[0].summary == "no answer within 0.2 s; a thread goes on waiting for it"
+    assert report.findings[0].advice == "Wait."
+
+
+def test_a_process_that_may_start_no_thread_is_looked_at_all_the_same(monkeypatch):
+    def refuse(_self):
+        msg = "can't start new thread"
+        raise RuntimeError(msg)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert only(examine([Check("fine", lambda: [ok("fine", "so")])]).findings).summary == "so"
+
+
+def test_every_check_ends_before_the_whole_must():
+    assert max(each.seconds for each in CHECKS) < BOUND
+    assert len({each.name for each in CHECKS}) == len(CHECKS)
+
+
+# --- the three doors ------------------------------------------------------------------------------------
+
+
+# --- CUDA stays as it is --------------------------------------------------------------------------------
+
+
+# --- GPUs, as `nvidia-smi` tells of them ----------------------------------------------------------------
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Give `nvidia_smi(gpus, processes=..., peers=..., header=..., code=...)`: a driver that answers so."""
+
+    def install(gpus="", *, processes="", peers="", header="", code=0):
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "nvidia-smi"
+        answers = {"--query-gpu*": gpus, "--query-compute*": processes, "topo*": peers, "*": header}
+        cases = "".join(f"{pattern}) cat <<END\n{text}\nEND\n;;\n" for pattern, text in answers.items())
+        program.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}esac\nexit {code}\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return program
+
+    return install
+
+
+@pytest.fixture
+def made_for_cuda(monkeypatch):
+    """Let this torch pass for one that was made for CUDA."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+TWO = "0, GPU-a, NVIDIA L4, 23034, 22000\n1, GPU-b, NVIDIA L4, 23034, 22000"
+PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok"
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_gpus_are_listed_with_their_free_memory_and_peers(nvidia_smi):
+    nvidia_smi(TWO, peers=PEERS.format("OK"), header="Driver Version: 560.1  CUDA Version: 12.6")
+    assert list(_checks_gpu.gpus()) == [
+        ok("GPU 0", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
+        ok("GPU 1", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
+        ok("peer-to-peer", "1 of 1 pairs of GPUs can read each other's memory"),
+    ]
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_what_this_very_kernel_holds_on_a_gpu_is_told_from_what_others_hold(nvidia_smi):
+    # The shell's $PPID is this process, as a real driver's list has it.
+    nvidia_smi(
+        "0, GPU-a, NVIDIA L4, 23034, 13000\n1, GPU-b, NVIDIA L4, 23034, 1000",
+        processes="GPU-a, $PPID, 9000\nGPU-a, 1, 400\nGPU-b, 1, 22000",
+    )
+    mine, theirs, _ = _checks_gpu.gpus()
+    assert mine.level is Level.WARNING
+    assert "8.8 GiB held by this kernel" in mine.summary
+    assert "torch.cuda.empty_cache()" in mine.advice
+    assert theirs.level is Level.WARNING
+    assert "nothing held by this kernel" in theirs.summary
+    assert "Other processes" in theirs.advice
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_where_the_driver_names_no_processes_torch_tells_what_it_holds(nvidia_smi, monkeypatch):
+    """As in a container, whose process ids the driver does not know."""
+    import torch
+
+    nvidia_smi("0, GPU-a, NVIDIA L4, 23034, 13000")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9 * GIB)
+    assert "9.0 GiB held by this kernel" in only(_checks_gpu.gpus()).summary
+    assert "which ranks do not mind" in only(_checks_torch.build()).summary
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
+    nvidia_smi(TWO, peers=PEERS.format("CNS"))
+    *_, peers = _checks_gpu.gpus()
+    assert peers.level is Level.WARNING
+    assert peers.summary == "1 of 1 pairs of GPUs cannot read each other's memory: 0-1"
+    assert "NCCL_P2P_DISABLE=1" in peers.advice
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_a_driver_older_than_torchs_cuda_is_a_problem(nvidia_smi):
+    nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000", header="| Driver Version: 470.1  CUDA Version: 11.4 |")
+    found = next(iter(_checks_gpu.gpus()))
+    assert found.level is Level.PROBLEM
+    assert found.summary == "the driver knows CUDA up to 11.4; torch was made for CUDA 12.6"
+
+
+def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
+    import torch
+
+    nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "made for the CPU" in next(iter(_checks_gpu.gpus())).summary
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = next(iter(_checks_gpu.gpus()))
+    assert found.level is Level.WARNING
+    assert "hidden by CUDA_VISIBLE_DEVICES=''" in found.summary
+
+
+@pytest.mark.usefixtures("made_for_cuda")
+def test_a_driver_that_tells_no_memory_is_no_problem(nvidia_smi):
+    nvidia_smi("0, GPU-a, NVIDIA A100, [N/A], [N/A]")
+    assert only(_checks_gpu.gpus()).level is Level.OK
+
+
+def test_a_driver_that_fails_is_a_problem_in_its_own_words(nvidia_smi):
+    nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", code=18)
+    found = only(_checks_gpu.gpus())
+    assert found.level is Level.PROBLEM
+    assert "Driver/library version mismatch" in found.summary
+    nvidia_smi("No devices were found", code=6)
+    assert only(_checks_gpu.gpus()).level is Level.OK
+
+
+def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvidia_smi):
+    nvidia_smi().write_text("#!/bin/sh\nexec sleep 60\n")
+    started = time.monotonic()
+    found = only(_checks_gpu.gpus())
+    assert time.monotonic() - started < BOUND
+    assert found.level is Level.WARNING
+    assert found.summary == "nvidia-smi gave no answer within 3.5 s"
+
+
+# --- torch and versions ---------------------------------------------------------------------------------
+
+
+def test_a_torch_without_gloo_or_distributed_is_a_problem(monkeypatch):
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
+    assert only(_checks_torch.build()).level is Level.PROBLEM
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    assert "without torch.distributed" in only(_checks_torch.build()).summary
+
+
+def test_variables_that_slow_nccl_down_are_named(monkeypatch):
+    import torch
+    import torch.distributed as dist
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    assert only(_checks_torch.nccl()) == ok("NCCL", "2.27.3")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    found = only(_checks_torch.nccl())
+    assert found.level is Level.WARNING
+    assert found.summary == "2.27.3, NCCL_P2P_DISABLE=1"
+
+
+def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
+    needed = ["msgspec>=99.0", "no-such-package>=1.2", "pytest>=99; extra == 'test'"]
+    monkeypatch.setattr(metadata, "requires", lambda _: needed)
+    old, missing = _checks_notebook.versions()
+    assert old.level is missing.level is Level.PROBLEM
+    assert old.summary.startswith("msgspec ")
+    assert old.summary.endswith("is installed, and nblaunch needs 99.0 or later")
+    assert missing.advice == "pip install 'no-such-package>=1.2'"
+
+
+def test_what_was_installed_after_it_was_loaded_is_named(monkeypatch):
+    import zmq
+
+    monkeypatch.setattr(zmq, "__version__", "1.0")
+    found = only(_checks_notebook.versions())
+    assert found.level is Level.WARNING
+    assert found.summary.startswith("pyzmq 1.0 is loaded here, and ")
+    assert "Restart the kernel" in found.advice
+
+
+def test_without_a_package_there_is_nothing_to_compare(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", missing)
+    assert "not installed as a package" in only(_checks_notebook.versions()).summary
+
+
+# --- ranks: the fork server and what they need ----------------------------------------------------------
+
+
+def test_without_memory_files_payloads_take_another_way(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    found = only(_checks_system.hand_over())
+    assert found.level is Level.WARNING
+    assert "below TMPDIR" in found.advice
+
+
+def test_without_pidfd_nothing_runs(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    assert only(_checks_system.process_control()).level is Level.PROBLEM
+
+
+def test_a_sandbox_that_refuses_prctl_is_a_warning(monkeypatch):
+    monkeypatch.setattr(_checks_system, "_CHILD", _checks_system._CHILD.replace("36, 1", "-1, 1"))
+    found = only(_checks_system.process_control())
+    assert found.level is Level.WARNING
+    assert found.summary == "prctl refuses: subreaper"
+
+
+def test_the_environment_of_a_rank_is_a_warning(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    found = only(_checks_system.this_process())
+    assert found.level is Level.WARNING
+    assert "(RANK)" in found.summary
+
+
+# --- network --------------------------------------------------------------------------------------------
+
+
+def test_a_resolver_that_hangs_does_not_hang_the_doctor(monkeypatch):
+    asked, free = threading.Event(), threading.Event()
+
+    def hang(*_):
+        asked.set()
+        free.wait()
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        report = nblaunch.doctor()
+    finally:
+        free.set()
+    assert asked.is_set()
+    assert report.seconds < BOUND
+    found = only(each for each in report.findings if each.name == "hostname")
+    assert found.level is Level.WARNING
+    assert found.summary == "no answer within 2 s; a thread goes on waiting for it"
+    assert "/etc/hosts" in found.advice
+
+
+def test_a_hostname_that_does_not_resolve_is_a_warning_with_the_line_to_add(monkeypatch):
+    def refuse(*_):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    found = only(_checks_system.hostname())
+    assert found.level is Level.WARNING
+    assert "`127.0.1.1 box`" in found.advice
+
+
+def test_a_loopback_interface_that_is_down_is_a_problem(monkeypatch):
+    monkeypatch.setattr(_checks_system, "_LOOPBACK", "192.0.2.1")  # reserved for documentation: nobody's
+    assert only(_checks_system.loopback()).level is Level.PROBLEM
+
+
+# --- disks and memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "level", "words"),
+    [
+        (8 * GIB, 8 * GIB, "ok", ""),
+        (64 * MIB, 64 * MIB, "warning", "--shm-size=8g"),
+        (64 * MIB, 1 * MIB, "problem", "--shm-size=8g"),
+        (8 * GIB, 100 * MIB, "warning", "Remove what dead processes"),
+    ],
+)
+def test_shared_memory_that_is_small_or_full_is_named(monkeypatch, total, free, level, words):
+    state = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: state)
+    found = only(_checks_storage.shared_memory())
+    assert found.level == level
+    assert words in found.advice
+
+
+def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
+    monkeypatch.setattr(_checks_storage, "_SHARED", "/dev/no-such-directory")
+    assert only(_checks_storage.shared_memory()).level is Level.PROBLEM
+
+
+def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
+    for free, level in ((1 * MIB, Level.PROBLEM), (500 * MIB, Level.WARNING), (50 * GIB, Level.OK)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert only(_checks_storage.temporary_directory()).level is level
+
+
+def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "_root", None)
+    monkeypatch.setattr(runtime, "_candidates", lambda: [str(tmp_path / "gone")])
+    found = only(_checks_storage.temporary_directory())
+    assert found.level is Level.PROBLEM
+    assert "No such file or directory" in found.summary
+
+
+def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.setattr(runtime, "root", lambda: tmp_path / ("y" * 120))
+    (tmp_path / ("y" * 120)).mkdir()
+    found = only(_checks_storage.temporary_directory())
+    assert found.level is Level.PROBLEM
+    assert "unix socket" in found.summary
+
+
+def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not():
+    list(_checks_system.fork_server())
+    dead = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
+    bound = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
+    young = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
+    others = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
+    others.chmod(0o755)
+    an_hour_ago = time.time() - 3600
+    try:
+        with socket.socket(socket.AF_UNIX) as hub:
+            hub.bind(str(bound / "hub"))
+            for each in (dead, bound, others, runtime.root()):
+                os.utime(each, (an_hour_ago, an_hour_ago))
+            found = only(_checks_storage.leftovers())
+    finally:
+        for each in (dead, bound, young, others):
+            shutil.rmtree(each)
+    assert found.level is Level.WARNING
+    assert found.summary == f"1 directory of dead kernels: {dead}"
+    assert only(_checks_storage.leftovers()).level is Level.OK
+
+
+def cgroup(tmp_path, own, **files):
+    """Make the files of a cgroup file system; `_` in a name is a `.` in the file's."""
+    root, proc = tmp_path / "cgroup", tmp_path / "own"
+    proc.write_text(own)
+    for name, content in files.items():
+        path = root / name.replace("__", "/").replace("memory_", "memory.").replace("pids_", "pids.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+    real = _checks_limits.cgroups
+    return lambda controller: list(real(controller, root=root, own=proc))
+
+
+def test_the_tightest_memory_limit_above_this_process_counts_in_version_2(monkeypatch, tmp_path):
+    found = cgroup(
+        tmp_path,
+        "0::/pod/box\n",
+        pod__memory_max=2 * GIB,
+        pod__memory_current=GIB,
+        pod__memory_stat="anon 5\ninactive_file 1048576",
+        pod__box__memory_max="max",
+        pod__box__memory_current=GIB,
+        memory_max="max",
+    )
+    monkeypatch.setattr(_checks_limits, "cgroups", found)
+    assert _checks_limits.container_memory() == (2 * GIB, GIB + MIB)
+
+
+def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monkeypatch, tmp_path):
+    found = cgroup(
+        tmp_path,
+        "4:memory:/docker/0123\n1:cpu,cpuacct:/docker/0123\n0::/\n",
+        memory__memory_limit_in_bytes=GIB,
+        memory__memory_usage_in_bytes=900 * MIB,
+    )
+    monkeypatch.setattr(_checks_limits, "cgroups", found)
+    assert _checks_limits.container_memory() == (GIB, 124 * MIB)
+    report = only(_checks_limits.memory())
+    assert report.level is Level.PROBLEM
+    assert "the container may use 1.0 GiB, of which 124 MiB are left" in report.summary
+    assert "--memory" in report.advice
+
+
+def test_no_limit_is_none_in_either_version(monkeypatch, tmp_path):
+    found = cgroup(
+        tmp_path,
+        "4:memory:/\n0::/\n",
+        memory__memory_limit_in_bytes=9223372036854771712,
+        memory__memory_usage_in_bytes=GIB,
+        memory_max="max",
+    )
+    monkeypatch.setattr(_checks_limits, "cgroups", found)
+    assert _checks_limits.container_memory() is None
+    monkeypatch.setattr(_checks_limits, "cgroups", lambda _: [])
+    assert _checks_limits.container_memory() is None
+
+
+@pytest.mark.parametrize(("limit", "level"), [(105, "problem"), (200, "warning"), (9999, "ok")])
+def test_the_containers_limit_on_processes_is_named(monkeypatch, tmp_path, limit, level):
+    found = cgroup(tmp_path, "0::/\n", pids_max=limit, pids_current=80)
+    monkeypatch.setattr(_checks_limits, "cgroups", found)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    report = only(_checks_limits.processes())
+    assert report.level == level
+    assert f"80 of {limit} processes and threads in use by the container" in report.summary
+
+
+def test_the_users_limit_on_processes_is_named_unless_it_is_root(monkeypatch):
+    monkeypatch.setattr(_checks_limits, "cgroups", lambda _: [])
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    report = only(_checks_limits.processes())
+    assert report.level is Level.PROBLEM
+    assert "ulimit -u" in report.advice
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert only(_checks_limits.processes()).level is Level.OK
+
+
+def test_more_threads_than_cpus_are_a_warning(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for value, level in (("1", Level.OK), ("4", Level.OK), ("5", Level.WARNING), ("4,2", Level.OK)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert only(_checks_limits.threads()).level is level
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert "on 1 of 8 CPUs" in only(_checks_limits.threads()).summary
+
+
+# --- the notebook ---------------------------------------------------------------------------------------
+
+
+def test_the_ways_to_show_a_run_are_those_of_the_view():
+    from nblaunch.view import display
+
+    assert _checks_notebook.DISPLAY_VARIABLE == display.MODE_VARIABLE
+    assert _checks_notebook.DISPLAY_MODES == display.MODES
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"), [("widgets", "Set it to widget."), ("?", "Set it to one of them")]
+)
+def test_a_way_to_show_runs_that_is_not_there_is_a_problem(monkeypatch, value, advice):
+    monkeypatch.setenv("NBLAUNCH_DISPLAY", value)
+    found = only(_checks_notebook.front_end())
+    assert found.level is Level.PROBLEM
+    assert found.advice.startswith(advice)
+
+
+def test_each_front_end_is_told_what_it_will_show(monkeypatch):
+    def found(shell, mode=""):
+        monkeypatch.setenv("NBLAUNCH_DISPLAY", mode)
+        monkeypatch.setattr(_checks_notebook, "_shell", lambda: shell)
+        return only(_checks_notebook.front_end())
+
+    kernel = SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
+    assert found(None).summary.startswith("plain Python")
+    assert found(SimpleNamespace()).summary.startswith("IPython in a terminal")
+    assert found(kernel).summary.startswith("a live panel: ipykernel ")
+    assert found(kernel, "html").summary.endswith("(NBLAUNCH_DISPLAY=html)")
+    assert found(SimpleNamespace(kernel=object())).level is Level.WARNING
+
+
+def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
+    monkeypatch.setattr(
+        _checks_notebook, "_shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
+    )
+    monkeypatch.delenv("NBLAUNCH_DISPLAY", raising=False)
+    monkeypatch.setattr(
+        _checks_notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0"
+    )
+    found = only(_checks_notebook.front_end())
+    assert found.level is Level.PROBLEM
+    assert found.advice.endswith("pip install ipywidgets")
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [("7.4.0", True), ("8.0", True), ("7.3.1", False), ("6.29", False)]
+)
+def test_clicks_that_wait_for_the_cell_are_told_of(monkeypatch, version, told):
+    monkeypatch.setattr(_checks_notebook, "_installed", lambda _: version)
+    assert ("a click in a widget waits" in _checks_notebook._widgets("notebook").advice) is told
+
+
+# --- the report -----------------------------------------------------------------------------------------
+
+REPORT = DoctorReport(
+    (
+        ok("torch", "2.13.0"),
+        warning("shared", "64 MiB free of 64 MiB", "Start it with <more> & --shm-size."),
+        problem("network", "no\n  loopback", "Bring up lo."),
+    ),
+    seconds=0.5,
+)
+
+
+def test_a_report_is_a_line_for_each_finding_in_columns():
+    assert str(REPORT).splitlines() == [
+        "nblaunch doctor: 1 problem, 1 warning",
+        "ok       torch    2.13.0",
+        "warning  shared   64 MiB free of 64 MiB",
+        "                  -> Start it with <more> & --shm-size.",
+        "problem  network  no loopback",
+        "                  -> Bring up lo.",
+    ]
+    assert repr(REPORT) == str(REPORT)
+
+
+def test_a_report_is_ok_if_there_are_only_warnings():
+    assert not REPORT.ok
+    assert [each.name for each in REPORT.problems] == ["network"]
+    assert [each.name for each in REPORT.warnings] == ["shared"]
+    assert DoctorReport(REPORT.findings[:2]).ok
+    assert DoctorReport(()).ok
+
+
+def test_a_report_in_a_notebook_is_a_table_without_script_or_style_sheet():
+    page = REPORT._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "&lt;more&gt; &amp; --shm-size" in page
+    assert not re.search(r"<script|<style|on\w+=|class=", page)
+    for word in ("ok", "warning", "problem"):
+        assert f">{word}</span>" in page
+
+
+def test_a_finding_is_one_line_of_bounded_length():
+    finding = problem("torch", "x\n" * 10_000)
+    assert "\n" not in finding.summary
+    assert len(finding.summary) == 300

@@ -1,0 +1,782 @@
+"""What the options of a launch promise, through both doors: the line of a magic and keywords."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import os
+import pickle
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nblaunch._errors import OptionError
+from nblaunch._option_kinds import LONGEST_SECONDS, Variables
+from nblaunch._option_row import nearest
+from nblaunch._options import (
+    MOST_RANKS_PER_NODE,
+    OPTIONS,
+    LaunchOptions,
+    options_help,
+    options_table,
+    parse_line,
+)
+from nblaunch.magic.line import option_completions
+
+DEFAULTS = {
+    "nproc_per_node": "auto",
+    "backend": "auto",
+    "init_process_group": True,
+    "out": None,
+    "session": None,
+    "fresh": False,
+    "background": False,
+    "export": None,
+    "ranks": None,
+    "env": {},
+    "timeout": None,
+    "grace": 5.0,
+    "hang_after": None,
+    "max_restarts": 0,
+    "monitor_interval": 0.02,
+    "role": "rank",
+    "log_dir": None,
+    "shutdown_timeout": 5,
+    "standalone": True,
+    "nnodes": "1",
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": "",
+    "rdzv_id": None,
+    "rdzv_conf": "",
+    "node_rank": 0,
+    "master_addr": None,
+    "master_port": None,
+    "local_addr": None,
+    "start_method": "forkserver",
+    "numa_binding": None,
+    "virtual_local_rank": False,
+    "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "event_log_handler": "null",
+    "redirects": "0",
+    "tee": "0",
+    "local_ranks_filter": None,
+    "logs_specs": None,
+    "duplicate_stdout_filters": (),
+    "duplicate_stderr_filters": (),
+    "module": False,
+    "no_python": False,
+    "run_path": False,
+    "pull": (),
+}
+
+# name: (text on a line or in a variable, the value it means, another text, its value)
+SAMPLES: dict[str, tuple[str, object, str, object]] = {
+    "nproc_per_node": ("4", 4, "gpu", "gpu"),
+    "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+    "init_process_group": ("true", False, "false", True),
+    "out": ("results", "results", "other", "other"),
+    "session": ("small", "small", "other", "other"),
+    "fresh": ("true", True, "false", False),
+    "background": ("true", True, "false", False),
+    "export": ("train.py", "train.py", "runs/go.py", "runs/go.py"),
+    "ranks": ("0,2-4", (0, 2, 3, 4), "1", (1,)),
+    "env": ("A=1", {"A": "1"}, "A=2", {"A": "2"}),
+    "timeout": ("60", 60.0, "1.5", 1.5),
+    "grace": ("0", 0.0, "2", 2.0),
+    "hang_after": ("30", 30.0, "0.5", 0.5),
+    "max_restarts": ("3", 3, "0", 0),
+    "monitor_interval": ("0.5", 0.5, "1", 1.0),
+    "role": ("trainer", "trainer", "worker", "worker"),
+    "log_dir": ("runs", "runs", "logs", "logs"),
+    "shutdown_timeout": ("30", 30, "1", 1),
+    "standalone": ("0", False, "1", True),
+    "nnodes": ("2", "2", "1:4", "1:4"),
+    "rdzv_backend": ("static", "static", "etcd-v2", "etcd-v2"),
+    "rdzv_endpoint": ("node0:29400", "node0:29400", "[::1]:0", "[::1]:0"),
+    "rdzv_id": ("job7", "job7", "8", "8"),
+    "rdzv_conf": ("join_timeout=60,read_timeout=7", "join_timeout=60,read_timeout=7", "a=b", "a=b"),
+    "node_rank": ("1", 1, "0", 0),
+    "master_addr": ("node0", "node0", "::1", "::1"),
+    "master_port": ("29500", 29500, "0", 0),
+    "local_addr": ("10.0.0.2", "10.0.0.2", "node-1.cluster", "node-1.cluster"),
+    "start_method": ("spawn", "spawn", "fork", "fork"),
+    "numa_binding": ("node", "node", "core-complex", "core-complex"),
+    "virtual_local_rank": ("1", True, "0", False),
+    "signals_to_handle": ("SIGTERM", "SIGTERM", "SIGTERM,SIGUSR1", "SIGTERM,SIGUSR1"),
+    "event_log_handler": ("console", "console", "null", "null"),
+    "redirects": ("3", "3", "0:1,1:2", "0:1,1:2"),
+    "tee": ("1", "1", "1:3", "1:3"),
+    "local_ranks_filter": ("0,2", (0, 2), "1", (1,)),
+    "logs_specs": ("default", "default", "mine", "mine"),
+    "duplicate_stdout_filters": ("loss", ("loss",), "loss,step", ("loss", "step")),
+    "duplicate_stderr_filters": ("error", ("error",), "a,b", ("a", "b")),
+    "module": ("1", True, "0", False),
+    "no_python": ("1", True, "0", False),
+    "run_path": ("1", True, "0", False),
+    "pull": ("loss", ("loss",), "loss,model", ("loss", "model")),
+}
+
+WRONG: dict[str, list[object]] = {
+    "nproc_per_node": [0, -1, True, False, None, 2.0, "many", "2", "", math.nan, 4097, 10**5000],
+    "backend": ["", "nc cl", "cpu:", ":gloo", "cpu:gloo,", "gloo,nccl", "cpu:gloo,cpu:nccl", 1, True, None],
+    "init_process_group": [0, 1, "no", None],
+    "out": ["", "a b", "1a", "class", "None", "a.b", 3, True],
+    "session": ["", "a b", "1a", "class", 3, True],
+    "fresh": [0, 1, "no", None],
+    "background": [0, 1, "no", None],
+    "export": ["", "train", "a\nb.py", ".py", "\0.py", 3, True, "~no such user/train.py"],
+    "ranks": ["", "0,1", "a", "3-1", "0-99999999", 3, [-1], [True], [1.5], [], range(200_000)],
+    "env": [None, "A=1", [("A", "1")], {"A": 1}, {"A": None}, {1: "1"}, {"": "1"}, {"A B": "1"}, {"A=B": "1"},
+            {"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}],
+    "timeout": [0, -1, math.nan, math.inf, -math.inf, True, "60", LONGEST_SECONDS * 2, 10**400, 1j, []],
+    "grace": [-0.1, math.nan, math.inf, True, None, "5", 10**400],
+    "hang_after": [0, -1, math.nan, True, "5"],
+    "max_restarts": [-1, 1.0, True, None, "1", 2**31, math.inf],
+    "monitor_interval": [0, -1, math.nan, math.inf, True, None, "0.1"],
+    "role": ["", "a\nb", "a\0", 3, None, b"rank"],
+    "log_dir": ["", "a\0b", "\ud800", 3, True, b"runs", "x" * 300, "~no such user/runs"],
+    "shutdown_timeout": [0, -1, 1.5, True, None, "5", 2**31],
+    "standalone": [0, 1, "yes", None],
+    "nnodes": [0, -1, True, None, "", "2:1", "0:1", "1:2:3", "a", 10**9, "1,2"],
+    "rdzv_backend": ["", "a\nb", 3, None],
+    "rdzv_endpoint": ["a b", ":1", "host:", "host:99999", "host:x", 3, None, "-host", "a:1:2"],
+    "rdzv_id": ["", "a\nb", 3, True],
+    "rdzv_conf": ["a", "a=", "=b", "a=1,", "a=1\n", 3, None],
+    "node_rank": [-1, True, None, "1", 1.0],
+    "master_addr": ["", "a b", "host:1", 3, True],
+    "master_port": [-1, 65_536, "1", True, 1.0],
+    "local_addr": ["", "a b", "host:1", 3, True],
+    "start_method": ["", "Spawn", "thread", 3, None],
+    "numa_binding": ["", "nodes", 3, True],
+    "virtual_local_rank": [0, 1, "yes", None],
+    "signals_to_handle": ["", "TERM", "SIGTERM,", "SIGTERM SIGINT", 15, None],
+    "event_log_handler": ["", "a\nb", 3, None],
+    "redirects": ["", "4", "0:4", "a", "0:1,0:2", "0:1,", -1, 4, True, None],
+    "tee": ["", "4", "0:4", "a", "1:1,1:2", -1, True, None],
+    "local_ranks_filter": ["", "a", [-1], 3, [], [True]],
+    "logs_specs": ["", "a\nb", 3, True],
+    "duplicate_stdout_filters": ["a", [""], [3], ["a,b"], None, 3],
+    "duplicate_stderr_filters": ["a", [""], ["a\n"], ["a,b"], None, 3],
+    "module": [0, 1, "yes", None],
+    "no_python": [0, 1, "yes", None],
+    "run_path": [0, 1, "yes", None],
+    "pull": ["", "a b", "1a", "class", "a,", "a.b", 3, None, [3], ["a b"], [[]]],
+}  # fmt: skip
+
+WITH_VARIABLE = [option for option in OPTIONS if option.variable]
+OF_MAGIC = [option for option in OPTIONS if "magic" in option.doors]
+OF_SCRIPT = [option for option in OPTIONS if "magic" in option.doors or "script" in option.doors]
+OF_RUN = [option for option in OPTIONS if "run" in option.doors or "script" in option.doors]
+ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin without the variables that whoever runs the tests may have set."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def _value(options: LaunchOptions, name: str) -> object:
+    value: object = getattr(options, name)
+    return value
+
+
+def _id(argument: object) -> str:
+    name = getattr(argument, "name", None)
+    return name if isinstance(name, str) else type(argument).__name__
+
+
+# The table
+
+
+def test_nothing_given_means_the_documented_defaults() -> None:
+    for options in (LaunchOptions(), LaunchOptions.from_keywords(), parse_line("").options):
+        assert {field.name: _value(options, field.name) for field in dataclasses.fields(options)} == DEFAULTS
+
+
+def test_every_option_has_a_sample_and_a_wrong_value_in_these_tests() -> None:
+    assert set(SAMPLES) == set(WRONG) == {option.name for option in OPTIONS}
+
+
+def test_no_spelling_means_two_options() -> None:
+    spellings = [spelling for option in OPTIONS for spelling in option.spellings]
+    keywords = [keyword for option in OPTIONS for keyword in option.keywords]
+    assert len(set(spellings)) == len(spellings)
+    assert len(set(keywords)) == len(keywords)
+
+
+def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> None:
+    """An option that a newer torch adds fails this test."""
+    run = pytest.importorskip("torch.distributed.run")
+    ours = {option.name: option for option in OPTIONS}
+    for action in run.get_args_parser()._actions:
+        if action.dest in ("help", "training_script", "training_script_args"):
+            continue  # what is run: `run()` and `%distributed run` have it
+        assert action.dest in ours, f"torchrun has {action.option_strings}, and nblaunch does not"
+        option = ours.pop(action.dest)
+        assert option.flags[0] in action.option_strings
+        assert set(action.option_strings) <= set(option.spellings)
+        assert (option.variable is not None) == hasattr(action, "env") or type(action).__name__ in (
+            "env",
+            "check_env",
+        )
+        takes_no_value = action.nargs == 0
+        assert option.kind.switch == takes_no_value
+    assert not {option.variable for option in ours.values()} - {None}
+
+
+# Lines
+
+
+@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
+def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option: Any) -> None:
+    text, value, *_ = SAMPLES[option.name]
+    for spelling in option.spellings:
+        assert _value(parse_line(f"{spelling}={text}", script=True).options, option.name) == value
+        if not option.kind.switch:
+            assert _value(parse_line(f"{spelling} {text}", script=True).options, option.name) == value
+
+
+@pytest.mark.parametrize(
+    "line", ["-n2", "-n 2", "-n=2", "--nproc 2", "--nproc-per-node=2", "--nproc_per_node 2"]
+)
+def test_the_number_of_ranks_is_written_as_with_torchrun_and_shorter(line: str) -> None:
+    assert parse_line(line).options == LaunchOptions(nproc_per_node=2)
+
+
+@pytest.mark.parametrize("line", ["-ngpu", "-n gpu", "-n auto -n gpu"])
+def test_the_number_of_ranks_can_be_a_word(line: str) -> None:
+    assert parse_line(line).options.nproc_per_node == "gpu"
+
+
+def test_switches_need_no_value() -> None:
+    options = parse_line("--no-init --standalone").options
+    assert (options.init_process_group, options.standalone) == (False, True)
+
+
+@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
+def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
+    first, _, last, value = SAMPLES[option.name]
+    for early in option.spellings:
+        for late in option.spellings:
+            line = f"{early}={first} {late}={last}"
+            assert _value(parse_line(line, script=True).options, option.name) == value
+
+
+def test_environment_variables_add_up() -> None:
+    options = parse_line("--env A=1 --env=B=x=y --env A=2 --env 'C=a b'").options
+    assert dict(options.env) == {"A": "2", "B": "x=y", "C": "a b"}
+
+
+def test_names_to_pull_add_up_each_once() -> None:
+    assert parse_line("--pull a,b --pull=c --pull a", script=True).options.pull == ("a", "b", "c")
+    assert LaunchOptions.from_keywords(script=True, pull="a,b").pull == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("line", "role"),
+    [
+        ("--role 'a b'", "a b"),
+        ('--role "a b"', "a b"),
+        ("--role a\\ b", "a b"),
+        ("--role a  # --role b", "a"),
+        ("--role a #", "a"),
+        ("--role a # don't", "a"),
+        ("--role a#b", "a#b"),
+        ("--role '#a'", "#a"),
+        ("--role \\#a", "#a"),
+        ("# --role a", "rank"),
+        (" \t--role\ta\n", "a"),
+        ("--role=-x", "-x"),
+        ("--role=", None),
+        ("--role 'a", None),
+        ("--role a\\", None),
+    ],
+)
+def test_a_line_is_split_as_a_shell_splits_it(line: str, role: str | None) -> None:
+    if role is None:
+        with pytest.raises(OptionError):
+            parse_line(line)
+    else:
+        assert parse_line(line).options.role == role
+
+
+@pytest.mark.parametrize("line", ["-h", "--help", "-n 2 --help", "-h --no-such-option", "--timeout x -h"])
+def test_help_is_wanted_and_nothing_is_printed(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parsed = parse_line(line)
+    assert parsed.help_wanted
+    assert parsed.options == LaunchOptions()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("line", ["4", "-n 2 4", "x", "-n 2 --timeout 3 -- x", "''", "-"])
+def test_a_cell_magic_takes_no_words_besides_options(line: str) -> None:
+    with pytest.raises(OptionError, match="only options can stand here"):
+        parse_line(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        ("", ()),
+        ("-n 2 train.py --lr 0.1 -n 3", ("train.py", "--lr", "0.1", "-n", "3")),
+        ("-n 2 -- --odd-name.py -h", ("--odd-name.py", "-h")),
+        ("x y -n 2", ("x", "y", "-n", "2")),
+        ("-n 2 'my file.py' # really", ("my file.py",)),
+    ],
+)
+def test_where_words_are_taken_the_first_one_ends_the_options(line: str, rest: tuple[str, ...]) -> None:
+    parsed = parse_line(line, positional=True)
+    assert parsed.rest == rest
+    assert not parsed.help_wanted
+    assert parsed.options.nproc_per_node == (2 if line.startswith("-n 2") else "auto")
+
+
+@pytest.mark.parametrize("line", ["--timeout", "--timeout --grace 3", "-n", "--env", "-n 2 --role -h"])
+def test_an_option_without_its_value_says_what_the_value_is(line: str) -> None:
+    with pytest.raises(OptionError, match="needs a value"):
+        parse_line(line)
+
+
+def test_a_name_that_ipython_did_not_fill_in_is_explained() -> None:
+    for text in ("$gpus", "{gpus}"):
+        with pytest.raises(OptionError, match="every name on the line exists"):
+            parse_line(f"-n {text}")
+
+
+@given(line=st.text() | st.lists(st.sampled_from([
+    *(spelling for option in OPTIONS for spelling in (*option.spellings, f"{option.flags[0]}=")),
+    *(text for sample in SAMPLES.values() for text in (sample[0], sample[2])),
+    "-h", "--", "-", "-1", "#", "'", '"', "\\", "\n", "=", "$x", "{x}", "-nx", "\0", "~", "\ud800",
+])).map(" ".join), positional=st.booleans())  # fmt: skip
+@example(line="-n" + "9" * 5000, positional=False)
+@example(line="--timeout 1e999", positional=False)
+@example(line="--log-dir " + "x" * 5000, positional=True)
+def test_any_line_either_means_options_or_is_an_option_error(line: str, *, positional: bool) -> None:
+    with contextlib.suppress(OptionError):
+        parsed = parse_line(line, positional=positional)
+        assert isinstance(parsed.options, LaunchOptions)
+
+
+# From options to a line and back
+
+_numbers = st.floats(min_value=0, max_value=LONGEST_SECONDS, exclude_min=True)
+_names = st.text("abcXYZ_-é$", min_size=1).filter(lambda name: name.strip())
+_env_texts = st.text().filter(lambda text: "\0" not in text and text.isascii())
+_words = st.text(min_size=1).filter(lambda text: text.isprintable() and "," not in text)
+_kinds: dict[str, st.SearchStrategy[Any]] = {
+    "nproc_per_node": st.integers(1, MOST_RANKS_PER_NODE) | st.sampled_from(["auto", "cpu", "gpu"]),
+    "backend": st.sampled_from(["auto", "gloo", "nccl", "mpi", "cpu:gloo,cuda:nccl"]),
+    "init_process_group": st.booleans(),
+    "out": st.none() | st.from_regex(r"[a-z_]+[0-9]", fullmatch=True),
+    "session": st.none() | st.from_regex(r"[a-z_]+[0-9]", fullmatch=True),
+    "fresh": st.booleans(),
+    "background": st.booleans(),
+    "export": st.none() | st.from_regex(r"[a-zé/ .]*[a-z]\.py", fullmatch=True),
+    "ranks": st.none() | st.sets(st.integers(0, 5000), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
+    "env": st.dictionaries(_names, _env_texts),
+    "timeout": st.none() | _numbers,
+    "grace": st.just(0.0) | _numbers,
+    "hang_after": st.none() | _numbers,
+    "max_restarts": st.integers(0, 2**31 - 1),
+    "monitor_interval": _numbers,
+    "role": st.text(min_size=1).filter(str.isprintable),
+    "log_dir": st.none() | st.text("ab ./-#'\"$é", min_size=1, max_size=60),
+    "shutdown_timeout": st.integers(1, 2**31 - 1),
+    "standalone": st.booleans(),
+    "nnodes": st.sampled_from(["1", "2", "1:2", "3:40"]),
+    "rdzv_backend": st.sampled_from(["c10d", "static", "etcd-v2"]),
+    "rdzv_endpoint": st.sampled_from(["", "host", "host:1", "[::1]:29400", "10.0.0.1:0"]),
+    "rdzv_id": st.none() | st.text(min_size=1).filter(str.isprintable),
+    "rdzv_conf": st.lists(st.from_regex(r"[a-z_]+=[a-z0-9=$']+", fullmatch=True)).map(",".join),
+    "node_rank": st.integers(0, 2**31 - 1),
+    "master_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
+    "master_port": st.none() | st.integers(0, 65_535),
+    "local_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
+    "start_method": st.sampled_from(["forkserver", "spawn", "fork"]),
+    "numa_binding": st.none() | st.sampled_from(["node", "socket", "exclusive", "core-complex"]),
+    "virtual_local_rank": st.booleans(),
+    "signals_to_handle": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1"]), min_size=1).map(",".join),
+    "event_log_handler": st.text(min_size=1).filter(str.isprintable),
+    "redirects": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
+    "tee": st.sampled_from(["0", "3", "0:1", "0:3,1:2"]),
+    "local_ranks_filter": st.none() | st.sets(st.integers(0, 50), min_size=1).map(lambda r: tuple(sorted(r))),
+    "logs_specs": st.none() | st.text(min_size=1).filter(str.isprintable),
+    "duplicate_stdout_filters": st.lists(_words).map(tuple),
+    "duplicate_stderr_filters": st.lists(_words).map(tuple),
+    "module": st.booleans(),
+    "no_python": st.booleans(),
+    "run_path": st.booleans(),
+    "pull": st.lists(st.from_regex(r"[a-z_]+[0-9]", fullmatch=True), unique=True).map(tuple),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=_kinds))
+def test_options_written_as_a_line_are_read_back_the_same(values: dict[str, Any]) -> None:
+    options = LaunchOptions(**values)
+    line = options.to_line()
+    assert parse_line(line, script=True).options == options
+    copied = pickle.loads(pickle.dumps(options))
+    assert copied == options
+    assert hash(copied) == hash(options)
+
+
+@given(st.fixed_dictionaries({}, optional=_kinds))
+def test_a_value_in_its_final_form_stays_as_it_is(values: dict[str, Any]) -> None:
+    once = LaunchOptions(**values)
+    again = dataclasses.replace(once)
+    assert again == once
+    assert {option.name: type(_value(again, option.name)) for option in OPTIONS} == {
+        option.name: type(_value(once, option.name)) for option in OPTIONS
+    }
+
+
+def test_a_line_holds_only_what_is_not_the_default_in_torchruns_spelling() -> None:
+    assert LaunchOptions().to_line() == ""
+    options = LaunchOptions(
+        nproc_per_node=2,
+        init_process_group=False,
+        standalone=False,
+        max_restarts=3,
+        env={"A": "x y", "B": ""},
+    )
+    words = ["--nproc-per-node=2", "--no-init", "--env=A=x y", "--env=B=", "--max-restarts=3"]
+    assert shlex.split(options.to_line()) == [*words, "--standalone=false"]
+
+
+# Keywords
+
+
+@pytest.mark.parametrize("option", OF_RUN, ids=_id)
+def test_every_keyword_takes_its_value(option: Any) -> None:
+    _, value, _, other = SAMPLES[option.name]
+    for keyword in option.keywords:
+        for each in (value, other):
+            assert _value(LaunchOptions.from_keywords(script=True, **{keyword: each}), option.name) == each
+
+
+def test_nproc_and_nproc_per_node_together_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"nproc_per_node= and nproc= .* same option"):
+        LaunchOptions.from_keywords(nproc=2, nproc_per_node=2)
+
+
+def test_out_belongs_to_the_magic() -> None:
+    assert parse_line("--out results").options.out == "results"
+    with pytest.raises(OptionError, match=r"only a magic has this option \(--out\)"):
+        LaunchOptions.from_keywords(out="results")
+
+
+@pytest.mark.parametrize("name", ["module", "no_python", "run_path", "pull"])
+def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=f"^{name}= was asked for, but only a script has this option"):
+        LaunchOptions.from_keywords(**{name: True})
+    with pytest.raises(OptionError, match="no such option"):
+        parse_line(f"--{name}")
+    monkeypatch.setenv(f"PET_{name.upper()}", "1")
+    assert LaunchOptions.from_keywords() == parse_line("").options == LaunchOptions()
+
+
+@pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)
+def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: object) -> None:
+    wrong: dict[str, Any] = {name: value}
+    with pytest.raises(OptionError, match=f"^{name}=.* was asked for, but ") as caught:
+        LaunchOptions(**wrong)
+    with pytest.raises(OptionError):
+        dataclasses.replace(LaunchOptions(), **wrong)
+    option = next(option for option in OPTIONS if option.name == name)
+    if option in OF_RUN:
+        for keyword in option.keywords:
+            with pytest.raises(OptionError, match=f"^{keyword}="):
+                LaunchOptions.from_keywords(script=True, **{keyword: value})
+    assert len(str(caught.value)) < 1000
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("-n 0", "-n 0 "),
+        ("-n -1", "-n -1 "),
+        ("-n0", "-n 0 "),
+        ("--nproc_per_node=many", "--nproc_per_node many "),
+        ("--timeout nan", "--timeout nan "),
+        ("--timeout=-inf", "--timeout -inf "),
+        ("--timeout 1e300", "--timeout 1e300 "),
+        ("--backend 'nc cl'", "--backend 'nc cl' "),
+        ("--max_restarts 1.5", "--max_restarts 1.5 "),
+        ("--standalone=maybe", "--standalone maybe "),
+        ("--out class", "--out class "),
+        ("--env A", "--env A "),
+        ("--timeout x --timeout 3", "--timeout x "),
+    ],
+)
+def test_a_wrong_value_on_a_line_is_named_as_it_was_spelled(line: str, named: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_line(line)
+    assert str(caught.value).startswith(f"{named}was asked for, but it takes ")
+
+
+def test_an_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
+    with pytest.raises(OptionError) as caught:
+        LaunchOptions.from_keywords(nproc=0)
+    assert str(caught.value) == (
+        "nproc=0 was asked for, but it takes a whole number from 1 to 4096, auto, cpu or gpu. "
+        "Give such a value, or leave it out (the default is auto)."
+    )
+
+
+def test_numbers_of_other_libraries_are_taken() -> None:
+    numpy = pytest.importorskip("numpy")
+    options = LaunchOptions.from_keywords(nproc=numpy.int64(2), timeout=numpy.float32(1.5))
+    assert (type(options.nproc_per_node), type(options.timeout)) == (int, float)
+    assert options == LaunchOptions(nproc_per_node=2, timeout=1.5)
+
+
+def test_a_backend_is_kept_in_lower_case() -> None:
+    assert LaunchOptions(backend="CPU:Gloo,cuda:NCCL").backend == "cpu:gloo,cuda:nccl"
+
+
+# Environment variables for the ranks
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_X"],
+)  # fmt: skip
+def test_what_torchelastic_sets_cannot_be_set(name: str) -> None:
+    for ask in (lambda: LaunchOptions(env={name: "1"}), lambda: parse_line(f"--env {name}=1")):
+        with pytest.raises(OptionError, match=f"torchelastic itself sets '{name}' in every rank"):
+            ask()
+
+
+def test_variables_that_only_look_like_torchelastics_can_be_set() -> None:
+    env = {"MY_RANK": "1", "rank": "2", "OMP_NUM_THREADS": "3", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert LaunchOptions(env=env).env == env
+
+
+def test_the_environment_is_a_copy_that_nobody_can_change() -> None:
+    given_env = {"A": "1"}
+    options = LaunchOptions(env=given_env)
+    given_env["A"] = "2"
+    assert options.env == {"A": "1"}
+    assert not hasattr(options.env, "__setitem__")
+    assert len(options.env) == 1
+    assert copy.deepcopy(options) == options
+    assert LaunchOptions(env={"A": "1", "B": "2"}) == LaunchOptions(env={"B": "2", "A": "1"})
+
+
+def test_values_of_the_environment_are_never_shown() -> None:
+    secret = "hunter2"  # noqa: S105  a secret is what this is about
+    options = LaunchOptions(env={"KEY": secret})
+    assert secret not in repr(options)
+    assert repr(Variables({"KEY": secret})) == "{'KEY': '…'}"
+    for ask in (
+        lambda: LaunchOptions(env={"KEY": secret, "": secret}),
+        lambda: LaunchOptions.from_keywords(env=[("KEY", secret)]),
+        lambda: parse_line(f"--env RANK={secret}"),
+        lambda: parse_line(f"--env ={secret}"),
+        lambda: parse_line(f"--env KEY={secret}'"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            ask()
+        assert secret not in str(caught.value)
+
+
+# Directories
+
+
+def test_a_log_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for occupied in (file, str(file), file / "below", tmp_path / "dangling"):
+        with pytest.raises(OptionError, match="is there and is no directory"):
+            LaunchOptions(log_dir=occupied)  # type: ignore[arg-type]  # a path-like is taken as well
+    assert LaunchOptions.from_keywords(log_dir=tmp_path).log_dir == str(tmp_path)
+    assert LaunchOptions(log_dir=str(tmp_path / "new" / "one")).log_dir == str(tmp_path / "new" / "one")
+    assert LaunchOptions(log_dir="deep/" * 500).log_dir == "deep/" * 500
+
+
+def test_a_tilde_in_a_log_directory_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse_line("--log-dir ~/runs").options.log_dir == str(tmp_path / "runs")
+    assert LaunchOptions(log_dir="./~").log_dir == "./~"
+
+
+# PET_ variables
+
+
+@pytest.mark.parametrize("option", WITH_VARIABLE, ids=_id)
+def test_an_explicit_option_beats_its_variable_which_beats_the_default(
+    option: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, value, explicit_text, explicit = SAMPLES[option.name]
+    assert option.variable == f"PET_{option.name.upper()}"
+    monkeypatch.setenv(option.variable, text)
+    for options in (LaunchOptions.from_keywords(script=True), parse_line("", script=True).options):
+        assert _value(options, option.name) == value
+    line = f"{option.flags[0]}={explicit_text}"
+    assert _value(parse_line(line, script=True).options, option.name) == explicit
+    for keyword in option.keywords:
+        assert (
+            _value(LaunchOptions.from_keywords(script=True, **{keyword: explicit}), option.name) == explicit
+        )
+    assert _value(LaunchOptions(), option.name) == option.default
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("PET_NPROC_PER_NODE", "0"),
+        ("PET_NPROC_PER_NODE", ""),
+        ("PET_MAX_RESTARTS", "-1"),
+        ("PET_MONITOR_INTERVAL", "nan"),
+        ("PET_ROLE", ""),
+        ("PET_LOG_DIR", "/dev/null/x"),
+        ("PET_SHUTDOWN_TIMEOUT", "1.5"),
+        ("PET_STANDALONE", "maybe"),
+    ],
+)
+def test_a_wrong_variable_is_named_unless_the_option_is_given(
+    variable: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, text)
+    for ask in (LaunchOptions.from_keywords, lambda: parse_line("")):
+        with pytest.raises(OptionError, match=f"^{variable}="):
+            ask()
+    name = variable.removeprefix("PET_").lower()
+    parse_line(f"--{name}={SAMPLES[name][0]}", script=True)
+    LaunchOptions.from_keywords(script=True, **{name: SAMPLES[name][1]})
+
+
+# Suggestions
+
+
+@pytest.mark.parametrize(
+    ("line", "right"),
+    [
+        ("--time-out 3", "--timeout"),
+        ("--nprocs 2", "--nproc"),
+        ("--nproc-per-nod 2", "--nproc-per-node"),
+        ("--max_restart 2", "--max_restarts"),
+        ("--max-restart=2", "--max-restarts"),
+        ("--time 2", "--timeout"),
+        ("--noinit", "--no-init"),
+        ("--init-process-group=false", "--no-init"),
+        ("-np 4", "-n"),
+        ("-nproc 4", "--nproc"),
+        ("--logdir x", "--log-dir"),
+        ("--Timeout 3", "--timeout"),
+        ("--envs A=1", "--env"),
+        ("4", "-n 4"),
+        ("timeout=3", "--timeout"),
+        ("nproc=3", "--nproc"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest_one(line: str, right: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse_line(line)
+    assert str(caught.value).endswith(f"Did you mean {right}?")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "right"),
+    [
+        ("timeot", "timeout="),
+        ("time_out", "timeout="),
+        ("nprocs", "nproc="),
+        ("nproc_per_nod", "nproc_per_node="),
+        ("n", "nproc="),
+        ("no_init", "init_process_group="),
+        ("max_restart", "max_restarts="),
+        ("logdir", "log_dir="),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest_one(keyword: str, right: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        LaunchOptions.from_keywords(**{keyword: True})
+    assert str(caught.value) == (
+        f"{keyword}= was asked for, but there is no such option. Did you mean {right}?"
+    )
+
+
+def test_where_nothing_is_near_all_options_are_listed_once() -> None:
+    with pytest.raises(OptionError) as on_line:
+        parse_line("--xyzzy")
+    with pytest.raises(OptionError) as in_python:
+        LaunchOptions.from_keywords(xyzzy=1)
+    assert str(on_line.value).endswith(f"There are: {', '.join(option.flags[0] for option in OF_MAGIC)}.")
+    assert str(in_python.value).endswith(f"There are: {', '.join(f'{option.name}=' for option in OF_RUN)}.")
+
+
+@given(st.data())
+def test_one_slip_in_a_long_name_still_finds_it(data: st.DataObject) -> None:
+    flags = [spelling for option in OPTIONS for spelling in option.spellings if len(spelling) > 6]
+    flag = data.draw(st.sampled_from(flags))
+    place = data.draw(st.integers(2, len(flag) - 1))
+    found = nearest(flag[:place] + flag[place + 1 :], flags)
+    assert found is not None
+    assert found.replace("_", "-") == flag.replace("_", "-")
+
+
+# Documentation and completion
+
+
+def test_the_table_and_the_help_name_every_option() -> None:
+    table = options_table().splitlines()
+    assert len(table) == len(OPTIONS) + 2
+    assert {line.count("|") for line in table} == {6}
+    text = options_help("%distributed run", script=True)
+    for option, line in zip(OPTIONS, table[2:], strict=True):
+        assert option.help in line
+        assert f"`{option.flags[0]}`" in line
+        assert option.variable is None or f"`{option.variable}`" in line
+        assert option.help in text
+        assert option.help in (LaunchOptions.__doc__ or "")
+        assert "\n" not in option.help
+    assert text.startswith("%distributed run [options] script [arguments]\n")
+    assert "--run-path" not in options_help("%%distributed")
+
+
+def _completions() -> Iterator[tuple[str, list[str]]]:
+    everything = [option.flags[0] for option in OF_MAGIC]
+    for prefix in ("", "%%distributed ", "%distributed "):
+        yield prefix, everything
+        yield f"{prefix}-n 2 ", everything
+        yield f"{prefix}--ti", ["--timeout"]
+        yield f"{prefix}-n 2 --max", ["--max-restarts"]
+        yield f"{prefix}--max_", ["--max_restarts"]
+        yield f"{prefix}--h", ["--hang-after", "--help"]
+        yield f"{prefix}--backend ", ["auto", "gloo", "nccl"]
+        yield f"{prefix}--backend n", ["nccl"]
+        yield f"{prefix}--backend=g", ["gloo"]
+        yield f"{prefix}-n ", ["auto", "cpu", "gpu"]
+        yield f"{prefix}--role ", []
+        yield f"{prefix}--role --t", []
+        yield f"{prefix}--no-init --ti", ["--timeout"]
+        yield f"{prefix}--xyzzy", []
+        yield f"{prefix}--xyzzy=", []
+        yield f"{prefix}-n 2 # --ti", []
+    yield "%%distributed\n--ti", []
+
+
+@pytest.mark.parametrize(("text", "completions"), list(_completions()))
+def test_completion_offers_options_and_choices(text: str, completions: list[str]) -> None:
+    assert option_completions(text) == completions
+
+
+@given(st.text())
+def test_completion_never_raises(text: str) -> None:
+    option_completions(text)

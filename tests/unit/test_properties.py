@@ -1,0 +1,291 @@
+"""Properties that hold for anything ranks may print: the line model, folding, escaping, the live terminal."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+
+import pyte
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from nblaunch._protocol import (
+    AttemptStarted,
+    Displayed,
+    Entered,
+    FailureRecord,
+    FrameRecord,
+    Message,
+    Noticed,
+    Payload,
+    Phase,
+    Printed,
+    Raised,
+    Returned,
+    Started,
+    Stream,
+)
+from nblaunch._reports import format_ranks
+from nblaunch._state import RunState, advance
+from nblaunch._transcript import Transcript, printed
+from nblaunch.view.cost import clipped, cost_of_text
+from nblaunch.view.header import Header
+from nblaunch.view.held import Held
+from nblaunch.view.html import render_html
+from nblaunch.view.live import LiveLines
+from nblaunch.view.output import folded, last_line, read
+from nblaunch.view.terminal import Line, Screen, colored, plain
+from nblaunch.view.text import render_text
+
+HEADER = Header("cell", "gloo")
+
+# --- the line model --------------------------------------------------------------------------------
+
+COLUMNS, ROWS = 200, 100
+DRAWN = ["a", "bc", "100%|####|", "é", " "]
+MOVES = ["\r", "\b", "\t", "\x1b[A", "\x1b[2A", "\x1b[B", "\x1b[C", "\x1b[3D", "\x1b[7G", "\x1b[E", "\x1b[2F"]
+ERASURES = ["\x1b[K", "\x1b[0K", "\x1b[1K", "\x1b[2K", "\x1b[J"]
+COLOURS = ["\x1b[31m", "\x1b[1;4m", "\x1b[0m", "\x1b[m"]
+PROGRAMS = st.lists(st.sampled_from(["\n", *DRAWN, *MOVES, *ERASURES, *COLOURS]), max_size=40)
+
+
+def as_a_terminal_draws(text):
+    """Return the lines that a terminal emulator shows, without blank ends."""
+    screen = pyte.Screen(COLUMNS, ROWS)
+    screen.set_mode(pyte.modes.LNM)  # what a tty makes of a line end
+    pyte.Stream(screen).feed(text)
+    return "\n".join(line.rstrip() for line in screen.display).rstrip("\n")
+
+
+def as_we_draw(text):
+    return "\n".join(line.rstrip() for line in plain(text).split("\n")).rstrip("\n")
+
+
+@given(PROGRAMS)
+@example(["bc", "\n", "bc", "\r", "\x1b[A", "\x1b[K", "a"])
+def test_lines_are_those_that_a_terminal_shows(program):
+    # A terminal lets a program go down to where nothing has been written; with us there is no such place.
+    text = "\n" * 10 + "\x1b[10A" + "".join(program)
+    assume(text.count("\n") < ROWS)
+    assert as_we_draw(text) == as_a_terminal_draws(text)
+
+
+@given(PROGRAMS, PROGRAMS)
+def test_what_one_stream_draws_never_changes_a_line_of_the_other(out, err):
+    both, alone = Screen(), {stream: Screen() for stream in Stream}
+    for stream, program in ((Stream.STDOUT, out), (Stream.STDERR, err), (Stream.STDOUT, err)):
+        both.write(stream, "".join(program))
+        alone[stream].write(stream, "".join(program))
+    for stream in Stream:
+        mine = [line for line in both.lines() if line.stream is stream]
+        assert mine == alone[stream].lines()
+
+
+@given(st.text(max_size=300))
+def test_colours_never_change_the_text(text):
+    assert "\n".join(line.text for line in colored(text)) == plain(text).removesuffix("\n") or "\n" in text
+    for line in colored(text):
+        assert "".join(part for _, part in line.runs) == line.text
+        styles = [style for style, _ in line.runs]
+        assert all(before != after for before, after in itertools.pairwise(styles))
+
+
+@given(st.lists(st.tuples(st.sampled_from(Stream), st.text(max_size=60)), max_size=8))
+def test_the_last_line_is_the_last_that_is_drawn(pieces):
+    transcript = Transcript()
+    for stream, text in pieces:
+        transcript = printed(transcript, stream, text)
+    lines = [item.text.strip() for item in read(transcript) if isinstance(item, Line)]
+    assert last_line(transcript) == next(filter(None, reversed(lines)), "")
+
+
+# --- folding ---------------------------------------------------------------------------------------
+
+WORLD = 5
+SAID = st.lists(
+    st.tuples(
+        st.integers(0, WORLD - 1),
+        st.sampled_from(Stream),
+        st.sampled_from(["a\n", "b\n", "a", "\r", "b\ra\n", "\x1b[31ma\x1b[0m\n", "\n"]),
+    ),
+    max_size=25,
+)
+
+
+def state_after(*messages: Message, world_size=WORLD):
+    state = RunState.fresh(world_size)
+    for message in (AttemptStarted(number=0, world_size=world_size, time=0.0), *messages):
+        state = advance(state, message)
+    return state
+
+
+def said_by(said):
+    return [Printed(rank=rank, stream=stream, text=text) for rank, stream, text in said]
+
+
+@given(SAID)
+def test_each_rank_that_wrote_is_in_one_fold_with_exactly_those_that_wrote_the_same(said):
+    state = state_after(*said_by(said))
+    alone = {rank: read(known.transcript) for rank, known in state.ranks.items()}
+    outputs = folded(state)
+    assert [output.ranks for output in outputs] == sorted(output.ranks for output in outputs)
+    assert sorted(rank for output in outputs for rank in output.ranks) == [r for r in alone if alone[r]]
+    for output in outputs:
+        assert all(alone[rank] == output.items for rank in output.ranks)
+    assert len({output.items for output in outputs}) == len(outputs)
+
+
+@given(SAID, st.randoms())
+def test_which_rank_spoke_first_makes_no_difference(said, random):
+    shuffled = list(said)
+    random.shuffle(shuffled)
+    # Within a rank the order stays.
+    queues = {rank: [each for each in said if each[0] == rank] for rank in range(WORLD)}
+    interleaved = [queues[rank].pop(0) for rank, _, _ in shuffled]
+    assert folded(state_after(*said_by(interleaved))) == folded(state_after(*said_by(said)))
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_ranks_are_named_so_that_they_can_be_read_back(ranks):
+    named = format_ranks(ranks).removeprefix("ranks ").removeprefix("rank ")
+    found = set()
+    for part in named.split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    assert found == ranks
+
+
+# --- the live terminal -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.text(alphabet="ab\r\b\n", max_size=12), max_size=12))
+def test_what_is_printed_live_and_then_is_all_that_was_written(pieces):
+    held, shown = Held(), []
+    for piece in pieces:
+        finished = held.take(piece)
+        if finished is not None:
+            shown += finished.split("\n")
+    assert "\n".join([*shown, held.text]).rstrip() == plain("".join(pieces)).rstrip()
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 99), min_size=2, max_size=30), st.data())
+def test_bars_that_are_drawn_again_and_again_are_printed_as_they_are_in_the_end(bars, percents, data):
+    """As rich draws several bars: up to the first of them, each erased and drawn anew."""
+    text = ""
+    for number, percent in enumerate([*percents, 100]):
+        up = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (bars - 1) if number else ""
+        text += up + "\n".join(f"bar {bar} {percent}%" for bar in range(bars))
+    text += "\ndone\n"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
+    # A program's writes arrive whole: nothing is cut within a control sequence.
+    cuts = [cut for cut in cuts if "\x1b" not in text[max(cut - 3, 0) : cut]]
+    held, shown = Held(), []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        finished = held.take(text[start:end])
+        shown += [] if finished is None else finished.split("\n")
+    shown += held.text.split("\n")
+    lines = [line.rstrip() for line in shown if line.strip()]
+    for bar in range(bars):
+        assert [line for line in lines if line.startswith(f"bar {bar} ")][-1] == f"bar {bar} 100%"
+    assert lines[-1] == "done"
+    if not cuts:
+        assert len(lines) == bars + 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text(max_size=30)), max_size=15))
+def test_a_rank_cannot_move_the_terminals_cursor_whatever_it_prints(pieces):
+    live, state = LiveLines(), state_after()
+    lines: list[str] = []
+    for rank, text in pieces:
+        state = advance(state, Printed(rank=rank, stream=Stream.STDERR, text=text))
+        lines += live.take(state)
+        lines.append(live.unfinished)
+        assert "\n" not in live.unfinished
+    lines += live.rest()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "\n".join(lines))
+
+
+# --- escaping --------------------------------------------------------------------------------------
+
+HOSTILE = st.one_of(
+    st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=80),  # what can be sent at all
+    st.sampled_from(
+        [
+            "<script>alert(1)</script>",
+            "</details></div><img src=x onerror=alert(1)>",
+            "\"' onmouseover=alert(1) x='",
+            "&lt;b&gt;",
+            "]]><!--",
+            "\x1b[31m<b>\x1b[0m</b>",
+            "<\x1b[31mscript\x1b[0m>",
+            "javascript:alert(1)",
+        ]
+    ),
+)
+
+
+def run_that_says(text):
+    """Return a run in which everything that ranks can say is `text`."""
+    frame = FrameRecord(text, 3, text, text, {text: text})
+    failure = FailureRecord(
+        type=text, message=text, traceback=text, shown=text, frames=(frame,), time=5.0, phase=Phase.JOB
+    )
+    return state_after(
+        Noticed(text=text),
+        *(Entered(rank=rank, phase=Phase.READY, device=text) for rank in range(3)),
+        *(Started(rank=rank, time=1.0) for rank in range(3)),
+        Printed(rank=0, stream=Stream.STDOUT, text=text),
+        Printed(rank=1, stream=Stream.STDERR, text=text),
+        Displayed(rank=0, data={"text/plain": text, text: text}, metadata={text: text}),
+        Displayed(rank=0, data={"image/png": text, "text/plain": text}),
+        Displayed(rank=0, data={"text/latex": text}),
+        Returned(rank=0, value=Payload(sizes=()), time=2.0, text=text),
+        Raised(rank=1, failure=failure),
+        Raised(rank=2, failure=failure),
+        world_size=3,
+    )
+
+
+class Elements(HTMLParser):
+    """The elements of a page, each with the names of its attributes."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found = set()
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found |= {(tag, name) for name, _ in attrs} | {(tag, "")}
+
+
+HARMLESS = Elements(render_html(run_that_says("harmless"), Header("harmless", "harmless"))).found
+
+
+@given(HOSTILE)
+def test_whatever_ranks_say_makes_no_element_and_no_attribute(text):
+    page = render_html(run_that_says(text), Header(text, text))
+    assert Elements(page).found <= HARMLESS
+
+
+@given(HOSTILE)
+def test_the_text_form_holds_no_control_characters_whatever_ranks_say(text):
+    shown = render_text(run_that_says(text), Header(text, text))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", shown)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=300))
+def test_what_text_costs_is_never_less_than_what_it_takes_in_a_notebook(text):
+    shown = plain(text)
+    taken = len(json.dumps(html.escape(shown), ensure_ascii=False).encode()) - 2
+    assert taken <= cost_of_text(shown)
+
+
+@given(st.text(max_size=500), st.integers(10, 300))
+def test_clipped_text_is_the_beginning_and_no_longer_than_allowed(text, limit):
+    short = clipped(text, limit)
+    assert short == text or text.startswith(short.removesuffix(" …").removesuffix("…"))
+    assert cost_of_text(short) <= limit + len(" …".encode())

@@ -1,0 +1,561 @@
+"""What is known of a run is a fold: any messages, in any order, and what is final stays."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import typing
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from nblaunch import _transcript
+from nblaunch._protocol import (
+    Asked,
+    AttemptStarted,
+    Cleared,
+    Displayed,
+    Entered,
+    Exited,
+    FailureRecord,
+    Healed,
+    Hello,
+    Measured,
+    Message,
+    Names,
+    Noticed,
+    Offsets,
+    Payload,
+    Phase,
+    Printed,
+    Raised,
+    Reached,
+    Returned,
+    RunEnded,
+    Shown,
+    Started,
+    Stream,
+    Switched,
+    Usage,
+    Where,
+)
+from nblaunch._state import RunState, State, advance
+from nblaunch._transcript import Display, Text, Transcript
+from nblaunch.diagnose.root_cause import blames_a_peer, explain
+from nblaunch.session.hang_watch import silent_between
+
+WORLD = 3
+
+# --- any messages at all ---------------------------------------------------------------------------
+
+RANKS = st.sampled_from([0, 0, 0, 0, 1, 1, 2, -1, WORLD + 1])
+TIMES = st.floats(0, 100)
+TEXTS = st.text(max_size=8)
+EXITCODES = st.integers(-70, 300)
+FAILURES = st.builds(
+    FailureRecord,
+    type=st.sampled_from(["builtins.ValueError", "builtins.RuntimeError", "ProcessExited"]),
+    message=st.sampled_from(["boom", "Connection closed by peer", ""]),
+    exitcode=EXITCODES,
+    time=TIMES,
+    phase=st.sampled_from(Phase),
+)
+PAYLOADS = st.builds(Payload, sizes=st.just((1,)), inline=st.binary(max_size=2))
+USAGES = st.builds(Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
+STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
+    Hello: st.builds(
+        Hello, rank=RANKS, token=TEXTS, attempt=st.integers(-1, 3), local_rank=RANKS, world_size=RANKS,
+        node=TEXTS, pid=st.integers(1, 99),
+    ),
+    Entered: st.builds(Entered, rank=RANKS, phase=st.sampled_from(Phase), device=TEXTS),
+    Started: st.builds(Started, rank=RANKS, time=TIMES),
+    Displayed: st.builds(
+        Displayed, rank=RANKS, data=st.dictionaries(TEXTS, TEXTS, max_size=1), update=st.booleans(),
+        transient=st.sampled_from([{}, {"display_id": "a"}, {"display_id": 7}]),
+    ),
+    Cleared: st.builds(Cleared, rank=RANKS, wait=st.booleans()),
+    Switched: st.builds(Switched, rank=RANKS, moments=st.just((Offsets(),))),
+    Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
+    Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
+    Shown: st.builds(Shown, rank=RANKS, text=TEXTS),
+    Where: st.builds(Where, rank=RANKS, frames=st.just(())),
+    Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
+    Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
+    Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
+    Healed: st.builds(Healed, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
+    Printed: st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=TEXTS),
+    Exited: st.builds(
+        Exited, rank=RANKS, exitcode=EXITCODES, time=TIMES, expected=st.booleans(), reason=TEXTS,
+    ),
+    AttemptStarted: st.builds(
+        AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES, reason=TEXTS,
+        pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
+    ),
+    Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
+    Noticed: st.builds(Noticed, text=TEXTS),
+    RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
+}  # fmt: skip
+MESSAGES = st.one_of(list(STRATEGIES.values()))
+HISTORIES = st.lists(MESSAGES, max_size=40)
+
+
+def folded(messages, state=None):
+    """Return every state on the way, the first one first."""
+    state = RunState.fresh(WORLD) if state is None else state
+    return list(itertools.accumulate(messages, advance, initial=state))
+
+
+def look_at(state):
+    """Ask a state everything that a view or a result asks."""
+    return state.finished, state.failed, state.summary, state.attempts
+
+
+def test_every_message_is_tried_here():
+    assert set(STRATEGIES) == set(typing.get_args(Message))
+
+
+@given(HISTORIES)
+def test_any_messages_in_any_order_fold_without_an_exception(messages):
+    for state in folded(messages):
+        look_at(state)
+
+
+ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Shown]
+
+
+@given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
+def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
+    for before, after in itertools.pairwise(folded([*endings, *messages])):
+        if after.attempt.number != before.attempt.number:
+            assert after.attempt.number > before.attempt.number
+            continue
+        assert after.ranks.keys() == before.ranks.keys()
+        for rank, known in before.ranks.items():
+            if known.state.final:
+                now = after.ranks[rank]
+                assert now.state is known.state
+                assert (now.value, now.ended, now.started) == (known.value, known.ended, known.started)
+                assert (now.failure is None) == (known.failure is None)
+                if now.failure is not None:
+                    assert now.failure.message == known.failure.message
+                assert known.exitcode in (None, now.exitcode)
+
+
+@given(HISTORIES, MESSAGES)
+def test_the_state_before_a_message_is_left_alone(messages, message):
+    before = folded(messages)[-1]
+    copied = copy.deepcopy(before)
+    advance(before, message)
+    assert before == copied
+
+
+@given(HISTORIES, MESSAGES)
+def test_a_rank_that_takes_no_part_changes_nothing(messages, message):
+    before = folded(messages)[-1]
+    rank = getattr(message, "rank", None)
+    if rank is not None and rank not in before.ranks:
+        assert advance(before, message) is before
+
+
+@given(HISTORIES, MESSAGES)
+def test_a_message_of_one_rank_changes_that_rank_alone(messages, message):
+    before = folded(messages)[-1]
+    after = advance(before, message)
+    rank = getattr(message, "rank", None)
+    if rank is not None:
+        others = set(before.ranks) - {rank}
+        assert all(after.ranks[other] is before.ranks[other] for other in others)
+
+
+@given(HISTORIES, st.booleans())
+def test_when_the_run_has_ended_every_rank_is_in_a_final_state(messages, stopped):
+    state = advance(folded(messages)[-1], RunEnded(time=1.0, stopped=stopped))
+    assert state.finished
+    assert all(rank.state.final for rank in state.ranks.values())
+
+
+@given(HISTORIES)
+def test_no_attempt_is_lost_and_each_is_there_once(messages):
+    state = folded(messages)[-1]
+    numbers = [attempt.number for attempt in state.attempts]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == state.attempt.number
+
+
+# --- the life of a rank ----------------------------------------------------------------------------
+
+
+HELLO = Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node="n", pid=5)
+STARTED = Started(rank=0, time=1.0)
+RETURNED = Returned(rank=0, value=Payload(sizes=()), time=2.0, text="7")
+BOOM = FailureRecord(type="builtins.ValueError", message="boom", exitcode=1, time=2.0)
+RAISED = Raised(rank=0, failure=BOOM)
+
+
+def rank_after(*messages):
+    return folded(messages, RunState.fresh(1))[-1].ranks[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "state"),
+    [
+        ([], State.INIT),
+        ([AttemptStarted(number=0, world_size=1, time=0.0)], State.STARTING),
+        ([HELLO], State.STARTING),
+        ([HELLO, Entered(rank=0, phase=Phase.READY)], State.STARTING),
+        ([HELLO, STARTED], State.RUNNING),
+        ([HELLO, STARTED, RETURNED], State.SUCCEEDED),
+        ([HELLO, STARTED, RAISED], State.FAILED),
+        ([HELLO, STARTED, Exited(rank=0, exitcode=0, time=3.0)], State.FAILED),
+        ([HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)], State.FAILED),
+        ([HELLO, STARTED, Exited(rank=0, exitcode=-15, time=3.0, expected=True)], State.STOPPED),
+        ([HELLO, STARTED, RunEnded(time=3.0)], State.STOPPED),
+        ([HELLO, STARTED, RunEnded(time=3.0, stopped=False)], State.LOST),
+        ([HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=0, time=3.0)], State.SUCCEEDED),
+        ([HELLO, STARTED, RETURNED, RunEnded(time=3.0, stopped=False)], State.SUCCEEDED),
+        ([STARTED, HELLO], State.RUNNING),
+        ([RETURNED, STARTED, HELLO], State.SUCCEEDED),
+        ([HELLO, STARTED, RETURNED, AttemptStarted(number=1, world_size=1, time=4.0)], State.STARTING),
+        ([AttemptStarted(number=1, world_size=1, time=4.0), AttemptStarted(number=0, world_size=1, time=0.0),
+          STARTED], State.RUNNING),
+    ],
+)  # fmt: skip
+def test_a_rank_is_in_the_state_that_its_messages_say(messages, state):
+    assert rank_after(*messages).state is state
+
+
+def test_a_rank_that_ends_without_a_value_has_failed_whatever_its_exit_code():
+    failure = rank_after(HELLO, STARTED, Exited(rank=0, exitcode=0, time=3.0)).failure
+    assert failure is not None
+    assert failure.message == "ended with exit code 0 but returned no value (os._exit?)"
+    assert failure.phase is Phase.JOB
+    killed = rank_after(HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)).failure
+    assert killed is not None
+    assert (killed.message, killed.exitcode, killed.time) == ("was killed by SIGKILL", -9, 3.0)
+
+
+def test_a_reason_that_was_found_for_an_end_is_the_failures():
+    exited = Exited(rank=0, exitcode=-9, time=3.0, reason="ran out of memory", details="dmesg")
+    failure = rank_after(HELLO, STARTED, exited).failure
+    assert failure is not None
+    assert (failure.message, failure.traceback) == ("ran out of memory", "dmesg")
+
+
+def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():
+    broken = rank_after(HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=-11, time=3.0))
+    assert (broken.state, broken.exitcode) == (State.SUCCEEDED, -11)
+    assert "SIGSEGV" in broken.warning
+    assert rank_after(HELLO, STARTED, RETURNED, Exited(rank=0, exitcode=0, time=3.0)).warning == ""
+    expected = Exited(rank=0, exitcode=-15, time=3.0, expected=True)
+    assert rank_after(HELLO, STARTED, RETURNED, expected).warning == ""
+
+
+def test_the_traceback_in_colours_joins_the_failure_that_came_before_it():
+    shown = rank_after(HELLO, STARTED, RAISED, Shown(rank=0, text="colours"))
+    assert shown.failure is not None
+    assert (shown.failure.shown, shown.failure.message) == ("colours", "boom")
+    assert rank_after(HELLO, STARTED, Shown(rank=0, text="colours")).failure is None
+
+
+def test_output_is_taken_also_after_the_end():
+    """It may be read from the log files after the rank's own last word."""
+    rank = rank_after(STARTED, RETURNED, Printed(rank=0, stream=Stream.STDOUT, text="late"))
+    assert rank.transcript.entries == (Text(Stream.STDOUT, "late"),)
+
+
+def test_a_new_attempt_begins_anew_and_keeps_the_old_one():
+    state = folded([HELLO, STARTED, RAISED], RunState.fresh(1))[-1]
+    state = advance(state, AttemptStarted(number=1, world_size=2, time=5.0, reason="failure", pids={1: 9}))
+    assert [rank.state for rank in state.ranks.values()] == [State.STARTING] * 2
+    assert (state.world_size, state.ranks[1].pid, state.ranks[0].failure) == (2, 9, None)
+    first, second = state.attempts
+    assert (first.number, first.ended, first.ranks[0].failure) == (0, 5.0, BOOM)
+    assert (second.number, second.reason, second.started) == (1, "failure", 5.0)
+
+
+def test_a_run_of_some_ranks_has_those_alone():
+    state = RunState.fresh(8, (1, 5))
+    assert list(state.ranks) == [1, 5]
+    assert advance(state, STARTED) is state
+
+
+@pytest.mark.parametrize(
+    ("states", "summary"),
+    [
+        ("INIT INIT", "INIT"),
+        ("INIT STARTING", "STARTING"),
+        ("STARTING RUNNING", "RUNNING"),
+        ("SUCCEEDED RUNNING", "RUNNING"),
+        ("SUCCEEDED STARTING", "RUNNING"),
+        ("SUCCEEDED SUCCEEDED", "SUCCEEDED"),
+        ("FAILED RUNNING", "FAILED"),
+        ("LOST SUCCEEDED", "FAILED"),
+        ("STOPPED FAILED", "FAILED"),
+        ("STOPPED SUCCEEDED", "STOPPED"),
+    ],
+)
+def test_a_run_is_summed_up_in_one_word(states, summary):
+    reach: dict[str, list[Message]] = {
+        "INIT": [],
+        "STARTING": [Hello(rank=0, token="", attempt=0, local_rank=0, world_size=2, node="n", pid=5)],
+        "RUNNING": [STARTED],
+        "SUCCEEDED": [RETURNED],
+        "FAILED": [RAISED],
+        "STOPPED": [Exited(rank=0, exitcode=-15, time=1.0, expected=True)],
+        "LOST": [],
+    }
+    first, second = states.split()
+    messages = [*reach[first], *(_for_rank_1(each) for each in reach[second])]
+    state = folded(messages, RunState.fresh(2))[-1]
+    if "LOST" in states:
+        state = advance(state, RunEnded(time=9.0, stopped=False))
+    assert [str(rank.state) for rank in state.ranks.values()] == [first, second]
+    assert state.summary == summary
+
+
+def _for_rank_1(message):
+    return msgspec.structs.replace(message, rank=1)
+
+
+# --- transcripts -----------------------------------------------------------------------------------
+
+
+LIMIT = _transcript.HEAD_CHARACTERS + _transcript.TAIL_CHARACTERS + 2 * _transcript.CHUNK_CHARACTERS
+SIZES = st.sampled_from([1, 3, 80, 1000, 4095, 4096, 4097, 30_000, 70_000])
+PIECES = st.lists(st.tuples(st.sampled_from(Stream), SIZES), max_size=12)
+
+
+def text_of(sizes):
+    """Return pieces of text in which every place is different, with lines."""
+    counter = itertools.count()
+    for stream, size in sizes:
+        text = ""
+        while len(text) < size:
+            text += f"{next(counter)}\n"
+        yield stream, text[:size]
+
+
+def put(pieces):
+    transcript = Transcript()
+    for stream, text in pieces:
+        transcript = _transcript.printed(transcript, stream, text)
+    return transcript
+
+
+def characters(entries):
+    return [
+        (entry.stream, character) for entry in entries if isinstance(entry, Text) for character in entry.text
+    ]
+
+
+@given(PIECES)
+@example([(Stream.STDOUT, 200_000)])
+@example([(Stream.STDOUT, 1), (Stream.STDERR, 1)] * 5000)
+@settings(max_examples=max(5, settings.default.max_examples // 12))
+def test_a_transcript_is_bounded_and_holds_the_head_and_the_tail_of_what_was_printed(sizes):
+    pieces = list(text_of(sizes))
+    transcript = put(pieces)
+    whole = [(stream, character) for stream, text in pieces for character in text]
+    head, tail = characters(transcript.head), characters(transcript.tail)
+    assert len(head) + len(tail) <= LIMIT
+    assert len(transcript.entries) <= LIMIT / 16
+    assert head == whole[: len(head)]
+    assert tail == whole[len(whole) - len(tail) :]
+    assert transcript.omitted == len(whole) - len(head) - len(tail)
+    between = whole[len(head) : len(whole) - len(tail)]
+    assert transcript.omitted_lines == sum(character == "\n" for _, character in between)
+    assert transcript.written == len(whole)
+
+
+@given(PIECES, st.data())
+@settings(max_examples=40)
+def test_what_is_kept_does_not_depend_on_the_pieces_in_which_it_came(sizes, data):
+    pieces = list(text_of(sizes))
+    cut = []
+    for stream, text in pieces:
+        places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+        cut += [(stream, text[start:end]) for start, end in itertools.pairwise([0, *places, len(text)])]
+    assert put(cut) == put(pieces)
+
+
+def test_little_output_is_kept_whole():
+    transcript = put([(Stream.STDOUT, "a"), (Stream.STDERR, "b"), (Stream.STDERR, "c"), (Stream.STDOUT, "")])
+    assert transcript.entries == (Text(Stream.STDOUT, "a"), Text(Stream.STDERR, "bc"))
+    assert transcript.omitted == 0
+
+
+def test_displays_are_bounded_too_and_keep_their_place():
+    transcript = put([(Stream.STDOUT, "before")])
+    for number in range(1000):
+        transcript = _transcript.displayed(transcript, Displayed(rank=0, data={"n": number}))
+    transcript = _transcript.printed(transcript, Stream.STDOUT, "after")
+    numbers = [each.data["n"] for each in transcript.displays]
+    assert len(numbers) + transcript.omitted_displays == 1000
+    assert len(numbers) <= _transcript.MAXIMUM_DISPLAYS + _transcript.HEAD_CHARACTERS // 100
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 999
+    assert transcript.entries[0] == Text(Stream.STDOUT, "before")
+    assert transcript.entries[-1] == Text(Stream.STDOUT, "after")
+
+
+def display(number, display_id=None, *, update=False):
+    transient = {} if display_id is None else {"display_id": display_id}
+    return Displayed(rank=0, data={"n": number}, transient=transient, update=update)
+
+
+def test_an_update_changes_the_display_of_its_id_in_its_place():
+    transcript = Transcript()
+    for message in (display(1, "a"), display(2), display(3, "a"), display(9, "a", update=True)):
+        transcript = _transcript.displayed(transcript, message)
+    assert [each.data["n"] for each in transcript.displays] == [9, 2, 9]
+    unknown = _transcript.displayed(transcript, display(7, "b", update=True))
+    assert unknown == transcript
+
+
+def test_clearing_takes_effect_at_once_or_with_the_next_output():
+    transcript = put([(Stream.STDOUT, "old")])
+    assert _transcript.cleared(transcript, wait=False).entries == ()
+    waiting = _transcript.cleared(transcript, wait=True)
+    assert waiting.entries == transcript.entries
+    assert _transcript.printed(waiting, Stream.STDOUT, "new").entries == (Text(Stream.STDOUT, "new"),)
+    assert _transcript.displayed(waiting, display(1)).entries == (Display({"n": 1}),)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "last"),
+    [
+        ([], ""),
+        (["one\ntwo\n"], "two"),
+        (["one\ntwo"], "two"),
+        (["one\n\n  \n"], "one"),
+        (["10%\r20%\r30%"], "30%"),
+        (["10%\r20%\r\n"], "20%"),
+        (["lo", "ng li", "ne\n"], "long line"),
+        (["x" * 10_000], "x" * 10_000),
+        (["first\n" + "x" * 5000, "y\n"], "x" * 5000 + "y"),
+    ],
+)
+def test_the_last_line_is_what_a_terminal_would_show_last(pieces, last):
+    assert put([(Stream.STDOUT, text) for text in pieces]).last_line == last
+
+
+# --- the root cause --------------------------------------------------------------------------------
+
+PEER_GONE = st.sampled_from(
+    [
+        (
+            "builtins.RuntimeError",
+            "[/x/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1",
+        ),
+        (
+            "torch.distributed.DistBackendError",
+            "NCCL error: remote process exited or there was a network error",
+        ),
+        ("torch.distributed.DistNetworkError", "Connection reset by peer"),
+        ("torch.distributed.DistStoreError", "Socket Timeout"),
+        ("builtins.RuntimeError", "Broken pipe"),
+        ("builtins.RuntimeError", "Application timeout caused pair closure"),
+    ]
+)
+OWN = st.sampled_from(
+    [
+        ("builtins.ValueError", "boom"),
+        ("builtins.RuntimeError", "CUDA out of memory"),
+        ("builtins.KeyError", "'connection closed by peer'"),
+        ("builtins.ConnectionResetError", "the user's own server: Connection reset by peer"),
+        ("ProcessExited", "was killed by SIGKILL"),
+        ("builtins.AssertionError", ""),
+    ]
+)
+
+
+def records(kinds):
+    return st.builds(
+        lambda kind, time: FailureRecord(type=kind[0], message=kind[1], time=time), kinds, st.floats(0, 10)
+    )
+
+
+@given(st.dictionaries(st.integers(0, 20), records(OWN | PEER_GONE), min_size=1, max_size=8))
+def test_every_failure_is_explained_once_and_causes_come_first_in_time(failures):
+    explained = explain(failures)
+    assert sorted(each.rank for each in explained) == sorted(failures)
+    assert all(each.failure is failures[each.rank] for each in explained)
+    causes = [each for each in explained if each.consequence_of is None]
+    assert causes == list(explained[: len(causes)])
+    assert len(causes) >= 1
+    for group in (causes, explained[len(causes) :]):
+        assert [each.failure.time for each in group] == sorted(each.failure.time for each in group)
+    assert {each.consequence_of for each in explained[len(causes) :]} <= {causes[0].rank}
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), records(OWN), min_size=1, max_size=3),
+    st.dictionaries(st.integers(10, 20), records(PEER_GONE), min_size=1, max_size=5),
+)
+def test_a_rank_whose_peer_went_away_is_never_the_cause_whatever_the_clocks_say(own, consequences):
+    explained = explain({**own, **consequences})
+    first = min(own.items(), key=lambda item: (item[1].time, item[0]))[0]
+    assert explained[0].rank == first
+    assert {each.rank for each in explained if each.consequence_of is None} == set(own)
+    assert {each.consequence_of for each in explained if each.rank in consequences} == {first}
+
+
+@given(st.dictionaries(st.integers(0, 20), records(PEER_GONE), min_size=1, max_size=8))
+def test_where_all_blame_a_peer_the_first_in_time_is_the_cause(failures):
+    explained = explain(failures)
+    assert explained[0].rank == min(failures.items(), key=lambda item: (item[1].time, item[0]))[0]
+    assert {each.consequence_of for each in explained[1:]} <= {explained[0].rank}
+
+
+def test_a_rank_that_the_agent_stopped_is_a_consequence():
+    stopped = FailureRecord(type="ProcessExited", message="was killed by SIGTERM", exitcode=-15, time=1.0)
+    killed = FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9, time=2.0)
+    assert blames_a_peer(stopped)
+    assert [(each.rank, each.consequence_of) for each in explain({0: stopped, 1: killed})] == [
+        (1, None),
+        (0, 1),
+    ]
+
+
+def test_no_failures_need_no_explanation():
+    assert explain({}) == ()
+
+
+# --- what ranks use --------------------------------------------------------------------------------
+
+
+LITTLE = Usage(cpu_percent=3.0, memory=1 << 20)
+MUCH = Usage(cpu_percent=100.0, memory=1 << 30, gpu_memory=1 << 33, gpu_percent=80)
+
+
+def test_what_a_rank_uses_is_what_was_measured_last():
+    states = folded([STARTED, Measured(usages={0: LITTLE, 1: MUCH}), Measured(usages={0: MUCH})])
+    assert [[rank.usage for rank in state.ranks.values()] for state in states[2:]] == [
+        [LITTLE, MUCH, None],
+        [MUCH, MUCH, None],
+    ]
+
+
+def test_a_measurement_that_says_nothing_new_leaves_the_state_as_it_is():
+    """A view draws, and a hang is noticed, by which states differ."""
+    before, after = folded([Measured(usages={0: LITTLE}), Measured(usages={0: LITTLE, WORLD + 1: MUCH})])[1:]
+    assert after is before
+
+
+def test_a_rank_that_has_ended_is_not_measured_any_more_and_a_restarted_one_anew():
+    ended = folded([Measured(usages={0: LITTLE}), RETURNED, Measured(usages={0: MUCH})])[-1]
+    assert ended.ranks[0].usage == LITTLE
+    again = advance(ended, AttemptStarted(number=1, world_size=WORLD, time=3.0))
+    assert again.ranks[0].usage is None
+
+
+@given(HISTORIES, MESSAGES)
+def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
+    before = folded(messages)[-1]
+    after = advance(before, message)
+    if isinstance(message, Measured):
+        assert silent_between(before, after)
+    elif after != before:
+        assert not silent_between(before, after)

@@ -1,0 +1,506 @@
+"""The text form of a run is the same for the same run, in rank order, equal ranks folded."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch._protocol import (
+    AttemptStarted,
+    Cleared,
+    Displayed,
+    Entered,
+    Exited,
+    FailureRecord,
+    FrameRecord,
+    Hello,
+    Message,
+    Payload,
+    Phase,
+    Printed,
+    Raised,
+    Returned,
+    RunEnded,
+    Started,
+    Stream,
+)
+from nblaunch._state import RunState, advance
+from nblaunch._transcript import Text, Transcript, displayed, printed
+from nblaunch.view.cost import cost_of_text, fair_limit, shortened
+from nblaunch.view.header import Header
+from nblaunch.view.live import LiveLines
+from nblaunch.view.outcome import traceback_text
+from nblaunch.view.output import last_line
+from nblaunch.view.terminal import Screen, Style, colored, plain
+from nblaunch.view.text import render_ending, render_text
+
+HEADER = Header("cell", "gloo", node="some-host", log_dir="/logs", magic="%%distributed -n 2")
+BOOM = FailureRecord(
+    type="builtins.ValueError",
+    message="boom",
+    traceback="Traceback (most recent call last):\nValueError: boom\n",
+    frames=(FrameRecord("Cell In[3]", 4, "<module>", "raise ValueError('boom')"),),
+    time=5.0,
+)
+
+
+def run_of(world_size, *messages: Message, ranks=None):
+    """Return the state after every rank has started and these messages have come."""
+    state = RunState.fresh(world_size, ranks)
+    members = range(world_size) if ranks is None else ranks
+    begin = [AttemptStarted(number=0, world_size=world_size, time=0.0), *map(started, members)]
+    for message in (*begin, *messages):
+        state = advance(state, message)
+    return state
+
+
+def started(rank):
+    return Started(rank=rank, time=1.0)
+
+
+def out(rank, text):
+    return Printed(rank=rank, stream=Stream.STDOUT, text=text)
+
+
+def err(rank, text):
+    return Printed(rank=rank, stream=Stream.STDERR, text=text)
+
+
+def returned(rank, text="", html=""):
+    return Returned(rank=rank, value=Payload(sizes=()), time=2.0, text=text, html=html)
+
+
+def closed_by_peer(port, time=5.1):
+    message = f"[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:{port}"
+    return FailureRecord(type="builtins.RuntimeError", message=message, time=time)
+
+
+def text_of(world_size, *messages, **options):
+    return render_text(run_of(world_size, *messages, **options), HEADER)
+
+
+def test_lines_come_grouped_by_rank_in_rank_order_whatever_the_order_of_arrival():
+    text = text_of(2, out(1, "b\n"), out(0, "a\n"), out(1, "d\n"), out(0, "c\n"))
+    assert text.splitlines()[:4] == ["[rank 0] a", "[rank 0] c", "[rank 1] b", "[rank 1] d"]
+
+
+def test_ranks_with_equal_output_are_folded():
+    text = text_of(8, *(out(rank, "epoch 1\nepoch 2\n") for rank in range(8)))
+    assert text.splitlines()[:2] == ["[ranks 0-7] epoch 1", "[ranks 0-7] epoch 2"]
+
+
+def test_ranks_whose_bars_end_alike_are_folded_although_they_drew_them_differently():
+    text = text_of(2, err(0, "\r 10%\r100%\n"), err(1, "\r 33%\r 66%\r100%\n"))
+    assert text.splitlines()[0] == "[ranks 0-1] 100%"
+
+
+def test_a_rank_that_printed_something_else_stands_alone():
+    text = text_of(3, out(0, "same\n"), out(1, "other\n"), out(2, "same\n"))
+    assert text.splitlines()[:2] == ["[ranks 0,2] same", "[rank 1] other"]
+
+
+def test_equal_values_are_folded_and_others_are_not():
+    assert text_of(2, returned(0, "3.0"), returned(1, "3.0")) == "ranks 0-1: 3.0"
+    assert text_of(2, returned(0, "3.0"), returned(1, "4.0")) == "rank 0: 3.0\nrank 1: 4.0"
+
+
+def test_values_of_several_lines_keep_their_columns():
+    text = text_of(1, returned(0, "tensor([[1., 2.],\n        [3., 4.]])"))
+    assert text == "rank 0: tensor([[1., 2.],\n                [3., 4.]])"
+
+
+def test_a_long_label_stands_on_a_line_of_its_own():
+    values = [returned(rank, "a\nb" if rank % 2 else "c\nd") for rank in range(40)]
+    text = text_of(40, *values)
+    assert ",38:\n    c\n    d\nranks 1,3," in text
+
+
+def test_long_values_are_folded_only_where_they_are_equal_to_the_last_character():
+    middle = "x" * 90_000
+    text = text_of(2, returned(0, f"a{middle}1{middle}b"), returned(1, f"a{middle}2{middle}b"))
+    assert "rank 0: a" in text
+    assert "rank 1: a" in text
+
+
+def test_output_comes_before_values_and_values_before_failures():
+    text = text_of(2, Raised(rank=1, failure=BOOM), returned(0, "3.0"), out(0, "hello\n"))
+    assert text.splitlines() == [
+        "[rank 0] hello",
+        "rank 0: 3.0",
+        "root cause: rank 1: ValueError: boom (cell line 4)",
+    ]
+
+
+def test_a_failure_is_told_root_cause_first_then_consequences_then_who_was_stopped():
+    text = text_of(
+        4,
+        Raised(rank=0, failure=closed_by_peer(40287, time=4.9)),
+        Raised(rank=2, failure=BOOM),
+        Exited(rank=1, exitcode=-15, time=6.0, expected=True),
+        Exited(rank=3, exitcode=-15, time=6.0, expected=True),
+    )
+    without_port = "[/x/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]"
+    assert text.splitlines() == [
+        "root cause: rank 2: ValueError: boom (cell line 4)",
+        f"rank 0: consequence of rank 2: RuntimeError: {without_port}",
+        "ranks 1,3: STOPPED, because of rank 2",
+    ]
+
+
+def test_a_mistake_that_fails_every_rank_alike_is_one_cause_whichever_was_first():
+    def told(times):
+        failures = [FailureRecord(type="ValueError", message="boom", time=time) for time in times]
+        raised = [Raised(rank=rank, failure=failure) for rank, failure in enumerate(failures)]
+        return text_of(4, *raised, RunEnded(time=9.0))
+
+    assert told([5.0, 6.0, 7.0]) == told([7.0, 5.0, 6.0])
+    assert told([5.0, 6.0, 7.0]).splitlines() == [
+        "root cause: ranks 0-2: ValueError: boom",
+        "rank 3: STOPPED, because of ranks 0-2",
+    ]
+
+
+def test_causes_of_different_kinds_come_in_the_order_of_time():
+    first = FailureRecord(type="ValueError", message="first", time=5.0)
+    second = FailureRecord(type="KeyError", message="'second'", time=6.0)
+    text = text_of(2, Raised(rank=0, failure=second), Raised(rank=1, failure=first))
+    assert text.splitlines() == [
+        "root cause: rank 1: ValueError: first",
+        "also failed: rank 0: KeyError: 'second'",
+    ]
+
+
+def test_equal_consequences_are_one_line_although_their_ports_differ():
+    failures = [Raised(rank=rank, failure=closed_by_peer(40_000 + rank)) for rank in range(1, 8)]
+    text = text_of(8, Raised(rank=0, failure=BOOM), *failures)
+    assert "ranks 1-7: consequence of rank 0: RuntimeError:" in text
+    assert len(text.splitlines()) == 2
+
+
+def test_a_lost_rank_and_an_interrupted_one_are_named():
+    assert text_of(1, RunEnded(time=9.0, stopped=False)).startswith("rank 0: LOST")
+    assert text_of(2, RunEnded(time=9.0)) == "ranks 0-1: STOPPED"
+
+
+def test_earlier_attempts_are_told_with_their_cause():
+    text = text_of(
+        1,
+        Raised(rank=0, failure=BOOM),
+        AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"),
+        returned(0, "1"),
+    )
+    assert text.splitlines() == [
+        "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
+        "rank 0: 1",
+    ]
+
+
+def test_a_bad_exit_after_the_value_is_a_warning():
+    text = text_of(1, returned(0, "1"), Exited(rank=0, exitcode=-11, time=3.0))
+    assert text.splitlines()[1].startswith("warning: rank 0 was killed by SIGSEGV")
+
+
+def test_a_run_with_nothing_to_say_says_how_it_ended():
+    assert text_of(2, returned(0), returned(1)) == "cell · 2 ranks · gloo: SUCCEEDED"
+
+
+def test_a_run_on_some_of_the_ranks_names_them():
+    assert text_of(8, returned(1), returned(3), ranks=(1, 3)).startswith("cell · ranks 1,3 of 8 · gloo")
+
+
+def test_displays_are_there_as_their_plain_text_in_their_place():
+    figure = Displayed(rank=0, data={"image/png": "aGk=", "text/plain": "<Figure>"})
+    text = text_of(1, out(0, "before\n"), figure, out(0, "after\n"))
+    assert text.splitlines()[:3] == ["[rank 0] before", "[rank 0] <Figure>", "[rank 0] after"]
+
+
+def test_a_display_without_text_is_named_by_its_type():
+    assert text_of(1, Displayed(rank=0, data={"image/png": "aGk="})).startswith("[rank 0] <image/png>")
+
+
+def test_a_progress_bar_is_one_line_its_last_state():
+    bar = "".join(f"\r{done:3}%|{'#' * (done // 10):10}|" for done in range(101))
+    assert text_of(1, err(0, bar + "\n")).splitlines()[0] == "[rank 0] 100%|##########|"
+
+
+def test_a_bar_on_stderr_is_still_one_line_when_stdout_prints_meanwhile():
+    text = text_of(1, err(0, "\r 10%"), out(0, "step 1\n"), err(0, "\r 20%"), out(0, "step 2\n"))
+    assert text.splitlines()[:3] == ["[rank 0]  20%", "[rank 0] step 1", "[rank 0] step 2"]
+
+
+def test_what_is_cleared_is_gone():
+    text = text_of(1, out(0, "old\n"), Cleared(rank=0, wait=True), out(0, "new\n"))
+    assert text.splitlines()[0] == "[rank 0] new"
+
+
+def test_colours_are_stripped():
+    assert text_of(1, out(0, "\x1b[1;31mred\x1b[0m and \x1b]0;title\x07plain\n")).startswith(
+        "[rank 0] red and plain"
+    )
+
+
+def test_pids_times_hosts_and_paths_of_the_machine_are_not_in_it():
+    def state(pid, time, node):
+        hello = Hello(rank=0, token="", attempt=0, local_rank=0, world_size=1, node=node, pid=pid)
+        return run_of(
+            1,
+            hello,
+            Started(rank=0, time=time),
+            out(0, "hello\n"),
+            Raised(rank=0, failure=FailureRecord(type="m.E", message="no", time=time)),
+        )
+
+    one = render_text(state(1234, 10.0, "host-a"), Header("cell", "gloo", node="a", log_dir="/logs/a"))
+    other = render_text(state(98765, 77.0, "host-b"), Header("cell", "gloo", node="b", log_dir="/logs/b"))
+    assert one == other
+    frames = (FrameRecord("/home/somebody/project/train.py", 3, "f", ""),)
+    failure = FailureRecord(type="m.E", message="no", frames=frames)
+    assert text_of(1, Raised(rank=0, failure=failure)).endswith("m.E: no (train.py, line 3)")
+
+
+def test_tracebacks_do_not_say_where_python_is_installed():
+    text = (
+        '  File "/opt/venv/lib/python3.11/site-packages/torch/nn/module.py", line 1\n'
+        '  File "/tmp/ipykernel_4242/123.py", line 2\n'
+    )
+    assert traceback_text(FailureRecord(type="E", message="", traceback=text)) == (
+        '  File "…/site-packages/torch/nn/module.py", line 1\n  File "…/ipykernel", line 2'
+    )
+
+
+def test_200_000_lines_are_shown_by_their_beginning_and_end_and_counted_right():
+    lines = "".join(f"line {number}\n" for number in range(200_000))
+    shown = text_of(1, out(0, lines)).splitlines()
+    assert shown[0] == "[rank 0] line 0"
+    assert "[rank 0] line 199999" in shown[-2:]
+    (left_out,) = [line for line in shown if "left out" in line]
+    assert "see result.ranks[0].stdout" in left_out
+    count = int("".join(re.findall(r"(\d+) lines left out", left_out)))
+    assert count + sum(line.startswith("[rank 0] line ") for line in shown) == 200_000
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=200),
+    pieces=st.lists(st.integers(1, 20_000), min_size=1, max_size=20),
+)
+def test_the_same_text_gives_the_same_transcript_whatever_pieces_it_comes_in(lengths, pieces):
+    text = "".join(f"{number}:" + "x" * length + "\n" for number, length in enumerate(lengths * 4))
+    whole = printed(Transcript(), Stream.STDOUT, text)
+    pieced, position, turn = Transcript(), 0, 0
+    while position < len(text):
+        size = pieces[turn % len(pieces)]
+        pieced = printed(pieced, Stream.STDOUT, text[position : position + size])
+        position, turn = position + size, turn + 1
+    assert pieced == whole
+    assert whole.written == len(text)
+    kept = "".join(entry.text for entry in whole.entries if isinstance(entry, Text))
+    assert len(kept) + whole.omitted == len(text)
+    assert kept.count("\n") + whole.omitted_lines == text.count("\n")
+
+
+def test_a_rank_that_writes_single_characters_in_turns_keeps_a_bounded_transcript():
+    transcript = Transcript()
+    for number in range(20_000):
+        transcript = printed(transcript, list(Stream)[number % 2], "x")
+    assert len(transcript.entries) < 6000
+    assert transcript.written == 20_000
+
+
+def test_a_rank_that_only_displays_keeps_a_bounded_transcript_and_says_what_is_missing():
+    transcript = Transcript()
+    for _ in range(1000):
+        transcript = displayed(transcript, Displayed(rank=0, data={"text/plain": "figure"}))
+    assert len(transcript.displays) + transcript.omitted_displays == 1000
+    assert len(transcript.displays) < 400
+
+
+def test_one_endless_line_says_how_many_characters_are_missing():
+    assert "characters left out" in text_of(1, out(0, "x" * 300_000)).splitlines()[0]
+
+
+def test_a_bar_that_drew_itself_a_million_times_is_still_one_line():
+    bar = "".join(f"\r{done:6}/100000 [{'#' * (done % 30):30}]" for done in range(20_000))
+    assert text_of(1, err(0, bar + "\n")).splitlines()[0].startswith("[rank 0]  19999/100000")
+
+
+def test_what_lies_between_beginning_and_end_is_counted_around_displays_and_streams_too():
+    lines = [
+        message for number in range(4_000) for message in (out(0, f"{number:030}\n"), err(0, "-" * 30 + "\n"))
+    ]
+    figure = Displayed(rank=0, data={"text/plain": "figure"})
+    shown = text_of(1, figure, *lines, figure).splitlines()
+    (left_out,) = [line for line in shown if "left out" in line]
+    count = int("".join(re.findall(r"(\d+) lines left out", left_out)))
+    assert shown[0] == "[rank 0] figure"
+    assert shown[-2] == "[rank 0] figure"
+    assert count + len(shown) - 4 in (8_000, 8_001)
+
+
+def test_displays_that_are_left_out_are_counted():
+    displays = [Displayed(rank=0, data={"text/plain": f"{number}"}) for number in range(500)]
+    shown = text_of(1, *displays).splitlines()
+    (left_out,) = [line for line in shown if "left out" in line]
+    count = int("".join(re.findall(r"(\d+) displays left out, see result.ranks\[0\].displays", left_out)))
+    assert count + len(shown) - 2 == 500
+
+
+def test_what_only_stderr_said_is_looked_up_there():
+    text = text_of(1, err(0, "warning\n" * 50_000))
+    assert "see result.ranks[0].stderr" in text
+
+
+def test_the_last_line_of_a_long_drawn_bar_is_the_bar():
+    text = "".join(f"\r{step:3}%|{'#' * 20}|" for step in range(1_000))
+    transcript = printed(Transcript(), Stream.STDERR, text)
+    assert last_line(transcript) == f"999%|{'#' * 20}|"
+    endless = printed(Transcript(), Stream.STDOUT, "x" * 10_000 + "\r\n")
+    assert last_line(endless).startswith("… x")
+
+
+def test_the_last_line_is_the_last_that_is_not_blank():
+    transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
+    transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")
+    assert last_line(transcript) == "second"
+    assert transcript.last_line == "second"
+    assert last_line(Transcript()) == ""
+
+
+@given(st.text(max_size=400))
+def test_any_text_at_all_can_be_drawn_and_leaves_no_control_characters(text):
+    drawn = plain(text)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]", drawn)
+    assert plain(drawn) == drawn
+
+
+@given(st.lists(st.text(alphabet="ab\r\n\b\x1b[0123;mKABCDGJ", max_size=40), max_size=8))
+def test_text_drawn_in_pieces_that_cut_no_sequence_is_drawn_as_in_one(pieces):
+    pieces = [piece.rstrip("\x1b[0123;") for piece in pieces]
+    screen = Screen()
+    for piece in pieces:
+        screen.write(Stream.STDOUT, piece)
+    assert [line.text for line in screen.lines()] == [line.text for line in colored("".join(pieces))]
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cs"]), max_size=200))
+def test_text_without_control_characters_is_drawn_as_it_is(text):
+    assert plain(text) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("abc\rX", "Xbc"),
+        ("abc\b\bX", "aXc"),
+        ("one\r\ntwo\r\n", "one\ntwo\n"),
+        ("abc\r\x1b[Kx", "x"),
+        ("\x1b[31mred\r\x1b[0m\x1b[Kplain", "plain"),
+        ("one\ntwo\n\x1b[2A\x1b[2Knew\n\n", "new\ntwo\n"),
+        ("bar 1\nbar 2\x1b[A\rBAR", "BAR 1\nbar 2"),
+        ("a\tb", "a       b"),
+        ("\x1b[2Jkept", "kept"),
+        ("one\ntwo\r\x1b[A\x1b[Jx", "x\n"),
+        ("abc\x1b[1Kd", "   d"),
+        ("abc\x1b[2K", ""),
+        ("abc\x1b[2DX\x1b[9Gfar", "aXc     far"),
+        ("one\ntwo\x1b[Fup\x1b[Edown", "upe\ndown"),
+        ("ab\x1b[31mred\x1b[0m\x1b[2CX", "abred  X"),
+        ("\x1b[31mabc\x1b[0m\x1b[2DX", "aXc"),
+        ("\ud800\x07\x1b(B", "\ufffd"),
+        ("\x1b[99999999999Cfar", " far"),
+    ],
+)
+def test_control_sequences_do_what_a_terminal_does(written, shown):
+    assert plain(written) == shown
+
+
+@pytest.mark.parametrize(
+    ("sequence", "style"),
+    [
+        ("1;31", Style(color=1, bold=True)),
+        ("94", Style(color=4)),
+        ("38;5;28;01", Style(color=2, bold=True)),
+        ("38;5;241", Style()),
+        ("38;2;250;20;20", Style(color=1)),
+        ("48;5;1;3", Style(italic=True)),
+        ("31;39;4", Style(underline=True)),
+        ("31;1;0", Style()),
+    ],
+)
+def test_colours_become_one_of_six_that_can_be_read_on_any_page(sequence, style):
+    assert colored(f"\x1b[{sequence}mx")[0].runs == ((style, "x"),)
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=50), st.integers(0, 100_000))
+def test_a_fair_share_never_takes_more_than_there_is(costs, budget):
+    limit = fair_limit(costs, budget)
+    assert sum(min(cost, limit) for cost in costs) <= budget
+
+
+@given(st.text(max_size=3000), st.integers(60, 2000))
+def test_shortened_text_is_within_its_limit_and_keeps_both_ends(text, limit):
+    short = shortened(text, limit)
+    if cost_of_text(text) <= limit:
+        assert short == text
+    else:
+        assert cost_of_text(short) <= limit + 60
+        assert "characters left out" in short
+
+
+def test_256_ranks_that_print_all_they_can_make_a_text_of_bounded_size():
+    messages = [out(rank, f"rank {rank} «é\"&<'» line\n" * 5_000) for rank in range(256)]
+    values = [returned(rank, f"'{rank}" + "é&" * 2_000) for rank in range(256)]
+    assert len(text_of(256, *messages, *values).encode()) < 300_000
+
+
+def test_a_terminal_gets_each_line_once_with_its_rank_as_it_comes():
+    live = LiveLines()
+    state = run_of(2, out(0, "one\ntw"), err(1, "warn\n"))
+    assert list(live.take(state)) == ["[rank 0] one", "[rank 1] warn"]
+    assert list(live.take(state)) == []
+    state = advance(advance(state, out(0, "o\n")), Displayed(rank=1, data={"text/plain": "figure"}))
+    assert list(live.take(state)) == ["[rank 0] two", "[rank 1] figure"]
+    state = advance(state, out(1, "unfinished"))
+    assert list(live.take(state)) == []
+    assert list(live.rest()) == ["[rank 1] unfinished"]
+
+
+def test_a_terminal_is_told_of_a_restart_and_of_what_came_too_fast():
+    live = LiveLines()
+    state = run_of(1, out(0, "x" * 99 + "\n"))
+    list(live.take(state))
+    state = advance(state, out(0, ("y" * 99 + "\n") * 2_000))
+    first = next(iter(live.take(state)))
+    assert "characters left out" in first
+    state = advance(state, Raised(rank=0, failure=BOOM))
+    state = advance(state, AttemptStarted(number=1, world_size=1, time=7.0, reason="failure"))
+    state = advance(state, out(0, "again\n"))
+    assert list(live.take(state)) == [
+        "attempt 0: restarted: rank 0: ValueError: boom (cell line 4)",
+        "[rank 0] again",
+    ]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(["a\n", "bc", "\n", "\x1b[31mred\x1b[0m\n", "d\re\n"]), max_size=30))
+def test_a_terminal_shows_in_the_end_what_the_text_form_shows(pieces):
+    live, state = LiveLines(), run_of(1)
+    shown: list[str] = []
+    for piece in pieces:
+        state = advance(state, out(0, piece))
+        shown += live.take(state)
+    shown += live.rest()
+    ending = render_ending(state, HEADER)
+    text = render_text(state, HEADER)
+    blank = "[rank 0]"
+    assert "\n".join([*shown, ending]).replace(f"{blank}\n", "") == text.replace(f"{blank}\n", "")
+
+
+def test_phases_before_the_job_are_told_by_their_state():
+    state = RunState.fresh(2)
+    state = advance(state, AttemptStarted(number=0, world_size=2, time=0.0))
+    state = advance(state, Entered(rank=0, phase=Phase.CONNECT))
+    assert render_text(state, HEADER) == "ranks 0-1: STARTING"
