@@ -329,9 +329,9 @@ class Objects(msgspec.Struct, frozen=True):
 class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run this.
 
-    `payload` holds the captured names of a cell, or the call of a function. `sources` maps file
-    names that captured functions were compiled under to `(title, source)`; `imports` are modules the
-    cell reaches through attributes (`import xml` does not load `xml.etree`). Only ranks that stay get `objects`.
+    `payload` holds the captured names of a cell, or the call of a function. `sources` maps file names that
+    captured functions were compiled under to `(title, source)`; `imports` are modules the cell reaches
+    through attributes (`import xml` does not load `xml.etree`). Only ranks that stay get `objects`.
     """
 
     job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob

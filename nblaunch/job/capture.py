@@ -77,7 +77,7 @@ def capture_cell(
 def _packed_cell(
     names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: KnownVariables | None
 ) -> tuple[Packed, frozenset[str]]:
-    """Return the pickle of variables, and which are in it: those that may not be needed need not be sendable."""
+    """Return the pickle of variables, and which are in it: those that may be needed are, if they can be."""
     surely = {name: namespace[name] for name in sorted(names & needed)}
     maybe = {name: namespace[name] for name in sorted(names - needed)}
     try:

@@ -1,11 +1,11 @@
 """Whether an object of the notebook was changed in place since the ranks got it.
 
-Such a change does not travel to the ranks of a session, so whoever uses the object there has to hear of it. Each
-object that is sent leaves a print: its size and its elements' identities, or a digest of its content. A print says
-nothing of what lies deeper, which has prints of its own. No code of the user's runs to make one.
+Such a change does not travel to the ranks of a session, so whoever uses the object there has to hear of it.
+Each object that is sent leaves a print: its size and its elements' identities, or a digest of its content. A
+print says nothing of what lies deeper, which has prints of its own. No code of the user's runs to make one.
 
-What this cannot see: changes of large arrays that leave a sample of their elements alone, of files and other things
-outside memory, and of objects of C extensions that are large or cannot be pickled.
+What this cannot see: changes of large arrays that leave a sample of their elements alone, of files and other
+things outside memory, and of objects of C extensions that are large or cannot be pickled.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ _SAMPLE = 4096
 _MOST_VISITED = 20_000
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 _PLAIN = frozenset(_ATOMS)
-_NO_CHILDREN = frozenset(
-    {*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, bytearray, range}
-)
+_NO_CHILDREN = frozenset({*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, range})
 _OF_CLASSES = frozenset(
     {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
 )
@@ -74,7 +72,7 @@ class Prints:
         return False
 
     def walk(self, *roots: Any) -> Iterator[Any]:
-        """Yield the roots and what they lead to, up to a bound: no plain values, and no classes of libraries."""
+        """Yield the roots and what they lead to, up to a bound; no plain values, no classes of libraries."""
         waiting = [root for root in roots if type(root) not in _NO_CHILDREN]
         visited = set(map(id, waiting))
         while waiting:

@@ -1,11 +1,12 @@
 """Which object is which on both sides of a session: a key for every object that the ranks have got.
 
 The notebook and each rank keep a table of the same keys. An object that the ranks have is sent as its key, so
-another name for it, a container that holds it or an optimizer over it arrives leading to the rank's own object.
+another name for it, a container that holds it or an optimizer over it arrives leading to the rank's own
+object.
 
-A table keeps nothing alive. Most objects take a weak reference; lists, dictionaries and a few others do not. The
-table holds those, and lets go of each one that nobody else refers to: on `sweep`, and whenever Python's collector
-looks at its oldest generation (`gc.collect()` does), which also covers cycles.
+A table keeps nothing alive. Most objects take a weak reference; lists, dictionaries and a few others do not.
+The table holds those, and lets go of each one that nobody else refers to: on `sweep`, and whenever Python's
+collector looks at its oldest generation (`gc.collect()` does), which also covers cycles.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _STOPS = (
 )
 _FOLLOWED = (list, dict, tuple, set)
 _MOST_VISITED = 200_000
-# One of the table, or list, that holds the object; then the local variable, and the argument of `getrefcount`.
+# Of the container that holds the object, of the local variable, and of the argument of `getrefcount`.
 _OWN_REFERENCES = 3
 
 
@@ -79,7 +80,9 @@ def has_identity(obj: object) -> bool:
 
 def is_by_value(obj: type | types.FunctionType) -> bool:
     """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
-    if isinstance(obj, type) and (not obj.__flags__ & HEAP_TYPE or obj.__module__ != "__main__"):
+    if isinstance(obj, type):
+        if not obj.__flags__ & HEAP_TYPE:
+            return False
         known = sys.modules.get(obj.__module__)
         if known is not None and getattr(known, obj.__name__, None) is obj:
             return False  # as most classes that a walk meets
@@ -255,9 +258,9 @@ def _referents(obj: Any) -> Iterator[Any]:
 def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[int, Any]]:
     """Return what has an identity of all that a pickler has written, with its place in the pickle.
 
-    `memo` is a copy of the pickler's: address -> (place, object). The unpickler has the same places. What only
-    the pickler has is left out (the state of an object, copied for it, and `root`, which holds what is sent):
-    nobody can mean it again.
+    `memo` is a copy of the pickler's: address -> (place, object). The unpickler has the same places. What
+    only the pickler has is left out (the state of an object, copied for it, and `root`, which holds what is
+    sent): nobody can mean it again.
     """
     held = list(memo.values())
     # The pickler refers to each, and so does the entry of its copy that stands for it.

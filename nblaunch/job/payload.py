@@ -79,7 +79,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         self.carried: dict[str, Any] = {}
         self.keys: set[int] = set()
 
-    def places(self, root: object) -> Sequence[tuple[int, Any]]:
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - ranks that stay need it
         """Return what has been written and is to be known by a key; `root` holds it all."""
         return ()
 
@@ -143,10 +143,10 @@ class _Outbound(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
             reduced = super().reducer_override(obj)
-            return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
+            return self._with_offered_globals(reduced) if isinstance(reduced, tuple) else reduced
         return super().reducer_override(obj)
 
-    def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
+    def _with_offered_globals(self, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
         needed = {
@@ -254,8 +254,8 @@ def known_class(tracker_id: str) -> type:
 def dumps(value: object, namespace: dict[str, Any] | None = None, known: Known | None = None) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
-    With `known`, the ranks of a session, what they have is referred to. Raises whatever the objects raise when
-    they cannot be pickled.
+    With `known`, the ranks of a session, what they have is referred to. Raises whatever the objects raise
+    when they cannot be pickled.
     """
     kind = _Outbound if known is None else _Identifying
     return _dumps(value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs))

@@ -1,12 +1,11 @@
 """Pushing an object that the ranks have: its content replaces theirs, in the object that they have.
 
-So whatever refers to it there goes on doing so: an optimizer keeps stepping the model whose weights were pushed.
-What an object holds is sent by key where the ranks have it, and is refreshed in turn.
+So whatever refers to it there goes on doing so: an optimizer keeps stepping the model whose weights were
+pushed. What an object holds is sent by key where the ranks have it, and is refreshed in turn.
 """
 
 from __future__ import annotations
 
-import copyreg
 import pickle
 import sys
 import types
@@ -71,7 +70,7 @@ def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, list | dict | set | tuple | type(sys)):
         return None
     reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined] # no stub
+    if not isinstance(reduced, tuple) or reduced[0].__name__ != "__newobj__":
         return None
     state = reduced[2] if len(reduced) > 2 else None  # noqa: PLR2004 - the state's place, by pickle's protocol
     return "object", dict(state) if type(state) is dict else state
@@ -147,7 +146,7 @@ def _fill_array(target: Any, data: Any) -> Callable[[], None]:
         return lambda: setattr(target, "data", data.detach())
     shown = f"{type(target).__module__}.{type(target).__qualname__}"
     msg = (
-        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one of shape "
-        f"{tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one of "
+        f"shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
     )
     raise RefreshError(msg)

@@ -106,6 +106,7 @@ class Rank:
         self.outgoing: shared.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
         self.names_told = Names(rank=-1, names=())
+        self._names_are_told = False
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
@@ -188,6 +189,7 @@ class Rank:
 
     def _work(self, dispatch: Dispatch) -> None:
         self.phase = Phase.JOB
+        self._names_are_told = False
         if self.outgoing is not None:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
@@ -201,6 +203,7 @@ class Rank:
             __import__(module)
         parts = shared.get(dispatch.payload, private=True)
         if dispatch.objects is None:
+            self.variables.release()
             loaded = payload.loads(parts[0], parts[1:], str(self.device))
         else:
             loaded = self._arrived(parts, dispatch.objects, job)
@@ -354,6 +357,10 @@ class Rank:
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
 
     def _tell_names(self) -> None:
+        """Report the variables, once a job: what was reported then stays until the next one."""
+        if self._names_are_told:
+            return
+        self._names_are_told = True
         rebound, lost = self.variables.settle()
         known = Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
         if known != self.names_told or lost:

@@ -47,9 +47,9 @@ def _names_in(target: ast.expr) -> Iterator[str]:
 class Variables:
     """The globals of the cells that run here, and the objects that came from the notebook.
 
-    In a rank that stays, a variable that the rank's own code has bound is the rank's own: what the notebook has
-    under that name does not replace it. One that came from the notebook, and was not bound again since, is
-    replaced by what comes next. Nothing else that is here changes because something comes.
+    In a rank that stays, a variable that the rank's own code has bound is the rank's own: what the notebook
+    has under that name does not replace it. One that came from the notebook, and was not bound again since,
+    is replaced by what comes next. Nothing else that is here changes because something comes.
     """
 
     def __init__(self, *, kept: bool) -> None:
@@ -84,7 +84,7 @@ class Variables:
             for place, key in zip(places, keys, strict=True):
                 self._objects.add(memo[place], key)
         self._objects.discard(array("Q", objects.gone))
-        self._between_jobs = []
+        self.release()
 
     def bring(self, brought: Mapping[str, object]) -> None:
         """Take variables of the notebook, but for those that are the rank's own."""
@@ -121,16 +121,24 @@ class Variables:
 
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
+        self._let_go()
+        self.release()
+        lost = self._objects.lost()
+        self._between_jobs = self._objects.alive()
+        return tuple(sorted(filter(self._is_own, self._received))), lost
+
+    def release(self) -> None:
+        """Keep nothing for the notebook's sake: from here on cells decide what stays."""
+        self._between_jobs = []
+
+    def _let_go(self) -> None:
+        """Keep nothing that came and is no longer there under its name."""
         namespace = shell.namespace()
         for name, value in list(self._came.items()):
             if name not in namespace:
                 del self._came[name]
             elif namespace[name] is not value:
-                self._came[name] = _REBOUND  # and no longer what came: that is not ours to keep
-        self._between_jobs = []
-        lost = self._objects.lost()
-        self._between_jobs = self._objects.alive()
-        return tuple(sorted(filter(self._is_own, self._received))), lost
+                self._came[name] = _REBOUND
 
     # --- what is there ---------------------------------------------------------------------------------
 
@@ -152,7 +160,7 @@ class Variables:
 
 
 class Arrival:
-    """Variables that functions bring while they are unpickled: there at once, and gone again if not all arrives.
+    """Variables that functions bring: there while all is unpickled, and kept only if all of it arrives.
 
     What unpickles after a function may call it.
     """

@@ -322,7 +322,7 @@ def prepare_of(
 
 
 def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch]:
-    """Write the payloads, which `sent` frees, and return what each rank is sent; None stands for all others."""
+    """Write payloads, which `sent` frees; return what each rank is sent, under None for all others."""
     dispatches: dict[int | None, Dispatch] = {}
     for parcel in launch.parcels or (Parcel(frozenset(), launch.captured),):
         captured = parcel.captured

@@ -1,9 +1,11 @@
 """What a session's ranks know of the notebook: which objects they have, and under which names.
 
-An object is known by its key (`nblaunch.job.identity`), a variable by the object that was sent under its name.
-Ranks that took part in the same jobs know the same and share one record; a cell on a subset of ranks splits it.
+An object is known by its key (`nblaunch.job.identity`), a variable by the object that was sent under its
+name. Ranks that took part in the same jobs know the same and share one record; a cell on a subset of ranks
+splits it.
 
-What is remembered here becomes true on the ranks at the same moment: when the payload has arrived on all of them.
+What is remembered here becomes true on the ranks at the same moment: when the payload has arrived on all of
+them.
 """
 
 from __future__ import annotations
@@ -208,8 +210,8 @@ class View:
     def _decline(self, name: str, value: Any, own: list[int]) -> None:
         self._declined[name] = _Binding(self._knowledge.key_for(value))
         self.notices[name] = (
-            f"{name} was assigned again in the notebook, but {format_ranks(own)} assigned it too and keep their "
-            f"own. To replace it: %distributed push {name}"
+            f"{name} was assigned again in the notebook, but {format_ranks(own)} assigned it too and keep "
+            f"their own. To replace it: %distributed push {name}"
         )
 
     def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
@@ -261,7 +263,7 @@ class View:
         )
 
     def _binding_of_pushed(self, name: str) -> _Binding:
-        """Return what the next cells compare with: the notebook's own variable of that name, if it has one."""
+        """Return what the next cells compare with: the notebook's own variable, if there is one."""
         known = name in self._namespace
         return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
 

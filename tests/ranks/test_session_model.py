@@ -20,7 +20,7 @@ READS = {"f": ("a", "b"), "g": ("c",)}
 
 SHAPE = '''
 def shape(*roots):
-    """Return the structure of objects, each numbered where it is met first: equal shapes are equal sharing."""
+    """Return the structure of objects, numbered where met first: equal shapes are equal sharing."""
     seen = {}
     def of(obj):
         if isinstance(obj, int):

@@ -1,0 +1,374 @@
+"""What a session's ranks know of the notebook, point by point; `test_session_model.py` mixes them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import textwrap
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+import nblaunch
+
+TRAINING = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.linspace(-1, 1, 32).unsqueeze(1)
+    y = 3 * x + 1
+    def loss():
+        return torch.nn.functional.mse_loss(model(x), y)
+    def train(steps=200):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        return round(loss().item(), 4)
+    def evaluate():
+        with torch.no_grad():
+            return round(torch.nn.functional.mse_loss(model(x), y).item(), 4)
+"""
+
+
+class Notebook:
+    """Variables, and cells that run here or on the ranks."""
+
+    def __init__(self, session: nblaunch.Session) -> None:
+        self.session = session
+        self.variables = {"__name__": "__main__"}
+
+    def __call__(self, source: str) -> None:
+        """Run a cell in the notebook."""
+        exec(compile(textwrap.dedent(source), "<notebook>", "exec"), self.variables)  # noqa: S102
+
+    def ranks(self, source: str, **options) -> nblaunch.RunResult:
+        """Run a cell on the ranks."""
+        return self.session.cell(textwrap.dedent(source), namespace=self.variables, **options)
+
+    def both(self, source: str) -> object:
+        """Run a cell on the ranks; return the value, which is the same on both."""
+        first, second = self.ranks(source).values
+        assert first == second
+        return first
+
+
+@pytest.fixture(scope="module")
+def module_session():
+    # What torch makes when it is first used is not what the tests look for.
+    exec(textwrap.dedent(TRAINING) + "train(1)", {"__name__": "__main__"})  # noqa: S102
+    with nblaunch.Session(nproc=2, display=False, grace=1.0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def notebook(module_session):
+    module_session.cell(
+        "for _name in [n for n in globals() if not n.startswith('_')]:\n"
+        "    if _name not in ('In', 'Out', 'exit', 'quit', 'open', 'get_ipython'):\n"
+        "        del globals()[_name]\n"
+        "None",
+        namespace={},
+    )
+    return Notebook(module_session)
+
+
+# --- what was trained stays --------------------------------------------------------------------------
+
+
+def test_a_helper_that_comes_later_finds_the_trained_model(notebook):
+    notebook(TRAINING)
+    trained = notebook.both("train()")
+    assert trained < 0.01 < notebook.variables["evaluate"]()
+    assert notebook.both("evaluate()") == trained
+    assert notebook.both("train(0)") == trained
+
+
+def test_a_def_that_is_run_again_keeps_what_its_globals_are_on_the_ranks(notebook):
+    notebook("state = {'n': 0}\ndef bump():\n    state['n'] += 1\n    return state['n']")
+    assert [notebook.both("bump()") for _ in range(2)] == [1, 2]
+    notebook("def bump():\n    state['n'] += 10\n    return state['n']")
+    assert notebook.both("bump()") == 12
+    assert notebook.both("state['n']") == 12
+
+
+def test_a_call_of_a_function_finds_what_the_ranks_have(notebook):
+    notebook(TRAINING)
+    trained = notebook.both("train()")
+    assert notebook.session.run(notebook.variables["evaluate"]).values == [trained] * 2
+    assert notebook.both("evaluate()") == trained
+
+
+# --- one object is one object ------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_comes_later_steps_the_ranks_model(notebook):
+    notebook(TRAINING)
+    notebook.ranks("sum(each.numel() for each in model.parameters())")
+    assert notebook.both("optimizer.param_groups[0]['params'][0] is model.weight") is True
+    assert notebook.both("train()") < 0.01
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "check"),
+    [
+        ("a = [1]", "b = a", "b is a"),
+        ("a = {'k': [1]}", "b = a['k']", "b is a['k']"),
+        ("a = [1]", "b = {'inside': a}", "b['inside'] is a"),
+        ("a = [1]", "def b():\n    return a", "b() is a"),
+        ("a = [1]", "b = (lambda kept: lambda: kept)(a)", "b() is a"),
+        ("class a: pass", "b = a()", "type(b) is a"),
+        ("def a(): pass", "b = [a]", "b[0] is a"),
+        ("import torch; a = torch.zeros(4)", "b = a[:2]", "b.fill_(3).data_ptr() == a.data_ptr()"),
+        ("import torch; a = torch.nn.Linear(2, 2)", "b = a.weight", "b is a.weight"),
+        ("import numpy; a = numpy.zeros(4)", "b = [a]", "b[0] is a"),
+        ("import types; a = types.SimpleNamespace(k=[1])", "b = a.k", "b is a.k"),
+    ],
+    ids=lambda each: each.splitlines()[0][:40],
+)
+def test_what_the_ranks_have_is_referred_to_under_any_name(notebook, first, then, check):
+    notebook(first)
+    notebook.ranks("a; None")
+    notebook(then)
+    assert notebook.both(check) is True
+
+
+def test_objects_stay_one_where_only_some_ranks_have_them(notebook):
+    notebook("a = [1]\nb = {'a': a}")
+    notebook.ranks("a.append(rank); None", ranks=[1])
+    assert notebook.ranks("b['a'] is a, a").values == [(True, [1]), (True, [1, 1])]
+
+
+# --- names -------------------------------------------------------------------------------------------
+
+
+def test_a_name_bound_again_in_the_notebook_is_taken_also_by_functions(notebook):
+    notebook("factor = 2\ndef scaled(value):\n    return value * factor")
+    assert notebook.both("scaled(10)") == 20
+    notebook("factor = 3")
+    assert notebook.both("scaled(10)") == 30
+
+
+def test_what_the_ranks_bound_themselves_stays_and_a_notice_says_so_once(notebook):
+    notebook("lr = 0.1")
+    notebook.ranks("lr = lr * 2; None")
+    notebook("lr = 0.01")
+    first, second = notebook.ranks("lr"), notebook.ranks("lr")
+    assert first.values == [0.2, 0.2] == second.values
+    assert [text for text in first.warnings if text.startswith("lr ")] == [
+        "lr was assigned again in the notebook, but ranks 0-1 assigned it too and keep their own. "
+        "To replace it: %distributed push lr"
+    ]
+    assert second.warnings == ()
+
+
+def test_a_push_wins_over_what_the_ranks_bound(notebook):
+    notebook("lr = 0.1")
+    notebook.ranks("lr = 5; None")
+    notebook("lr = 0.01")
+    notebook.session.push({"lr": notebook.variables["lr"]})
+    assert notebook.both("lr") == 0.01
+    notebook("lr = 0.001")
+    assert notebook.both("lr") == 0.001
+
+
+def test_a_small_number_that_a_failed_cell_bound_is_the_ranks_own(notebook):
+    notebook("n = 1")
+    notebook.ranks("n; None")
+    notebook.ranks("n = 1\nraise ValueError", check=False)
+    notebook("n = 2")
+    assert notebook.both("n") == 1
+
+
+def test_a_helper_that_was_missing_is_found_once_it_is_defined(notebook):
+    notebook("def outer():\n    return helper() + 1")
+    assert notebook.ranks("outer()", check=False).root_cause.type.endswith("NameError")
+    notebook("def helper():\n    return 41")
+    assert notebook.both("outer()") == 42
+
+
+@pytest.mark.parametrize("name", ["rank", "world_size", "device", "local_rank"])
+def test_a_notebooks_variable_of_a_ranks_own_name_is_noticed(notebook, name):
+    notebook(f"{name} = 'mine'\ndef reads():\n    return str({name})")
+    cell = notebook.ranks(f"str({name}), reads()")
+    assert all(direct == helper != "mine" for direct, helper in cell.values)
+    assert [text.partition(":")[0] for text in cell.warnings] == [name]
+    assert "mine" not in notebook.session.run(notebook.variables["reads"]).values
+
+
+# --- changes in place --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "changed"),
+    [
+        ("it = {'lr': 0.1}", "it['lr'] = 0.01"),
+        ("it = [1]", "it.append(2)"),
+        ("it = {'deep': [[1]]}", "it['deep'][0].append(2)"),
+        ("it = {1}", "it.add(2)"),
+        ("it = bytearray(b'a')", "it += b'b'"),
+        ("import numpy; it = numpy.zeros(3)", "it[0] = 1"),
+        ("import numpy; it = numpy.zeros(1_000_000)", "it[:] = 1"),
+        ("import torch; it = torch.zeros(3)", "it[0] = 1"),
+        (
+            "import torch; it = torch.nn.Linear(2, 2)",
+            "it.load_state_dict(torch.nn.Linear(2, 2).state_dict())",
+        ),
+        ("class it:\n    def speak(self): return 1", "it.speak = lambda self: 2"),
+        ("def it(): return it.count\nit.count = 1", "it.count = 2"),
+        ("import types; it = types.SimpleNamespace(a=1)", "it.a = 2"),
+        ("import collections; it = collections.deque([1])", "it.append(2)"),
+    ],
+    ids=lambda each: each.replace("import ", "")[:40],
+)
+def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed):
+    notebook(made)
+    assert notebook.ranks("it; None").warnings == ()
+    assert notebook.ranks("it; None").warnings == ()
+    notebook(changed)
+    for _ in range(2):
+        (notice,) = notebook.ranks("it; None").warnings
+        assert notice == (
+            "it was changed in the notebook after it was sent; the ranks use what they have. "
+            "To send it: %distributed push it"
+        )
+    notebook.session.push({"it": notebook.variables["it"]})
+    assert notebook.ranks("it; None").warnings == ()
+
+
+def test_looking_at_objects_is_no_change(notebook):
+    notebook(TRAINING)
+    notebook.ranks("train(1); None")
+    notebook("model.eval().train(); repr(model); evaluate(); list(model.parameters()); x.sum()")
+    assert notebook.ranks("train(1); None").warnings == ()
+
+
+def test_a_push_changes_the_object_that_the_ranks_have(notebook):
+    notebook(TRAINING)
+    notebook.ranks("train(1); kept = [model]; None")
+    notebook("with torch.no_grad():\n    model.weight.fill_(7)")
+    notebook.session.push({"model": notebook.variables["model"]})
+    assert notebook.both("model.weight.item()") == 7
+    assert (
+        notebook.both("kept[0] is model and optimizer.param_groups[0]['params'][0] is model.weight") is True
+    )
+
+
+def test_a_push_that_cannot_be_taken_changes_nothing_and_says_why(notebook):
+    notebook("import numpy\na = numpy.zeros(3)\nb = [1]")
+    notebook.ranks("a.shape = 3, 1; b.append(2); None")
+    notebook("a[0] = 1\nb.append(3)")
+    with pytest.raises(
+        nblaunch.RunFailedError, match=r"of shape \(3, 1\) on the ranks cannot take .* \(3,\)"
+    ):
+        notebook.session.push({"a": notebook.variables["a"], "b": notebook.variables["b"]})
+    assert notebook.both("b") == [1, 2]
+
+
+# --- all of it, or nothing ---------------------------------------------------------------------------
+
+BREAKS_ON_ONE = """
+    class Breaks:
+        def __reduce__(self):
+            return breaks, ()
+    def breaks():
+        import os
+        if os.environ["RANK"] == "1":
+            raise ValueError("not here")
+    broken = Breaks()
+"""
+
+
+def test_variables_that_do_not_arrive_on_every_rank_arrive_on_none(notebook):
+    notebook(BREAKS_ON_ONE)
+    notebook("data = 'old'\ncount = [0]\ndef add():\n    count[0] += 1\n    return fresh\nfresh = 1")
+    assert notebook.both("data") == "old"
+    notebook("data = 'new'")
+    failed = notebook.ranks("add(); broken; data", check=False)
+    assert failed.root_cause.rank == 1
+    assert failed.root_cause.message == "not here"
+    assert (
+        notebook.session.cell("data, 'count' in globals(), 'add' in globals()", namespace={}).values
+        == [("old", False, False)] * 2
+    )
+    assert notebook.both("data") == "new"
+    assert notebook.both("add()") == 1
+
+
+def test_an_interrupt_while_variables_arrive_leaves_the_ranks_as_they_were(notebook, eventually):
+    notebook(
+        """
+        class Slow:
+            def __getstate__(self):
+                return {}
+            def __setstate__(self, state):
+                import os, time
+                open(began, "w").close()
+                time.sleep(60)
+        data = "old"
+        """
+    )
+    assert notebook.both("data") == "old"
+    began = f"{os.environ['TMPDIR']}/began-{os.getpid()}"
+    notebook(f"began = {began!r}\ndata = 'new'\nslow = Slow()")
+
+    def interrupt() -> None:
+        eventually(lambda: os.path.exists(began), "a rank reads the variables")  # noqa: PTH110
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            notebook.ranks("slow, data")
+    finally:
+        thread.join()
+        os.unlink(began)  # noqa: PTH108
+    assert notebook.session.cell("data", namespace={}).values == ["old"] * 2
+    assert notebook.both("data") == "new"
+
+
+def test_a_ranks_own_variable_survives_a_payload_that_cannot_be_read(notebook):
+    notebook(
+        "lr = 0.1\ndef reads():\n    return lr\nclass Broken:\n    def __reduce__(self): return int, ('x',)"
+    )
+    notebook("zbroken = Broken()")
+    notebook.session.cell("lr = 0.5", namespace={})
+    notebook.ranks("reads(), zbroken", check=False)
+    assert notebook.session.cell("lr", namespace={}).values == [0.5, 0.5]
+
+
+# --- nothing is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("within", ["{}", "[{}]", "{{'a': [{}]}}", "(lambda it: lambda: it)({})"])
+def test_the_notebook_frees_what_it_deletes(notebook, within):
+    notebook.variables["array"] = np.ones(100_000)
+    notebook("big = " + within.format("array"))
+    alive = weakref.ref(notebook.variables.pop("array"))
+    notebook.ranks("big; None")
+    del notebook.variables["big"]
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_notebook_frees_objects_that_refer_to_each_other(notebook):
+    notebook("class Node: pass\ntree = Node()\ntree.children = [Node()]\ntree.children[0].parent = tree")
+    alive = weakref.ref(notebook.variables["tree"])
+    notebook.ranks("tree; None")
+    del notebook.variables["tree"]
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_rank_frees_what_its_cells_delete_and_gets_it_again(notebook):
+    notebook("import weakref\nclass Thing: pass\nthing = Thing()\nthing.parts = [1]")
+    notebook.ranks("seen = weakref.ref(thing); None")
+    notebook.ranks("del thing")
+    notebook.ranks("None")
+    assert notebook.session.cell("seen() is None", namespace={}).values == [True, True]
+    assert notebook.both("thing.parts") == [1]
