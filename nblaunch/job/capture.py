@@ -33,18 +33,20 @@ class Captured:
     """The variables that go along."""
 
 
-def capture_cell(
+def capture_cell(  # noqa: PLR0913 - what the ranks have, and what they lack
     source: str,
     namespace: dict[str, Any],
     transform: Callable[[str], str] = str,
     *,
     without: frozenset[str] = frozenset(),
     outdated: Callable[[frozenset[str]], frozenset[str]] = lambda _: frozenset(),
+    trim: bool = False,
 ) -> Captured:
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
 
     `transform` does that for cells within the cell (below a `%%time` of its own). `without` are names that
     the ranks have already, `outdated(names)` says what functions among these use that has changed since.
+    With `trim` a view of a tensor takes along no more of its storage than what it shows.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
@@ -54,11 +56,11 @@ def capture_cell(
     wanted = names.maybe | outdated(names.needed | names.maybe)
     maybe = {name: namespace[name] for name in sorted((wanted & available) - names.needed)}
     try:
-        packed = payload.dumps({**needed, **maybe}, namespace)
+        packed = payload.dumps({**needed, **maybe}, namespace, trim=trim)
     except Exception:  # noqa: BLE001 - whatever the objects raise
         # A name that the cell may never load must not fail the run.
         sendable = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
-        packed = _pack({**needed, **sendable}, needed, namespace, "the cell uses")
+        packed = _pack({**needed, **sendable}, needed, namespace, "the cell uses", trim=trim)
         maybe = sendable
     sent = frozenset(needed) | frozenset(maybe)
     return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent)
@@ -75,19 +77,31 @@ def capture_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     namespace: dict[str, Any] | None = None,
+    *,
+    trim: bool = False,
 ) -> Captured:
-    """Capture a call with all it refers to. Raises `CaptureError` naming the part that cannot be sent."""
+    """Capture a call with all it refers to; for `trim` see `capture_cell`.
+
+    Raises `CaptureError` naming the part that cannot be sent.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     roots = {name: function}
     roots.update({f"args[{position}]": value for position, value in enumerate(args)})
     roots.update({f"kwargs[{key!r}]": value for key, value in kwargs.items()})
-    packed = _pack((function, tuple(args), dict(kwargs)), roots, namespace, "the call uses")
+    packed = _pack((function, tuple(args), dict(kwargs)), roots, namespace, "the call uses", trim=trim)
     return Captured(packed, (), _sources(packed))
 
 
-def _pack(value: object, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Packed:
+def _pack(
+    value: object,
+    roots: Mapping[str, object],
+    namespace: dict[str, Any] | None,
+    user: str,
+    *,
+    trim: bool = False,
+) -> Packed:
     try:
-        return payload.dumps(value, namespace)
+        return payload.dumps(value, namespace, trim=trim)
     except Exception as error:
         from nblaunch.job.culprit import find_culprit
 

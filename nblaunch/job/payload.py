@@ -6,7 +6,8 @@ moves those between processes, `loads` puts them together again without copying 
 Two things differ from plain cloudpickle:
 
 * CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share
-  their memory on the other side; CUDA tensors travel through the CPU (see `nblaunch.job.tensors`).
+  their memory on the other side; of a large storage only the range that they show is sent. CUDA tensors
+  travel through the CPU (see `nblaunch.job.tensors`).
 * Functions of the notebook live in the rank's own `__main__`: a cell that changes a global that such a
   function reads sees the change, as in the notebook. On the way back nothing is written into the
   notebook: classes that came from there are sent by name, functions get globals of their own.
@@ -68,15 +69,16 @@ def main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, trimmer: tensors.Trimmer | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._reduce_tensor = tensors.reduce if trimmer is None else trimmer.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             self.filenames.add(obj.co_filename)
-        reduced = tensors.reduce(obj)
+        reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
             reduced = idioms.reduce(obj)
         if reduced is NotImplemented:
@@ -120,6 +122,7 @@ class _Homebound(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
+        tensors.refuse_bound(obj)
         return super().reducer_override(obj)
 
 
@@ -143,23 +146,28 @@ def known_class(tracker_id: str) -> type:
         raise pickle.UnpicklingError(msg) from None
 
 
-def dumps(value: object, namespace: dict[str, Any] | None = None) -> Packed:
+def dumps(value: object, namespace: dict[str, Any] | None = None, *, trim: bool = False) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
+    With `trim` a view of a large tensor takes along what it shows of its storage; without, all of it.
     Raises whatever the objects raise when they cannot be pickled.
     """
-    return _dumps(value, lambda *args, **kwargs: _Outbound(*args, namespace=namespace, **kwargs))
+    return _dumps(value, lambda *args, **kwargs: _Outbound(*args, namespace=namespace, **kwargs), trim=trim)
 
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _dumps(value, _Homebound)
+    return _dumps(value, _Homebound, trim=True)
 
 
-def _dumps(value: object, make: Callable[..., Any]) -> Packed:
+def _dumps(value: object, make: Callable[..., Any], *, trim: bool) -> Packed:
     buffers: list[memoryview] = []
+    trimmer = tensors.Trimmer() if trim else None
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if trimmer is not None and trimmer.holds(buffer, len(buffers)):
+            buffers.append(memoryview(b""))
+            return False
         try:
             raw = buffer.raw()
         except BufferError:  # not contiguous: pickle copies it into the stream
@@ -170,18 +178,36 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
         return False
 
     stream = io.BytesIO()
-    pickler = make(stream, protocol=5, buffer_callback=keep_inside)
+    pickler = make(stream, protocol=5, buffer_callback=keep_inside, trimmer=trimmer)
     pickler.dump(value)
+    if trimmer is not None:
+        trimmer.finish(buffers)
     return Packed(stream.getbuffer(), tuple(buffers), frozenset(pickler.filenames), pickler.carried)
 
 
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
-    Only for bytes from an authenticated sender: unpickling runs code.
+    Only for bytes from an authenticated sender: unpickling runs code. An object that raises `SystemExit`
+    there is one that cannot be loaded; it must end neither a rank nor the notebook.
     """
-    with tensors.arriving_on(device):
-        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+    try:
+        with tensors.arriving_on(device):
+            return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+    except SystemExit as error:
+        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
+
+
+def _exit_while_loading(error: SystemExit) -> str:
+    """Say which function has called `sys.exit` while an object was loaded."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_code.co_name if trace is not None else ""
+    where = f" (in {name})" if name not in ("", loads.__name__) else ""
+    return (
+        f"it raised SystemExit({'' if error.code is None else repr(error.code)}) while it was loaded{where}"
+    )
 
 
 def dumps_plain(value: object) -> bytes:

@@ -61,7 +61,14 @@ class DistributedMagics(Magics):
         first_line = 1 if auto.take_inserted() else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
-        job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
+        job = CellJob(
+            source=cell,
+            filename=filename,
+            title=title,
+            number=number,
+            first_line=first_line,
+            keeps_value=options.out is not None,
+        )
         perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
         ran = export.about_to_run(number, cell, options, session)
         if options.export is not None:
@@ -88,7 +95,7 @@ class DistributedMagics(Magics):
             raise OptionError(msg)
         placement, environ = engine.place(options)
         captured = self._captured(
-            job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
+            job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform, trim=True)
         )
         watch = watcher("cell", placement.backend if options.init_process_group else "")
 

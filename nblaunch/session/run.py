@@ -45,7 +45,7 @@ def _launch(
         msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function or a script."
         raise OptionError(msg)
     placement, environ = engine.place(options)
-    captured = capture_call(fn, tuple(args), dict(kwargs or {}), notebook.namespace())
+    captured = capture_call(fn, tuple(args), dict(kwargs or {}), notebook.namespace(), trim=True)
     name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
     return engine.Launch(
         job=FunctionJob(name=name),
