@@ -15,10 +15,12 @@ Two things differ from plain cloudpickle:
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,9 +85,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             reduced = idioms.reduce(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and isinstance(reduced, tuple) and (slots := vars(obj).get("__slots__")):
-            _make_with_slots(slots, reduced)
+        if isinstance(obj, type) and isinstance(reduced, tuple):
+            if slots := vars(obj).get("__slots__"):
+                _make_with_slots(slots, reduced)
+            if reduced[0] in _TRACKED and (name := self._name_of(obj)):
+                reduced = _named_class(reduced, name)
         return reduced
+
+    def _name_of(self, obj: type) -> str:
+        """Return the name of a class that ranks have made; of any other, nothing."""
+        return _names.get(obj, "")
 
 
 def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
@@ -117,7 +126,11 @@ class _Outbound(_Pickler):
 
 
 class _Homebound(_Pickler):
-    """From a rank to the notebook: classes that came from there go back by name."""
+    """From a rank to the notebook: classes that came from there go back by name.
+
+    A class that a rank has made goes by value, under a digest of its definition: those of several ranks
+    that are defined alike are one class in the notebook, and what is equal on the ranks is equal there.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj in received_classes:
@@ -125,15 +138,98 @@ class _Homebound(_Pickler):
         tensors.refuse_bound(obj)
         return super().reducer_override(obj)
 
+    def _name_of(self, obj: type) -> str:
+        """Return the same name for classes of the same definition, where it can be told."""
+        try:
+            name = f"nblaunch-{_definition(obj)}"
+        except Exception:  # noqa: BLE001 - whatever the objects raise: then no two classes are one
+            name = str(_cloudpickle._get_or_create_tracker_id(obj))  # noqa: SLF001 - no public name
+        # It may come back: as the very class that it is here.
+        made_classes.add(obj)
+        _completed.add(obj)
+        _by_name[name] = obj
+        return name
+
+
+class _Defining(_Homebound):
+    """Pickles a class to be compared: with all it refers to, and without names that are random."""
+
+    def _name_of(self, obj: type) -> str:  # noqa: ARG002 - what tells it from others is its definition
+        return "same"
+
+
+_TRACKED = {
+    _cloudpickle._make_skeleton_class: 4,  # noqa: SLF001 - what cloudpickle writes into a pickle
+    _cloudpickle._make_skeleton_enum: 5,  # noqa: SLF001 - see above
+}
+"""How cloudpickle makes a class anew, and which argument is the name that it tracks it by."""
+
+_DEFINITION_LIMIT = 64 * 1024 * 1024
+
+
+def _definition(cls: type) -> str:
+    """Return a digest of a class with all that its methods use. Raises what pickling raises."""
+    digest, size = hashlib.sha256(), 0
+
+    def add(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal size
+        raw = buffer.raw()
+        size += raw.nbytes
+        if size > _DEFINITION_LIMIT:
+            msg = "too large to compare"
+            raise pickle.PicklingError(msg)
+        digest.update(raw)
+        return False
+
+    stream = io.BytesIO()
+    _Defining(stream, protocol=5, buffer_callback=add).dump(cls)
+    digest.update(stream.getbuffer())
+    return digest.hexdigest()
+
+
+# Classes that ranks have made, in the process that made them and in those that got them. What is complete
+# has its attributes.
+_by_name: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_completed: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Return cloudpickle's way to make a class, for one that may be there already under `name`."""
+    make, arguments, state, *_ = reduced
+    place = _TRACKED[make]
+    arguments = (*arguments[:place], name, *arguments[place + 1 :])
+    return _class_of, (name, make, arguments), state, None, None, _complete
+
+
+def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """Return the class of a name; if there is none yet, one without attributes."""
+    known = _by_name.get(name)
+    if known is None:
+        known = _by_name[name] = make(*arguments)
+        _names[known] = name
+    return known
+
+
+def _complete(cls: type, state: Any) -> type:
+    """Give a class its attributes, once: one that is here already keeps those that it has."""
+    if cls not in _completed:
+        _cloudpickle._class_setstate(cls, state)  # noqa: SLF001 - no public name
+        _completed.add(cls)
+    return cls
+
 
 received_classes: dict[type, str] = {}
 """In a rank: classes that the notebook sent by value, and cloudpickle's name for each."""
+
+made_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""In a rank: classes of its own that it has sent to the notebook."""
 
 
 def remember_received_classes() -> None:
     """Note which classes have come from the notebook; call before any code of the job runs."""
     tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
-    received_classes.update(dict(tracked))
+    received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
 
 def known_class(tracker_id: str) -> type:
