@@ -121,7 +121,7 @@ def test_a_function_whose_value_cannot_be_sent_raises(session):
 
     for run in (session.run, lambda fn: nblaunch.run(fn, nproc=2, display=False)):
         with pytest.raises(
-            nblaunch.RunFailedError, match="returned a builtins.generator, which cannot be sent"
+            nblaunch.RunFailedError, match=r"returned a builtins\.generator, which cannot be sent"
         ):
             run(make)
 
@@ -168,18 +168,18 @@ def stand_in():
         lambda it: it(1),
         lambda it: it[0],
         lambda it: it.__setitem__(0, 1),
-        lambda it: iter(it),
-        lambda it: next(it),
-        lambda it: len(it),
-        lambda it: bool(it),
+        iter,
+        next,
+        len,
+        bool,
         lambda it: it + 1,
         lambda it: 1 + it,
         lambda it: -it,
         lambda it: it @ it,
         lambda it: it < 1,
         lambda it: 1 in it,
-        lambda it: int(it),
-        lambda it: float(it),
+        int,
+        float,
         lambda it: setattr(it, "lr", 1),
         lambda it: it.__enter__(),
     ],
@@ -201,7 +201,6 @@ def test_it_looks_like_the_value(stand_in):
 def test_it_is_itself_and_can_be_pickled(stand_in):
     other = pickle.loads(pickle.dumps(stand_in))
     assert other != stand_in
-    assert stand_in == stand_in
     assert len({stand_in, other}) == 2
     assert (repr(other), other.reason, other.type_name) == (
         repr(stand_in),

@@ -140,7 +140,8 @@ def test_an_exception_that_exits_when_it_is_loaded_is_a_failure_with_its_text(se
 
 def test_a_value_that_exits_when_it_is_loaded_fails_its_rank(session):
     failed = session.cell(
-        "import sys\nclass Odd:\n    def __reduce__(self):\n        return sys.exit, (9,)\nOdd() if rank else 1",
+        "import sys\nclass Odd:\n    def __reduce__(self):\n        return sys.exit, (9,)\n"
+        "Odd() if rank else 1",
         namespace={},
         check=False,
     )
