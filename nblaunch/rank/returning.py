@@ -13,7 +13,7 @@ from nblaunch._not_sent import NotSent
 from nblaunch.job import payload, shared
 from nblaunch.job.culprit import find_culprit
 
-_SEARCH_SECONDS = 1.0
+_SEARCH_SECONDS = 2.0
 _INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
 
 

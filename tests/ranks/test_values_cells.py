@@ -153,6 +153,15 @@ def test_what_fresh_ranks_are_given_is_what_is_shown(kernel):
     assert kernel.value("res[1]") == [[6, 7, 8, 9], [8, 9, 9, 10], 88]
 
 
+def test_clearing_out_lets_go_of_results(kernel):
+    for _ in range(3):
+        kernel.ok("%%distributed -n 2\nrank")
+    kernel.ok("import gc, weakref\nkept = [weakref.ref(each) for each in Out.values()]")
+    assert kernel.value("[each().ok for each in kept]") == [True] * 3
+    kernel.ok("%reset -f out")
+    assert kernel.value("[gc.collect() * 0, [each() for each in kept]]") == [0, [None] * 3]
+
+
 # --- the stand-in ----------------------------------------------------------------------------------
 
 

@@ -126,9 +126,10 @@ def test_the_source_of_an_earlier_cells_function_is_that_cells(session):
     assert inspect.isfunction(session.pull("f")["f"][0])
 
 
-def test_an_exception_that_exits_when_it_is_loaded_is_a_failure_with_its_text(session):
+@pytest.mark.parametrize("body", ["return sys.exit, (9,)", "sys.exit(9)"])
+def test_an_exception_that_exits_when_it_is_sent_or_loaded_is_a_failure_with_its_text(session, body):
     source = (
-        "import sys\nclass Odd(Exception):\n    def __reduce__(self):\n        return sys.exit, (9,)\n"
+        f"import sys\nclass Odd(Exception):\n    def __reduce__(self):\n        {body}\n"
         "raise Odd('of its own')"
     )
     failed = session.cell(source, namespace={}, check=False)
@@ -161,6 +162,3 @@ def test_a_variable_that_exits_when_it_is_loaded_fails_the_cell(session):
     with pytest.raises(nblaunch.RunFailedError, match=r"SystemExit\(9\)"):
         session.cell("leaves", namespace={"leaves": Leaves()})
     assert session.cell("1", namespace={}).values == [1, 1]
-
-
-# --- an unknown backend ----------------------------------------------------------------------------

@@ -13,21 +13,16 @@ from nblaunch.agent import devices
 
 
 @pytest.mark.parametrize("name", ["tin", "cpu:gloo,cuda:tin", "cpu:tin"])
-@pytest.mark.parametrize("start", ["run", "session"])
+@pytest.mark.parametrize("start", [nblaunch.Session, lambda **options: nblaunch.run(int, **options)])
 def test_an_unknown_backend_is_refused_before_a_process_starts(name, start):
     before = psutil.Process().children(recursive=True)
-    with pytest.raises(
-        nblaunch.OptionError, match=r"backend 'tin' was asked for, but torch has gloo, .*here"
-    ):
-        if start == "run":
-            nblaunch.run(int, nproc=2, backend=name, display=False)
-        else:
-            nblaunch.Session(nproc=2, backend=name, display=False)
+    with pytest.raises(nblaunch.OptionError, match=r"'tin' was asked for, but torch has gloo, .*here"):
+        start(nproc=2, backend=name, display=False)
     assert psutil.Process().children(recursive=True) == before
 
 
 def test_the_nearest_name_is_offered():
-    with pytest.raises(nblaunch.OptionError, match="Did you mean 'gloo'"):
+    with pytest.raises(nblaunch.OptionError, match=r"Did you mean 'gloo'"):
         nblaunch.run(int, nproc=2, backend="glooo", display=False)
 
 
