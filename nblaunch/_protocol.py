@@ -83,12 +83,16 @@ class Switched(_FromRank, frozen=True):
 
 
 class Returned(_FromRank, frozen=True):
-    """The job is done; `text` and `html` are the value as the rank's own shell shows it."""
+    """The job is done; `text` and `html` are the value as the rank's own shell shows it.
+
+    With `not_sent`, which says why, `value` only stands for the job's own.
+    """
 
     value: Payload
     time: float
     text: str = ""
     html: str = ""
+    not_sent: str = ""
     offsets: Offsets = Offsets()
 
 
@@ -287,7 +291,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class CellJob(msgspec.Struct, frozen=True, tag=True):
     """A notebook cell as the user wrote it, without the magic's own line, which is line 1.
 
-    It is compiled under `filename`; `title` is what the reader calls it: `Cell In[3]`.
+    It is compiled under `filename`; `title` is what the reader calls it: `Cell In[3]`. With `keeps_value` the
+    caller has asked for the value (`--out`), whatever it is.
     """
 
     source: str
@@ -295,6 +300,7 @@ class CellJob(msgspec.Struct, frozen=True, tag=True):
     title: str
     number: int = 0
     first_line: int = 2
+    keeps_value: bool = False
 
 
 class FunctionJob(msgspec.Struct, frozen=True, tag=True):

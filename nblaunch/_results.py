@@ -93,9 +93,50 @@ def not_installed(frame: FrameRecord) -> bool:
     return not any(part in frame.filename for part in installed)
 
 
-@dataclass(frozen=True, slots=True)
+class LogText:
+    """A long text that stays in the file where a rank wrote it until it is asked for."""
+
+    def __init__(self, path: str, start: int, end: int, keep: object) -> None:
+        """Know where it is; `keep` is what removes the file when nobody refers to it."""
+        self._path, self._start, self._end, self._keep = path, start, end, keep
+
+    def __str__(self) -> str:
+        """Read the text. Raises `FileNotFoundError` if its directory has been removed."""
+        try:
+            with Path(self._path).open("rb") as file:
+                file.seek(self._start)
+                return file.read(self._end - self._start).decode("utf-8", "replace")
+        except FileNotFoundError:
+            msg = (
+                f"what a rank printed ({(self._end - self._start) / 1e6:.0f} MB) was kept in {self._path}, "
+                "which has been removed. Read it while log_dir is there."
+            )
+            raise FileNotFoundError(msg) from None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the text itself."""
+        return str, (str(self),)
+
+
+class _Printed:
+    """An attribute whose value is a text, or a `LogText`, which is read each time it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self if instance is None else str(vars(instance)[self._name])
+
+    def __set__(self, instance: object, value: str | LogText) -> None:
+        vars(instance)[self._name] = value
+
+
+@dataclass(frozen=True)
 class RankResult:
-    """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them."""
+    """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them.
+
+    `stdout` and `stderr` are read from the rank's log files when they are asked for, if they are long.
+    """
 
     rank: int
     local_rank: int
@@ -112,6 +153,11 @@ class RankResult:
     started: float | None
     ended: float | None
     pid: int | None
+
+
+# Not in the class: a dataclass would take them for defaults.
+setattr(RankResult, "stdout", _Printed("stdout"))  # noqa: B010 - for the type checker they are texts
+setattr(RankResult, "stderr", _Printed("stderr"))  # noqa: B010 - see above
 
 
 class RankResults:

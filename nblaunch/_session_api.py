@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -50,6 +51,7 @@ class Session:
         self._live = LiveSession(
             LaunchOptions.from_keywords(**options), name=name, watch=watcher if shown else silent
         )
+        self._numbers = itertools.count(1)
 
     def run(
         self,
@@ -90,11 +92,21 @@ class Session:
     ) -> RunResult:
         """Run source code as a cell; its last expression is the value, and its variables stay.
 
-        What it uses and the ranks do not have comes from the notebook, or from `namespace`.
+        What it uses and the ranks do not have comes from the notebook, or from `namespace`. A value that
+        cannot be sent is only shown, with a warning in `result.warnings`, and so is a model, an optimizer or
+        a data loader, which `pull` brings: `result.values` then holds objects that say why when they are
+        used.
         """
         return _given_back(
             self._live.prepared(
-                CellJob(source=source, filename="<session cell>", title="session cell", first_line=1),
+                # A file name of its own: for a function of an earlier cell, tracebacks and
+                # `inspect.getsource` read the lines of that cell.
+                CellJob(
+                    source=source,
+                    filename=f"<session cell {next(self._numbers)}>",
+                    title="session cell",
+                    first_line=1,
+                ),
                 _plain(source),
                 notebook.namespace() or {} if namespace is None else namespace,
                 _plain,

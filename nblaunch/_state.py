@@ -42,7 +42,7 @@ from nblaunch._protocol import (
     Usage,
     Where,
 )
-from nblaunch._reports import HangReport
+from nblaunch._reports import HangReport, format_ranks
 from nblaunch._transcript import Transcript
 
 
@@ -84,6 +84,8 @@ class RankState:
     value: Payload | None = None
     value_text: str = ""
     value_html: str = ""
+    value_not_sent: str = ""
+    """Why the value is only shown."""
     failure: FailureRecord | None = None
     exitcode: int | None = None
     started: float | None = None
@@ -150,6 +152,19 @@ class RunState:
     def finished(self) -> bool:
         """Whether every rank is in a final state."""
         return all(rank.state.final for rank in self.ranks.values())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what went wrong without failing a rank."""
+        bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
+        not_sent: dict[str, list[int]] = {}
+        for number, rank in sorted(self.ranks.items()):
+            if rank.value_not_sent:
+                not_sent.setdefault(rank.value_not_sent, []).append(number)
+        shown = [
+            f"the value of {format_ranks(ranks)} is only shown: {why}" for why, ranks in not_sent.items()
+        ]
+        return (*bad_ends, *shown)
 
     @property
     def failed(self) -> bool:
@@ -312,6 +327,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 value=message.value,
                 value_text=message.text,
                 value_html=message.html,
+                value_not_sent=message.not_sent,
                 ended=message.time,
             )
         case Raised():

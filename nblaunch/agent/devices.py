@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
 from nblaunch._errors import OptionError
+from nblaunch._option_row import nearest
 
 _DEFAULT_CPU_RANKS = 2
+# Those of torch itself; what is not built into this one is found out where torch is loaded.
+_TORCHS_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "fake")
+_PLUGINS = "torch.backends"
+"""Entry points that torch loads when it is imported; they may register backends of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,44 @@ def visible_gpus(environ: Mapping[str, str]) -> int:
             installed = max(torch.cuda._raw_device_count_nvml(), count)  # noqa: SLF001
         count = min(named, installed)
     return count
+
+
+def check_backend(backend: str, environ: Mapping[str, str]) -> None:
+    """Raise `OptionError` for a backend that torch does not know, before a rank is started to find out.
+
+    `backend` is a name, or one for each device. Backends that a package registers when torch is imported are
+    known to the ranks alone: where there is such a package, any name may be one.
+    """
+    known = known_backends()
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is None or _has_plugins(environ):
+        return
+    guess = nearest(unknown, known)
+    msg = (
+        f"backend {unknown!r} was asked for, but torch has {', '.join(known)} here. "
+        f"{f'Did you mean {guess!r}? ' if guess else ''}Use one of these; for a backend that your own code "
+        "registers, start without a group (--no-init, init_process_group=False) and form it there."
+    )
+    raise OptionError(msg)
+
+
+def _has_plugins(environ: Mapping[str, str]) -> bool:
+    autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    return autoload and bool(metadata.entry_points(group=_PLUGINS))
+
+
+def known_backends() -> tuple[str, ...]:
+    """Return the backends that a process group can have here; does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return _TORCHS_BACKENDS
+    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list)
+    return tuple(
+        name
+        for name in dict.fromkeys(registered)
+        if name != "undefined" and getattr(distributed, f"is_{name}_available", lambda: True)()
+    )
 
 
 def place(nproc: int | str, backend: str, environ: Mapping[str, str]) -> Placement:

@@ -62,7 +62,7 @@ def capture_cell(
     """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
 
     `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
-    have already, None for fresh ones.
+    have already, None for fresh ones. Those get, of a view of a tensor, no more of its storage than it shows.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
@@ -81,7 +81,7 @@ def _packed_cell(
     surely = {name: namespace[name] for name in sorted(names & needed)}
     maybe = {name: namespace[name] for name in sorted(names - needed)}
     try:
-        packed = payload.dumps({**surely, **maybe}, namespace, known)
+        packed = payload.dumps({**surely, **maybe}, namespace, known, trim=known is None)
     except Exception:  # noqa: BLE001 - whatever the objects raise
         # A name that the cell may never load must not fail the run.
         maybe = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
@@ -111,7 +111,10 @@ def capture_call(
     namespace: dict[str, Any] | None = None,
     known: KnownVariables | None = None,
 ) -> Captured:
-    """Capture a call with all it refers to. Raises `CaptureError` naming the part that cannot be sent."""
+    """Capture a call with all it refers to; for `known` see `capture_cell`.
+
+    Raises `CaptureError` naming the part that cannot be sent.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     roots = {name: function}
     roots.update({f"args[{position}]": value for position, value in enumerate(args)})
@@ -135,7 +138,7 @@ def _pack(
     known: payload.Known | None = None,
 ) -> Packed:
     try:
-        return payload.dumps(value, namespace, known)
+        return payload.dumps(value, namespace, known, trim=known is None)
     except Exception as error:
         raise _explained(error, roots, namespace, user) from error
 

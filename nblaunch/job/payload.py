@@ -6,7 +6,8 @@ moves those between processes, `loads` puts them together again without copying 
 Two things differ from plain cloudpickle:
 
 * CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share
-  their memory on the other side; CUDA tensors travel through the CPU (see `nblaunch.job.tensors`).
+  their memory on the other side; of a large storage only the range that they show is sent. CUDA tensors
+  travel through the CPU (see `nblaunch.job.tensors`).
 * Functions of the notebook live in the rank's own `__main__`: a cell that changes a global that such a
   function reads sees the change, as in the notebook. On the way back nothing is written into the
   notebook: classes that came from there are sent by name, functions get globals of their own.
@@ -14,11 +15,13 @@ Two things differ from plain cloudpickle:
 
 from __future__ import annotations
 
+import hashlib
 import io
 import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -73,8 +76,9 @@ def main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, trimmer: tensors.Trimmer | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
+        self._reduce_tensor = tensors.reduce if trimmer is None else trimmer.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
         self.keys: set[int] = set()
@@ -86,14 +90,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             self.filenames.add(obj.co_filename)
-        reduced = tensors.reduce(obj)
+        reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
             reduced = idioms.reduce(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and isinstance(reduced, tuple) and (slots := vars(obj).get("__slots__")):
-            _make_with_slots(slots, reduced)
+        if isinstance(obj, type) and isinstance(reduced, tuple):
+            if slots := vars(obj).get("__slots__"):
+                _make_with_slots(slots, reduced)
+            if reduced[0] in _TRACKED and (name := self._name_of(obj)):
+                reduced = _named_class(reduced, name)
         return reduced
+
+    def _name_of(self, obj: type) -> str:
+        """Return the name of a class that ranks have made; of any other, nothing."""
+        return _names.get(obj, "")
 
 
 def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
@@ -223,22 +234,110 @@ _loading = threading.local()
 
 
 class _Homebound(_Pickler):
-    """From a rank to the notebook: classes that came from there go back by name."""
+    """From a rank to the notebook: classes that came from there go back by name.
+
+    A class that a rank has made goes by value, under a digest of its definition: those of several ranks
+    that are defined alike are one class in the notebook, and what is equal on the ranks is equal there.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
+        tensors.refuse_bound(obj)
         return super().reducer_override(obj)
+
+    def _name_of(self, obj: type) -> str:
+        """Return the same name for classes of the same definition, where it can be told."""
+        try:
+            name = f"nblaunch-{_definition(obj)}"
+        except Exception:  # noqa: BLE001 - whatever the objects raise: then no two classes are one
+            name = str(_cloudpickle._get_or_create_tracker_id(obj))  # noqa: SLF001 - no public name
+        # It may come back: as the very class that it is here.
+        made_classes.add(obj)
+        _completed.add(obj)
+        _by_name[name] = obj
+        return name
+
+
+class _Defining(_Homebound):
+    """Pickles a class to be compared: with all it refers to, and without names that are random."""
+
+    def _name_of(self, obj: type) -> str:  # noqa: ARG002 - what tells it from others is its definition
+        return "same"
+
+
+_TRACKED = {
+    _cloudpickle._make_skeleton_class: 4,  # noqa: SLF001 - what cloudpickle writes into a pickle
+    _cloudpickle._make_skeleton_enum: 5,  # noqa: SLF001 - see above
+}
+"""How cloudpickle makes a class anew, and which argument is the name that it tracks it by."""
+
+_DEFINITION_LIMIT = 64 * 1024 * 1024
+
+
+def _definition(cls: type) -> str:
+    """Return a digest of a class with all that its methods use. Raises what pickling raises."""
+    digest, size = hashlib.sha256(), 0
+
+    def add(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal size
+        raw = buffer.raw()
+        size += raw.nbytes
+        if size > _DEFINITION_LIMIT:
+            msg = "too large to compare"
+            raise pickle.PicklingError(msg)
+        digest.update(raw)
+        return False
+
+    stream = io.BytesIO()
+    _Defining(stream, protocol=5, buffer_callback=add).dump(cls)
+    digest.update(stream.getbuffer())
+    return digest.hexdigest()
+
+
+# Classes that ranks have made, in the process that made them and in those that got them. What is complete
+# has its attributes.
+_by_name: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_completed: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Return cloudpickle's way to make a class, for one that may be there already under `name`."""
+    make, arguments, state, *_ = reduced
+    place = _TRACKED[make]
+    arguments = (*arguments[:place], name, *arguments[place + 1 :])
+    return _class_of, (name, make, arguments), state, None, None, _complete
+
+
+def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """Return the class of a name; if there is none yet, one without attributes."""
+    known = _by_name.get(name)
+    if known is None:
+        known = _by_name[name] = make(*arguments)
+        _names[known] = name
+    return known
+
+
+def _complete(cls: type, state: Any) -> type:
+    """Give a class its attributes, once: one that is here already keeps those that it has."""
+    if cls not in _completed:
+        _cloudpickle._class_setstate(cls, state)  # noqa: SLF001 - no public name
+        _completed.add(cls)
+    return cls
 
 
 received_classes: dict[type, str] = {}
 """In a rank: classes that the notebook sent by value, and cloudpickle's name for each."""
 
+made_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""In a rank: classes of its own that it has sent to the notebook."""
+
 
 def remember_received_classes() -> None:
     """Note which classes have come from the notebook; call before any code of the job runs."""
     tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
-    received_classes.update(dict(tracked))
+    received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
 
 def known_class(tracker_id: str) -> type:
@@ -251,14 +350,23 @@ def known_class(tracker_id: str) -> type:
         raise pickle.UnpicklingError(msg) from None
 
 
-def dumps(value: object, namespace: dict[str, Any] | None = None, known: Known | None = None) -> Packed:
+def dumps(
+    value: object,
+    namespace: dict[str, Any] | None = None,
+    known: Known | None = None,
+    *,
+    trim: bool = False,
+) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
-    With `known`, the ranks of a session, what they have is referred to. Raises whatever the objects raise
+    With `known`, the ranks of a session, what they have is referred to. With `trim` a view of a large tensor
+    takes along what it shows of its storage; without, all of it. Raises whatever the objects raise
     when they cannot be pickled.
     """
     kind = _Outbound if known is None else _Identifying
-    return _dumps(value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs))
+    return _dumps(
+        value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs), trim=trim
+    )
 
 
 def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, known: Known) -> Packed:
@@ -270,13 +378,17 @@ def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, know
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _dumps(value, _Homebound)
+    return _dumps(value, _Homebound, trim=True)
 
 
-def _dumps(value: object, make: Callable[..., Any]) -> Packed:
+def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Packed:
     buffers: list[memoryview] = []
+    trimmer = tensors.Trimmer() if trim else None
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if trimmer is not None and trimmer.holds(buffer, len(buffers)):
+            buffers.append(memoryview(b""))
+            return False
         try:
             raw = buffer.raw()
         except BufferError:  # not contiguous: pickle copies it into the stream
@@ -287,8 +399,10 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
         return False
 
     stream = io.BytesIO()
-    pickler = make(stream, protocol=5, buffer_callback=keep_inside)
+    pickler = make(stream, protocol=5, buffer_callback=keep_inside, trimmer=trimmer)
     pickler.dump(value)
+    if trimmer is not None:
+        trimmer.finish(buffers)
     return Packed(
         stream.getbuffer(),
         tuple(buffers),
@@ -302,10 +416,26 @@ def _dumps(value: object, make: Callable[..., Any]) -> Packed:
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
-    Only for bytes from an authenticated sender: unpickling runs code.
+    Only for bytes from an authenticated sender: unpickling runs code. An object that raises `SystemExit`
+    there is one that cannot be loaded; it must end neither a rank nor the notebook.
     """
-    with tensors.arriving_on(device):
-        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+    try:
+        with tensors.arriving_on(device):
+            return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+    except SystemExit as error:
+        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
+
+
+def _exit_while_loading(error: SystemExit) -> str:
+    """Say which function has called `sys.exit` while an object was loaded."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_code.co_name if trace is not None else ""
+    where = f" (in {name})" if name not in ("", loads.__name__) else ""
+    return (
+        f"it raised SystemExit({'' if error.code is None else repr(error.code)}) while it was loaded{where}"
+    )
 
 
 class _Loader(pickle.Unpickler):
@@ -351,6 +481,8 @@ def loads_known(
             value = loader.load()
             while pushed and (more := loader.load()):
                 contents += more
+    except SystemExit as error:
+        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
     finally:
         del _loading.offer
     fills = [refresh.fill(found(key), content) for key, content in contents]

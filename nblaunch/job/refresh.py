@@ -146,7 +146,7 @@ def _fill_array(target: Any, data: Any) -> Callable[[], None]:
         return lambda: setattr(target, "data", data.detach())
     shown = f"{type(target).__module__}.{type(target).__qualname__}"
     msg = (
-        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one of "
-        f"shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one "
+        f"of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
     )
     raise RefreshError(msg)

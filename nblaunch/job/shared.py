@@ -9,10 +9,12 @@ file in the runtime directory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
@@ -26,7 +28,14 @@ INLINE = 256 * 1024
 """Payloads of at most this many bytes travel inside their message."""
 
 _COPIED = 8 * 1024 * 1024
-"""Payloads of at most this many bytes are copied, not mapped: a mapping holds a descriptor while it lives."""
+"""Payloads of at most this many bytes are copied, not mapped: a process may have some 65,000 mappings."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_libc.munmap.restype = ctypes.c_int
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 _ALIGNMENT = 64
 _COPY_STEP = 64 * 1024 * 1024
@@ -141,14 +150,33 @@ def joined(payload: Payload, *, private: bool) -> memoryview:
             if os.fstat(fd).st_size < total:
                 msg = f"a payload of {total} bytes was announced, and {path} is shorter"
                 raise OSError(msg)
-            if total <= _COPIED:
-                whole = memoryview(_read(fd, total))
-            else:
-                access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-                whole = memoryview(mmap.mmap(fd, total, access=access))
+            whole = _mapped(fd, total, private=private) if total > _COPIED else memoryview(_read(fd, total))
         finally:
             os.close(fd)
     return whole
+
+
+def _mapped(fd: int, total: int, *, private: bool) -> memoryview:
+    """Map a file; the mapping lives as long as a view of it, and holds no descriptor.
+
+    `mmap.mmap` keeps a duplicate of the descriptor (up to Python 3.12 there is no way to ask for none), and a
+    notebook that keeps many results would run out of them.
+    """
+    address = _libc.mmap(
+        None,
+        total,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
+        fd,
+        0,
+    )
+    if address in (None, _MAP_FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{total} bytes could not be mapped: {os.strerror(number)}")
+    memory = (ctypes.c_ubyte * total).from_address(address)
+    # Every view refers to this object. At the end of the process the system unmaps: threads may still read.
+    weakref.finalize(memory, _libc.munmap, address, total).atexit = False
+    return memoryview(memory).cast("B")
 
 
 class Incoming:

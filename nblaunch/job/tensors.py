@@ -5,6 +5,8 @@ torch is not imported here: an object is a storage only where torch has been imp
 
 from __future__ import annotations
 
+import array
+import copyreg
 import ctypes
 import pickle
 import sys
@@ -32,6 +34,17 @@ def reduce(obj: Any) -> Any:
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
+
+
+def refuse_bound(obj: Any) -> None:
+    """Raise `PicklingError` for a module that its process group must be there for to load it: DDP's."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None and isinstance(obj, parallel.DistributedDataParallel):
+        msg = (
+            "a DistributedDataParallel module loads only where its process group is, which is not in the "
+            "notebook: take its .module, or .module.state_dict()"
+        )
+        raise pickle.PicklingError(msg)
 
 
 def _with_typed_storage(torch: Any, tensor: Any) -> Any:
@@ -130,3 +143,172 @@ def copy_content(target: Any, data: Any) -> None:
         target.copy_(data)
         if target.is_leaf:
             target.requires_grad_(data.requires_grad)
+
+
+# --- what a pickle shows of its storages -----------------------------------------------------------
+
+LARGE = 4096
+"""Storages of fewer bytes travel whole."""
+
+# A storage begins where the CPU's vector instructions like it, on this side and on the other.
+_ALIGNED = 64
+
+
+class Trimmer:
+    """Pickles, of each large storage, only the range that the tensors of one pickle show.
+
+    That range is known at the end alone: until `finish` each storage's buffer is a placeholder. Tensors
+    that share a storage share it on the other side, where it begins at a later byte: by how many stands in a
+    table, which is a buffer as well.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a storage."""
+        self._memories: dict[int, _Memory] = {}
+        self._table = _Table()
+        self._positions: dict[int, int] = {}
+
+    def reduce(self, obj: Any) -> Any:
+        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "UntypedStorage"):
+            return NotImplemented
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(torch, obj)
+        if type(obj) is torch.UntypedStorage and (memory := self._memory(obj)) is not None:
+            # Bare, or a tensor's of a kind that is not known here. Its typed wrapper leads here too.
+            memory.show(0, obj.nbytes())
+            return _same, (memory,)
+        return reduce(obj)
+
+    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
+        """Whether a buffer is a placeholder; it is then the one at `position`."""
+        known = id(buffer) in self._positions
+        if known:
+            self._positions[id(buffer)] = position
+        return known
+
+    def finish(self, buffers: list[memoryview]) -> None:
+        """Put what is to be sent in the place of the placeholders."""
+        memories = list(self._memories.values())
+        shifts = array.array("q", [memory.settle() for memory in memories])
+        for memory in memories:
+            position = self._positions[id(memory.placeholder)]
+            if position >= 0:
+                buffers[position] = memory.view()
+        position = self._positions.get(id(self._table.placeholder), -1)
+        if position >= 0:
+            buffers[position] = memoryview(shifts if any(shifts) else b"").cast("B")
+
+    def _memory(self, storage: Any) -> _Memory | None:
+        """Return what is known of a large storage, None of any other."""
+        if storage.device.type not in ("cpu", "cuda") or storage.nbytes() < LARGE:
+            return None
+        key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
+        if key not in self._memories:
+            memory = self._memories[key] = _Memory(storage, len(self._memories))
+            self._positions[id(memory.placeholder)] = -1
+            self._positions[id(self._table.placeholder)] = -1
+        return self._memories[key]
+
+    def _tensor(self, torch: Any, tensor: Any) -> Any:
+        kind = type(tensor)
+        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or kind in copyreg.dispatch_table:
+            return NotImplemented
+        reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(reduced) is not tuple:
+            return reduced
+        rebuild, arguments, *state = reduced
+        if rebuild is torch._tensor._rebuild_from_type_v2:  # noqa: SLF001 - what torch writes into a pickle
+            inner, kind, inner_arguments, attributes = arguments
+            inner, inner_arguments = self._within(torch, tensor, inner, inner_arguments)
+            return (rebuild, (inner, kind, inner_arguments, attributes), *state)
+        return (*self._within(torch, tensor, rebuild, arguments), *state)
+
+    def _within(self, torch: Any, tensor: Any, rebuild: Any, arguments: Any) -> tuple[Any, Any]:
+        """Return torch's rebuilding of a tensor, from the range of its storage that is sent."""
+        rebuilds = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)  # noqa: SLF001 - see above
+        if rebuild not in rebuilds:
+            return rebuild, arguments
+        storage, offset, size, stride, *others = arguments
+        if type(storage) is torch.UntypedStorage:
+            storage = _typed(storage, torch.uint8)  # see `_with_typed_storage`
+        memory = self._memory(storage._untyped_storage)  # noqa: SLF001 - see `reduce`
+        if memory is None:
+            return rebuild, (storage, *arguments[1:])
+        width = tensor.element_size()
+        if 0 not in size:
+            last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+            memory.show(offset * width, (last + 1) * width)
+        where = (memory, self._table, memory.number, storage.dtype, width)
+        return _rebuilt_within, (rebuild, *where, offset, size, stride, *others)
+
+
+class _Memory:
+    """A storage that a pickle shows something of: the bytes from `low` to `high`."""
+
+    def __init__(self, storage: Any, number: int) -> None:
+        self.storage, self.number = storage, number
+        self.low: int = storage.nbytes()
+        self.high = 0
+        # Writable, as what will take its place.
+        self.placeholder = pickle.PickleBuffer(bytearray(1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _untyped_part, (self.placeholder, self.storage.device.type)
+
+    def show(self, low: int, high: int) -> None:
+        """Include a range; of a storage that was resized below its tensors, all there is."""
+        if high > self.storage.nbytes():
+            low, high = 0, self.storage.nbytes()
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def settle(self) -> int:
+        """Return how many bytes at the beginning are left out."""
+        self.low = self.low // _ALIGNED * _ALIGNED if self.high else 0
+        return self.low
+
+    def view(self) -> memoryview:
+        """Return the range; one on a GPU is copied to the CPU, and nothing beside it."""
+        storage, low, high = self.storage, self.low, self.high
+        if storage.device.type != "cpu" and low < high:
+            import torch
+
+            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
+                storage, low, (high - low,), (1,)
+            )
+            storage, low, high = part.cpu().untyped_storage(), 0, high - low
+        return memoryview(_buffer(storage)).cast("B")[low:high]
+
+
+class _Table:
+    """By how many bytes each storage of a pickle begins later on the other side."""
+
+    def __init__(self) -> None:
+        self.placeholder = pickle.PickleBuffer(bytearray(1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shifts, (self.placeholder,)
+
+
+def _untyped_part(buffer: Any, kind: str) -> Any:
+    return _untyped(buffer, memoryview(buffer).nbytes, kind)
+
+
+def _same(storage: Any) -> Any:
+    return storage
+
+
+def _shifts(buffer: Any) -> array.array[int]:
+    shifts = array.array("q")
+    shifts.frombytes(buffer)
+    return shifts
+
+
+def _rebuilt_within(  # noqa: PLR0913, PLR0917 - torch's own arguments, and where the storage begins
+    rebuild: Any, storage: Any, shifts: Any, number: int, dtype: Any, width: int, offset: int, *others: Any
+) -> Any:
+    """Rebuild a tensor over a storage that begins later than the one it was made of."""
+    shift = shifts[number] if shifts else 0
+    # An empty tensor may lie outside what was sent.
+    return rebuild(_typed(storage, dtype), max(offset - shift // width, 0), *others)

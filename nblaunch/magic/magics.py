@@ -13,7 +13,7 @@ from IPython.utils.text import DollarFormatter
 from nblaunch._errors import OptionError
 from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._protocol import CellJob
-from nblaunch.job.capture import capture_cell
+from nblaunch.job.capture import RANK_NAMES, capture_cell
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
 from nblaunch.magic.completion import make_matcher
@@ -21,6 +21,7 @@ from nblaunch.magic.line import option_completions
 from nblaunch.magic.scripts import hand_over, with_macros_kept
 from nblaunch.session import engine, notebook
 from nblaunch.session.background import Handle
+from nblaunch.session.knowledge import own_name_notice
 from nblaunch.session.session import LiveSession
 from nblaunch.view.watch import watcher
 
@@ -61,7 +62,14 @@ class DistributedMagics(Magics):
         first_line = 1 if auto.take_inserted() else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
-        job = CellJob(source=cell, filename=filename, title=title, number=number, first_line=first_line)
+        job = CellJob(
+            source=cell,
+            filename=filename,
+            title=title,
+            number=number,
+            first_line=first_line,
+            keeps_value=options.out is not None,
+        )
         perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
         ran = export.about_to_run(number, cell, options, session)
         if options.export is not None:
@@ -90,6 +98,8 @@ class DistributedMagics(Magics):
         captured = self._captured(
             job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
+        reached = captured.used | captured.packed.carried.keys()
+        noticed = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
         watch = watcher("cell", placement.backend if options.init_process_group else "")
 
         def perform(cancelled: threading.Event | None) -> engine.Outcome:
@@ -101,6 +111,7 @@ class DistributedMagics(Magics):
                 environ=environ,
                 title="cell",
                 cancelled=cancelled,
+                notices=noticed,
             )
             return engine.perform(launch, watch)
 

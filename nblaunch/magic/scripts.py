@@ -72,6 +72,11 @@ def hand_over(result: RunResult, options: LaunchOptions, shell: Any) -> None:
     if options.out is not None:
         shell.user_ns[options.out] = result
     shell.displayhook.update_user_ns(result)
+    # IPython also notes every output among its own variables, where neither `%reset out` nor the limit of its
+    # output cache finds it: results would never be let go.
+    hidden = shell.user_ns_hidden
+    for name in [name for name, value in hidden.items() if isinstance(value, RunResult)]:
+        del hidden[name]
 
 
 def with_macros_kept(line: str) -> str:

@@ -62,7 +62,7 @@ def _text(error: BaseException) -> str:
         return traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001 - an exception's __str__ may do anything
+    except (Exception, SystemExit) as broken:  # noqa: BLE001 - an exception's __str__ may do anything
         return f"<its text raised {type(broken).__name__}>"
 
 
@@ -80,7 +80,7 @@ def _pickled(error: BaseException) -> bytes | None:
         data = payload.dumps_plain(error)
         # Some exceptions pickle and do not unpickle (required arguments); know it here, not there.
         payload.loads_plain(data)
-    except Exception:  # noqa: BLE001 - then the record says it in words
+    except (Exception, SystemExit):  # noqa: BLE001 - then the record says it in words
         return None
     return data if len(data) <= _EXCEPTION_LIMIT else None
 

@@ -56,6 +56,7 @@ from nblaunch.rank import (
     inspection,
     introspection,
     process_group,
+    returning,
     script,
     shell,
     streams,
@@ -86,10 +87,6 @@ class Orders:
     """Whether the rank is to be a new Python."""
     virtual_local_rank: bool = False
     """Whether it is to see one GPU only, as local rank 0."""
-
-
-class ValueNotSentError(TypeError):
-    """The job succeeded, but its value cannot be pickled; says which part."""
 
 
 class Rank:
@@ -212,7 +209,8 @@ class Rank:
         value = self._do(job, loaded)
         self.link.end_job()
         # That a script has come to its end is all that its exit status says.
-        self._returned(value, seen=not isinstance(job, ScriptJob) or bool(job.pull))
+        seen = not isinstance(job, ScriptJob) or bool(job.pull)
+        self._returned(value, seen=seen, cell=job if isinstance(job, CellJob) else None)
 
     def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: Job) -> Any:
         """Unpickle what a job brings to a rank that stays, and keep it once every rank has done so."""
@@ -304,28 +302,30 @@ class Rank:
         value = function(*args, **dict(kwargs))
         return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
 
-    def _returned(self, value: object, *, seen: bool = True) -> None:
+    def _spill(self) -> Path:
+        return Path(self.orders.spill)
+
+    def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
         self.phase = Phase.VALUE
         if self.orders.keep:
             # Before the value, with which the job ends: the next one is made of what is known then.
             self._tell_names()
         text, html = shell.prepare().describe(value) if seen else ("", "")
-        try:
-            packed = payload.dumps_home(value)
-            self.outgoing = shared.put(packed, lambda: Path(self.orders.spill))
-        except Exception as error:
-            msg = (
-                f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {error}. "
-                "Return plain data (numbers, tensors, a state_dict) instead."
+        if cell is None:
+            sent = returning.send(value, self._spill)
+        else:
+            sent = returning.send_or_stand_in(
+                value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
-            raise ValueNotSentError(msg) from error
+        self.outgoing = sent.outgoing
         self.link.send(
             Returned(
                 rank=self.rank,
-                value=self.outgoing.payload,
+                value=sent.outgoing.payload,
                 time=time.time(),
                 text=failure.encodable(text),
                 html=failure.encodable(html),
+                not_sent=failure.encodable(sent.warning),
                 offsets=streams.offsets(),
             )
         )
@@ -392,16 +392,6 @@ class Rank:
             self.link.close()
             if self.outgoing is not None:
                 self.outgoing.close()
-
-
-def _unsendable(value: object) -> str:
-    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
-    for key, each in value.items() if type(value) is dict else ():
-        try:
-            payload.dumps_home(each)
-        except Exception:  # noqa: BLE001 - whatever the objects raise
-            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _line_reached(error: BaseException, filename: str, first_line: int) -> int:

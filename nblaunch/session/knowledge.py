@@ -176,7 +176,12 @@ class View:
         """Look at the ranks through `record`; `names` are the variables that each of them has."""
         self.record = record
         self.ranks = ranks
-        self.notices: dict[str, str] = {}
+        self.kept: dict[str, frozenset[int]] = {}
+        """Variables that were bound again in the notebook, and the ranks that keep their own."""
+        self.changed: set[str] = set()
+        """Variables whose objects were changed in place in the notebook."""
+        self.ranks_own: set[str] = set()
+        """Variables of the notebook that have the name of something that each rank has."""
         self._knowledge = knowledge
         self._namespace = {} if namespace is None else namespace
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
@@ -209,10 +214,7 @@ class View:
 
     def _decline(self, name: str, value: Any, own: list[int]) -> None:
         self._declined[name] = _Binding(self._knowledge.key_for(value))
-        self.notices[name] = (
-            f"{name} was assigned again in the notebook, but {format_ranks(own)} assigned it too and keep "
-            f"their own. To replace it: %distributed push {name}"
-        )
+        self.kept[name] = frozenset(own)
 
     def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
         """Return the variables that these ranks lack, of `names` and of those that functions use."""
@@ -268,21 +270,47 @@ class View:
         return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
 
     def look_for_changes(self) -> None:
-        """Notice objects in use that were changed in place since the ranks got them."""
+        """Note objects in use that were changed in place since the ranks got them."""
         for name in sorted(self._reached):
             if name in RANK_NAMES:
-                self.notices[name] = (
-                    f"{name}: on the ranks this is the rank's own {name}, not the notebook's variable. "
-                    "Rename the variable to use it there."
-                )
-            elif not all(map(self._is_own, itertools.repeat(name), self.ranks)) and (
+                self.ranks_own.add(name)
+            elif not all(self._is_own(name, rank) for rank in self.ranks) and (
                 self.record.prints.changed(self._namespace[name])
             ):
-                self.notices[name] = (
-                    f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
-                    f"To send it: %distributed push {name}"
-                )
+                self.changed.add(name)
 
     def _is_own(self, name: str, rank: int) -> bool:
         """Return whether a rank has bound this variable itself."""
         return name in self._names[rank] and (name in self._rebound[rank] or name not in self.record.bound)
+
+
+def notices(views: Iterable[View]) -> tuple[str, ...]:
+    """Return what is to be said of the notebook's variables, of all ranks together."""
+    views = tuple(views)
+    kept: dict[str, frozenset[int]] = {}
+    for view in views:
+        for name, ranks in view.kept.items():
+            kept[name] = kept.get(name, frozenset()) | ranks
+    changed = {name for view in views for name in view.changed}
+    ranks_own = {name for view in views for name in view.ranks_own}
+    return (
+        *(
+            f"{name} was assigned again in the notebook, but {format_ranks(ranks)} assigned it too and keep "
+            f"their own. To replace it: %distributed push {name}"
+            for name, ranks in sorted(kept.items())
+        ),
+        *(
+            f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
+            f"To send it: %distributed push {name}"
+            for name in sorted(changed)
+        ),
+        *(own_name_notice(name) for name in sorted(ranks_own)),
+    )
+
+
+def own_name_notice(name: str) -> str:
+    """Return what is said where the notebook has a variable of the name of something that each rank has."""
+    return (
+        f"{name}: on the ranks this is the rank's own {name}, not the notebook's variable. "
+        "Rename the variable to use it there."
+    )

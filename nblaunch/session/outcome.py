@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nblaunch._events import EventLog
 from nblaunch._protocol import FailureRecord, Phase, Stream
-from nblaunch._results import Attempt, RankFailure, RankResult, RankResults, RunResult
+from nblaunch._results import Attempt, LogText, RankFailure, RankResult, RankResults, RunResult
 from nblaunch._state import AttemptState, RankState, RunState, State, signal_name
 from nblaunch.agent import runtime
 from nblaunch.agent.logs import read_text
@@ -24,6 +26,9 @@ from nblaunch.session.rank_logs import Logs
 from nblaunch.session.shown import Shown
 
 _LAST_OUTPUT_LINES = 10
+_LAST_OUTPUT_BYTES = 64 * 1024
+_LONG = 256 * 1024
+"""Bytes; what a rank printed beyond is read when it is asked for."""
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
@@ -53,15 +58,15 @@ def collect(  # noqa: PLR0913 - what a result holds
     logs = job.logs
     *earlier, last = state.attempts
     shown = job.shown
-    attempts = [_attempt(each, {}, logs.get(each.number, {}), shown) for each in earlier]
-    attempts.append(_attempt(last, values, logs.get(last.number, {}), shown))
+    attempts = [_attempt(each, {}, logs.get(each.number, {}), shown, keep) for each in earlier]
+    attempts.append(_attempt(last, values, logs.get(last.number, {}), shown, keep))
     return RunResult(
         ranks=attempts[-1].ranks,
         world_size=state.world_size,
         backend=backend,
         failures=attempts[-1].failures,
         attempts=tuple(attempts),
-        _warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
+        _warnings=(*state.notices, *state.warnings),
         title=title,
         hang_report=state.hang,
         _log_dir=log_dir,
@@ -93,8 +98,6 @@ def _unpickled(job: Job) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
 
 
 def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunState:
-    from dataclasses import replace
-
     if not broken:
         return state
     ranks = {
@@ -105,7 +108,7 @@ def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunS
 
 
 def _attempt(
-    attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs], shown: Shown
+    attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs], shown: Shown, keep: object
 ) -> Attempt:
     found = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
     failures = tuple(
@@ -121,7 +124,13 @@ def _attempt(
         started=attempt.started,
         ended=attempt.ended,
         ranks=RankResults(
-            _rank_result(rank, attempt.number, by_rank.get(number), values.get(number), logs.get(number))
+            _rank_result(
+                rank,
+                attempt.number,
+                by_rank.get(number),
+                values.get(number),
+                _printed(logs.get(number), keep),
+            )
             for number, rank in attempt.ranks.items()
         ),
     )
@@ -157,37 +166,62 @@ def _last_output(rank: RankState, logs: Logs | None, shown: Shown) -> str:
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
         if logs is not None and not shown.shows(logs.worker.local_rank, stream):
-            text = f"{text.rstrip()}\n{_kept(logs, stream)}"
+            path, start, end = _place(logs, stream)
+            text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     lines = _CONTROL.sub("", text).split("\n")
     # A progress bar writes over its line: what counts is what stands there at last.
     final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     return "\n".join([line for line in final if line.strip()][-_LAST_OUTPUT_LINES:])
 
 
-def _kept(logs: Logs, stream: Stream) -> str:
-    """Return what the job wrote to one of the rank's two files."""
+def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:
+    """Return which of the rank's two files a stream is in, and from where to where the job wrote it."""
     start, ended = logs.started, logs.ended
     if stream is Stream.STDOUT:
-        return read_text(logs.worker.stdout, start.stdout, ended.stdout if ended else None)
-    return read_text(logs.worker.stderr, start.stderr, ended.stderr if ended else None)
+        path, begin, end = logs.worker.stdout, start.stdout, ended.stdout if ended else None
+    else:
+        path, begin, end = logs.worker.stderr, start.stderr, ended.stderr if ended else None
+    if end is None:
+        # A rank that has said no more of it: what comes later is another job's.
+        with contextlib.suppress(OSError):
+            end = Path(path).stat().st_size
+    return path, begin, end or 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a rank printed, and where it is on its node."""
+
+    stdout: Any = ""
+    stderr: Any = ""
+    local_rank: int | None = None
+
+
+def _printed(logs: Logs | None, keep: object) -> _Output:
+    """Return what a rank printed: a long text stays in its file."""
+    if logs is None:
+        return _Output()
+
+    def text(stream: Stream) -> str | LogText:
+        path, start, end = _place(logs, stream)
+        return LogText(path, start, end, keep) if end - start > _LONG else read_text(path, start, end)
+
+    return _Output(text(Stream.STDOUT), text(Stream.STDERR), logs.worker.local_rank)
 
 
 def _rank_result(
-    rank: RankState, attempt: int, failure: RankFailure | None, value: object, logs: Logs | None
+    rank: RankState, attempt: int, failure: RankFailure | None, value: object, printed: _Output
 ) -> RankResult:
-    stdout = stderr = ""
-    if logs is not None:
-        stdout, stderr = _kept(logs, Stream.STDOUT), _kept(logs, Stream.STDERR)
     return RankResult(
         rank=rank.rank,
-        local_rank=logs.worker.local_rank if logs is not None else rank.local_rank,
+        local_rank=rank.local_rank if printed.local_rank is None else printed.local_rank,
         node=rank.node,
         device=rank.device,
         state=rank.state,
         value=value if failure is None else None,
         failure=failure,
-        stdout=stdout,
-        stderr=stderr,
+        stdout=printed.stdout,
+        stderr=printed.stderr,
         displays=rank.transcript.displays,
         # Its process may not have ended yet: what it then does wrong is a warning.
         exitcode=0 if rank.exitcode is None and rank.state is State.SUCCEEDED else rank.exitcode,

@@ -30,6 +30,8 @@ def settings_of(options: LaunchOptions, environ: Mapping[str, str]) -> ProcessSe
 
 def check(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> None:
     """Raise `OptionError` for what cannot be carried out here; no process has started yet."""
+    if options.init_process_group:
+        devices.check_backend(placement.backend, environ)
     start_methods.check(options.start_method)
     events.check_handler(options.event_log_handler)
     log_files.find(options.logs_specs)

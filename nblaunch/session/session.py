@@ -26,7 +26,7 @@ from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call
 from nblaunch.session import engine, hub, joining, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
-from nblaunch.session.knowledge import Knowledge, Sent, View
+from nblaunch.session.knowledge import Knowledge, Sent, View, notices
 from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
@@ -414,12 +414,10 @@ class _Brought:
         self._attempt = session.group.attempt
         self._parcels: list[engine.Parcel] = []
         self._sent: list[tuple[View, Sent]] = []
-        notices: dict[str, str] = {}
         for view in session.views(chosen, namespace):
             captured = capture(view)
             view.look_for_changes()
             sent = view.sent(captured, pushed)
-            notices |= view.notices
             # The objects themselves are the notebook's to keep, or not.
             packed = dataclasses.replace(captured.packed, places=(), carried={})
             captured = dataclasses.replace(captured, packed=packed)
@@ -427,7 +425,7 @@ class _Brought:
             self._parcels.append(engine.Parcel(view.ranks, captured, objects))
             self._sent.append((view, sent))
         self.first = self._parcels[0].captured
-        self._notices = tuple(notices.values())
+        self._notices = notices(view for view, _ in self._sent)
 
     def given_to(self, launch: engine.Launch) -> engine.Launch:
         """Return the launch with all of this; captures once more if the ranks are others by now."""

@@ -226,13 +226,13 @@ def _own_words(text: str) -> str:
 
 def warning_lines(state: RunState) -> list[str]:
     """Return what went wrong without failing the run."""
-    warnings = by_rank(state, lambda rank: plain(rank.warning))
+    warnings = [plain(warning) for warning in state.warnings]
     limit = REASON_COST * 10 // max(len(warnings), 10)
     # A notice of several lines is a hang report, which has a place of its own.
     notes = [plain(notice) for notice in state.notices if "\n" not in notice]
     return [
         *(f"note: {shortened(note, limit)}" for note in notes),
-        *(f"warning: {shortened(warning, limit)}" for _, warning in warnings),
+        *(f"warning: {shortened(warning, limit)}" for warning in warnings),
     ]
 
 

@@ -70,9 +70,9 @@ class Reporter:
     def news(self, state: RunState) -> Report | None:
         """Return the whole report if anything in it has changed."""
         troubled = tuple(
-            (rank, known.failure, known.warning)
+            (rank, known.failure, known.warning + known.value_not_sent)
             for rank, known in state.ranks.items()
-            if known.failure is not None or known.warning
+            if known.failure is not None or known.warning or known.value_not_sent
         )
         seen = (state.earlier, state.hang, troubled)
         if seen == self._seen:

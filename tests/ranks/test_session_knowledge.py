@@ -160,8 +160,10 @@ def test_what_the_ranks_bound_themselves_stays_and_a_notice_says_so_once(noteboo
     first, second = notebook.ranks("lr"), notebook.ranks("lr")
     assert first.values == [0.2, 0.2] == second.values
     assert [text for text in first.warnings if text.startswith("lr ")] == [
-        "lr was assigned again in the notebook, but ranks 0-1 assigned it too and keep their own. "
-        "To replace it: %distributed push lr"
+        (
+            "lr was assigned again in the notebook, but ranks 0-1 assigned it too and keep their own. "
+            "To replace it: %distributed push lr"
+        )
     ]
     assert second.warnings == ()
 

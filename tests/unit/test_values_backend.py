@@ -1,0 +1,52 @@
+"""A backend that torch does not have is an option's mistake, told before anything starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+import psutil
+import pytest
+
+import nblaunch
+from nblaunch.agent import devices
+
+
+@pytest.mark.parametrize("name", ["tin", "cpu:gloo,cuda:tin", "cpu:tin"])
+@pytest.mark.parametrize("start", [nblaunch.Session, lambda **options: nblaunch.run(int, **options)])
+def test_an_unknown_backend_is_refused_before_a_process_starts(name, start):
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(nblaunch.OptionError, match=r"'tin' was asked for, but torch has gloo, .*here"):
+        start(nproc=2, backend=name, display=False)
+    assert psutil.Process().children(recursive=True) == before
+
+
+def test_the_nearest_name_is_offered():
+    with pytest.raises(nblaunch.OptionError, match=r"Did you mean 'gloo'"):
+        nblaunch.run(int, nproc=2, backend="glooo", display=False)
+
+
+@pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "fake", "cpu:gloo,cuda:gloo"])
+def test_torchs_own_are_taken(name):
+    devices.check_backend(name, {})
+
+
+def test_without_torch_its_own_names_are_known(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    devices.check_backend("cpu:gloo,cuda:nccl", {})
+    devices.check_backend("mpi", {})
+    with pytest.raises(nblaunch.OptionError):
+        devices.check_backend("tin", {})
+
+
+def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
+    plugin = importlib.metadata.EntryPoint("tin", "tin:load", "torch.backends")
+    found = importlib.metadata.entry_points
+
+    def entry_points(**wanted):
+        return [plugin] if wanted == {"group": "torch.backends"} else found(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    devices.check_backend("tin", {})
+    with pytest.raises(nblaunch.OptionError):
+        devices.check_backend("tin", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
