@@ -16,6 +16,7 @@ import msgspec
 
 from nblaunch import _transcript
 from nblaunch._protocol import (
+    Arrived,
     Asked,
     AttemptStarted,
     Cleared,
@@ -291,6 +292,7 @@ _OfOneRank: TypeAlias = (
     | Where
     | Names
     | Reached
+    | Arrived
     | Asked
     | Healed
 )
@@ -318,7 +320,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():
             return replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Asked() | Healed():
+        case Switched() | Where() | Names() | Arrived() | Asked() | Healed():
             return known
         case Returned():
             return replace(

@@ -16,13 +16,15 @@ Two things differ from plain cloudpickle:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import io
+import itertools
 import pickle
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -154,14 +156,16 @@ class _Outbound(_Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
             reduced = super().reducer_override(obj)
-            return self._with_offered_globals(reduced) if isinstance(reduced, tuple) else reduced
+            return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
         return super().reducer_override(obj)
 
-    def _with_offered_globals(self, reduced: tuple[Any, ...]) -> Any:
+    def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
+        names = (name for name in global_names(function) if name in function.__globals__)
+        used = {**dict.fromkeys(slots["__globals__"]), **dict.fromkeys(names)}
         needed = {
-            name: value for name, value in slots["__globals__"].items() if self._known.lacks(name, value)
+            name: value for name in used if self._known.lacks(name, value := function.__globals__[name])
         }
         self.carried.update(needed)
         state = (attributes, {**slots, "__globals__": {}}, needed)
@@ -171,7 +175,16 @@ class _Outbound(_Pickler):
 def global_names(function: types.FunctionType) -> Iterable[str]:
     """Return the global names that a function uses, whether or not there are such variables."""
     names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it sends
-    return names
+    return itertools.chain(names, _names_of_class_bodies(function.__code__))
+
+
+def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that classes within a function look up; cloudpickle follows functions alone."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
+                yield from each.co_names
+            yield from _names_of_class_bodies(each)
 
 
 class _Identifying(_Outbound):

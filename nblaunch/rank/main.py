@@ -219,19 +219,20 @@ class Rank:
             loaded = payload.loads_known(
                 parts, str(self.device), self.variables.found, arrival.offer, pushed=pushed
             )
+        except BaseException:
+            arrival.undo()
+            raise
+        try:
             if objects.wait:
                 self.link.send(Arrived(rank=self.rank))
                 self.link.proceed.wait()
+            self._keep(job, loaded, objects, arrival)
         except BaseException:
-            arrival.undo()
             # The hub sends `Proceed` to every rank before an interrupt, or to none at all.
-            if objects.wait and self.link.proceed.is_set():
+            if self.link.proceed.is_set() or not objects.wait:
                 self._keep(job, loaded, objects, arrival)
-            raise
-        try:
-            self._keep(job, loaded, objects, arrival)
-        except KeyboardInterrupt:
-            self._keep(job, loaded, objects, arrival)
+            else:
+                arrival.undo()
             raise
         return loaded.value
 

@@ -63,7 +63,7 @@ class Course:
         self.job: Job | None = None
         self.names: dict[int, Names] = {}
         """Of a kept group: the variables that each rank has."""
-        self.lost: dict[int, tuple[int, ...]] = {}
+        self.lost_keys: dict[int, tuple[int, ...]] = {}
         """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
         self.closed = threading.Event()
         self.events = EventLog()

@@ -160,7 +160,7 @@ class WorkerGroup(SpreadCourse):
 
     def take_lost(self) -> dict[int, tuple[int, ...]]:
         """Return the keys of objects that ranks have lost since the last call."""
-        return {rank: self.lost.pop(rank, ()) for rank in list(self.lost)}
+        return {rank: self.lost_keys.pop(rank, ()) for rank in list(self.lost_keys)}
 
     @property
     def waiting(self) -> bool:
@@ -267,7 +267,7 @@ class WorkerGroup(SpreadCourse):
             case Names():
                 self.names[message.rank] = message
                 if message.lost:
-                    self.lost[message.rank] = self.lost.get(message.rank, ()) + message.lost
+                    self.lost_keys[message.rank] = self.lost_keys.get(message.rank, ()) + message.lost
             case Arrived():
                 self._on_arrived(message)
             case Asked():
@@ -330,7 +330,7 @@ class WorkerGroup(SpreadCourse):
         self._fold_exits(float("inf"))
         self._logs.close()
         self.attempt = message.number
-        self._ready, self.names, self.lost = set(), {}, {}
+        self._ready, self.names, self.lost_keys = set(), {}, {}
         self._departures.forget()
         self._changing = False
         if self._nodes is not None:

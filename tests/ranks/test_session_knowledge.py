@@ -374,3 +374,9 @@ def test_a_rank_frees_what_its_cells_delete_and_gets_it_again(notebook):
     notebook.ranks("None")
     assert notebook.session.cell("seen() is None", namespace={}).values == [True, True]
     assert notebook.both("thing.parts") == [1]
+
+
+def test_a_class_within_a_function_finds_the_notebooks_variables(notebook):
+    notebook("width = 3\ndef make():\n    class Layer:\n        size = width\n    return Layer.size")
+    assert notebook.both("make()") == 3
+    assert notebook.session.run(notebook.variables["make"]).values == [3, 3]
