@@ -163,6 +163,7 @@ def register(shell: InteractiveShell) -> None:
     method: Any = DistributedMagics.distributed
     method.__doc__ = f"{options_help('%%distributed')}"
     shell.register_magics(magics)
+    shell.events.register("post_run_cell", sessions.sweep)
     auto.install(shell)
     completer: Any = shell.Completer
     completer.custom_matchers = [

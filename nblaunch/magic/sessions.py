@@ -121,6 +121,12 @@ def stop(name: str | None) -> str:
     return f"session {session.name!r} has ended"
 
 
+def sweep(_result: object = None) -> None:
+    """After a cell, let go of what the notebook has let go of; a callback of IPython's."""
+    for session in _sessions.values():
+        session.sweep()
+
+
 def close_all() -> None:
     """End every session."""
     for session in list(opened().values()):

@@ -256,6 +256,10 @@ class LiveSession:
         self._knowledge.lost(self.group.take_lost())
         return self._knowledge.views(chosen, self.group.names, namespace)
 
+    def sweep(self) -> None:
+        """Let go of objects that the notebook has let go of."""
+        self._knowledge.sweep()
+
     def remember(self, sent: Sequence[tuple[View, Sent]]) -> None:
         """Take into account that payloads have arrived."""
         for view, each in sent:

@@ -380,3 +380,19 @@ def test_a_class_within_a_function_finds_the_notebooks_variables(notebook):
     notebook("width = 3\ndef make():\n    class Layer:\n        size = width\n    return Layer.size")
     assert notebook.both("make()") == 3
     assert notebook.session.run(notebook.variables["make"]).values == [3, 3]
+
+
+def test_a_notebook_that_deletes_a_list_frees_what_is_in_it_with_the_cell(kernel):
+    kernel.ok("%distributed start -n 1")
+    kernel.ok("import numpy, weakref\nbig = [numpy.ones(10)]\nalive = weakref.ref(big[0])")
+    kernel.ok("%%distributed\nbig; None")
+    kernel.ok("del big")
+    assert kernel.value("alive() is None")
+    kernel.ok("%distributed stop")
+
+
+def test_a_fresh_cell_notices_a_variable_of_a_ranks_own_name(kernel):
+    kernel.ok("device = 'mine'\ndef reads(): return device")
+    ran = kernel.ok("%%distributed -n 1 --out res\nstr(reads())")
+    assert "device: on the ranks this is the rank's own device" in ran.text
+    assert kernel.value("res.values") == ["cpu"]

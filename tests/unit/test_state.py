@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nblaunch import _transcript
 from nblaunch._protocol import (
+    Arrived,
     Asked,
     AttemptStarted,
     Cleared,
@@ -82,6 +83,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Shown: st.builds(Shown, rank=RANKS, text=TEXTS),
     Where: st.builds(Where, rank=RANKS, frames=st.just(())),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
+    Arrived: st.builds(Arrived, rank=RANKS),
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
     Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
     Healed: st.builds(Healed, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
