@@ -105,7 +105,7 @@ def notebook_of(*sources: str) -> Any:
 def run_command(*arguments: str, where: Path, code: int) -> None:
     """Run a Jupyter command of this environment, which is to exit with `code`."""
     root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "PYTEST_CURRENT_TEST": ""}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=where,
@@ -125,6 +125,7 @@ def executed(kernel_client, tmp_path_factory):  # noqa: ARG001 - before any test
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("PYTEST_CURRENT_TEST", "")  # with the panel, as a user's kernel
         where = str(tmp_path_factory.mktemp("nbclient"))
         NotebookClient(
             notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": where}}

@@ -97,7 +97,7 @@ class Kernel:
 
     def __init__(self):
         self.manager = KernelManager()
-        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY})
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY, display.TESTED_VARIABLE: ""})
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)
@@ -238,6 +238,7 @@ finally:
 @pytest.mark.oldest
 def test_a_saved_notebook_holds_static_html_and_no_widget(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", REPOSITORY)
+    monkeypatch.delenv(display.TESTED_VARIABLE)
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
     NotebookClient(saved, timeout=60, store_widget_state=False).execute()
     (output,) = saved.cells[0].outputs
@@ -303,6 +304,7 @@ def test_a_panel_needs_a_kernel_with_comms(monkeypatch, mode, comm_manager, expe
 
     Shell.kernel.comm_manager = comm_manager  # type: ignore[attr-defined]
     monkeypatch.setattr(notebook, "shell", Shell)
+    monkeypatch.delenv(display.TESTED_VARIABLE)
     view = choose_view(HEADER, mode)
     assert isinstance(view, GuardedView)
     assert isinstance(view.view, expected)

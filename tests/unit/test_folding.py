@@ -22,6 +22,12 @@ from nblaunch.view.text import TEXT_BUDGET, render_text
 HEADER = Header("cell", "gloo")
 
 
+def saved(state: RunState) -> tuple[str, str]:
+    """Return the HTML and the text that a notebook saves."""
+    bundle = html_and_text(state, HEADER)
+    return str(bundle["text/html"]), str(bundle["text/plain"])
+
+
 def state_of(world_size, *messages):
     state = RunState.fresh(world_size)
     begun = [Started(rank=rank, time=1.0) for rank in range(world_size)]
@@ -80,7 +86,7 @@ def test_a_blank_line_among_equal_lines_is_equal_too():
 
 
 def test_repeated_lines_are_matched_beside_lines_that_are_there_once():
-    """The lower rank has one `s` more in the first epoch; counted from the start, all later ones would be off."""
+    """The lower rank has one `s` more in the first epoch; counting from the start would shift all others."""
     printed = [
         out(0, "s\n" * 3 + "e1\n" + "s\n" * 3 + "e2\n"),
         out(1, "s\n" * 2 + "e1\n" + "s\n" * 3 + "e2\n"),
@@ -174,7 +180,7 @@ def test_the_text_does_not_depend_on_which_rank_was_heard_first(said, random):
     queues = {rank: [each for each in said if each[0] == rank] for rank in range(WORLD)}
     shuffled = [queues[rank].pop(0) for rank in order]
     states = state_of(WORLD, *messages_of(said)), state_of(WORLD, *messages_of(shuffled))
-    assert html_and_text(states[0], HEADER) == html_and_text(states[1], HEADER)
+    assert saved(states[0]) == saved(states[1])
 
 
 @given(st.lists(st.sampled_from(["a\n", "b\n", "\n"]), min_size=1, max_size=20))
@@ -220,22 +226,22 @@ def test_64_ranks_with_10000_lines_each_are_folded_in_less_than_a_second():
     begun = time.process_time()
     outputs = folded(state)
     assert time.process_time() - begun < 1
-    bundle = html_and_text(state, HEADER)
-    assert len(bundle["text/html"]) < HTML_BUDGET
-    assert len(bundle["text/plain"]) < TEXT_BUDGET
+    markup, text = saved(state)
+    assert len(markup) < HTML_BUDGET
+    assert len(text) < TEXT_BUDGET
     assert len(outputs) == 1
-    assert bundle["text/plain"].startswith("[ranks 0-63] epoch 0\n[rank 0] loss 0.0\n[rank 1] loss 1.0\n")
+    assert text.startswith("[ranks 0-63] epoch 0\n[rank 0] loss 0.0\n[rank 1] loss 1.0\n")
     # The last epoch is there too, and what is missing between is counted for each rank.
-    assert "\n[ranks 0-63] epoch 4999\n" in bundle["text/plain"]
-    assert "\n[rank 7] … " in bundle["text/plain"]
+    assert "\n[ranks 0-63] epoch 4999\n" in text
+    assert "\n[rank 7] … " in text
 
 
 def test_nearly_every_line_of_other_ranks_still_fits():
     """Each number is printed by those ranks whose bit it has: thousands of different sets of ranks."""
     texts = ["".join(f"{number}\n" for number in range(8_192) if number >> rank & 1) for rank in range(13)]
-    bundle = html_and_text(state_of(13, *(out(rank, text) for rank, text in enumerate(texts))), HEADER)
-    assert len(bundle["text/html"]) < HTML_BUDGET
-    assert 10_000 < len(bundle["text/plain"]) < TEXT_BUDGET
+    markup, text = saved(state_of(13, *(out(rank, each) for rank, each in enumerate(texts))))
+    assert len(markup) < HTML_BUDGET
+    assert 10_000 < len(text) < TEXT_BUDGET
 
 
 def test_above_a_bound_every_rank_has_its_own_part(monkeypatch):
