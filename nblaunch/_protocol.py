@@ -57,6 +57,8 @@ class Started(_FromRank, frozen=True):
 
     time: float
     offsets: Offsets = Offsets()
+    late: bool = False
+    """Whether it begins with what threads have printed since the job before."""
 
 
 class Displayed(_FromRank, frozen=True):
@@ -314,6 +316,8 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     payload: Payload
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
+    aside: bool = False
+    """Whether nobody sees its output."""
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag=True):

@@ -67,6 +67,7 @@ _FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
 
 
 _NOTICES = 20
+_LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +297,8 @@ def _advance_rank(
         case Started():
             if known.state.final:
                 return known
-            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time)
+            warning = _LATE if message.late else known.warning
+            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
         case Printed():
             transcript = _transcript.printed(known.transcript, message.stream, message.text)
             return replace(known, transcript=transcript)

@@ -304,6 +304,7 @@ def _dispatch(launch: Launch, payload: object) -> Dispatch:
         payload=payload,  # type: ignore[arg-type]
         imports=launch.captured.imports,
         sources=sources,
+        aside=launch.aside,
     )
 
 

@@ -61,7 +61,10 @@ def collect(  # noqa: PLR0913 - what a result holds
         backend=backend,
         failures=attempts[-1].failures,
         attempts=tuple(attempts),
-        _warnings=(*state.notices, *(rank.warning for rank in state.ranks.values() if rank.warning)),
+        _warnings=(
+            *state.notices,
+            *dict.fromkeys(rank.warning for rank in state.ranks.values() if rank.warning),
+        ),
         title=title,
         hang_report=state.hang,
         _log_dir=log_dir,
