@@ -286,6 +286,8 @@ class CellJob(msgspec.Struct, frozen=True, tag=True):
     title: str
     number: int = 0
     first_line: int = 2
+    flags: int = 0
+    """Those of `from __future__ import` in the notebook, as `compile` takes them."""
 
 
 class FunctionJob(msgspec.Struct, frozen=True, tag=True):

@@ -94,7 +94,13 @@ class Session:
         """
         return _given_back(
             self._live.prepared(
-                CellJob(source=source, filename="<session cell>", title="session cell", first_line=1),
+                CellJob(
+                    source=source,
+                    filename="<session cell>",
+                    title="session cell",
+                    first_line=1,
+                    flags=notebook.future_flags(),
+                ),
                 _plain(source),
                 notebook.namespace() or {} if namespace is None else namespace,
                 _plain,
