@@ -75,6 +75,8 @@ _NARROW = ";white-space:nowrap"
 _ROWS_OPEN = 16
 _OUTPUTS_OPEN = 8
 _LINES_OPEN = 40
+_MIXED_OPEN = 3 * _LINES_OPEN
+"""Lines of several ranks in one part: each of them alone would have as much room as one output has."""
 
 _ROOT = (
     "font-family:var(--jp-ui-font-family,system-ui,sans-serif);"
@@ -284,8 +286,7 @@ def _has_display(output: Output) -> bool:
 def _output(output: Output) -> str:
     passages = list(_passages(output))
     if output.mixed:
-        # What several ranks share takes the room that they had one by one.
-        room = _LINES_OPEN * min(len(output.ranks), _OUTPUTS_OPEN)
+        room = _MIXED_OPEN
         shown = sum(1 if _is_long(each) else len(each.rows) for each in passages)
     else:
         room, shown = _LINES_OPEN, output.lines

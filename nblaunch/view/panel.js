@@ -284,7 +284,11 @@ class Fold {
 
   find(key, rank, lower, upper) {
     const rows = this.byKey.get(key) ?? [];
-    return rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
+    const found = rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
+    if (!found || textOf(found.piece).trim()) return found;
+    // A blank line further down would put all that the rank has still to say below it.
+    const above = this.rows[this.rows.indexOf(found) - 1];
+    return !above || above.order <= lower ? found : undefined;
   }
 
   // A line that only this rank has goes before the next one that it shares with others, or that one could
