@@ -188,6 +188,6 @@ def test_html_that_is_sanitised_as_on_github_still_reads(executed):
 
 def test_the_text_form_of_each_run_is_complete(executed):
     text = "\n".join(run[0]["text/plain"] for run in shown(executed))
-    assert "[rank 0] both say this" in text
+    assert "[ranks 0-1] both say this" in text
     assert "[rank 1] red from 1 & <script>alert(1)</script>" in text
     assert "KeyError: 7 (cell line 5)" in text
