@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 - the options of a run
     launch_options = LaunchOptions.from_keywords(script=script, **options)
     shown = notebook.shell() is not None if display is None else display
 
-    def watch(title: str, backend: str) -> Watcher:
-        return watcher(title, backend) if shown else SilentWatcher()
+    def watch(title: str, backend: str, note: str) -> Watcher:
+        return watcher(title, backend, note) if shown else SilentWatcher()
 
     return session_run.call(fn, args, kwargs, check=check, options=launch_options, watch=watch)

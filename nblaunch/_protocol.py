@@ -57,6 +57,8 @@ class Started(_FromRank, frozen=True):
 
     time: float
     offsets: Offsets = Offsets()
+    late: bool = False
+    """Whether it begins with what threads have printed since the job before."""
 
 
 class Displayed(_FromRank, frozen=True):
@@ -301,6 +303,8 @@ class CellJob(msgspec.Struct, frozen=True, tag=True):
     number: int = 0
     first_line: int = 2
     keeps_value: bool = False
+    flags: int = 0
+    """Those of `from __future__ import` in the notebook, as `compile` takes them."""
 
 
 class FunctionJob(msgspec.Struct, frozen=True, tag=True):
@@ -345,6 +349,8 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     objects: Objects | None = None
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
+    aside: bool = False
+    """Whether nobody sees its output."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):

@@ -106,6 +106,7 @@ class Session:
                     filename=f"<session cell {next(self._numbers)}>",
                     title="session cell",
                     first_line=1,
+                    flags=notebook.future_flags(),
                 ),
                 _plain(source),
                 notebook.namespace() or {} if namespace is None else namespace,

@@ -68,6 +68,7 @@ _FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
 
 
 _NOTICES = 20
+_LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +316,8 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
         case Started() | Reached() | Returned() | Raised() if known.state.final:
             return known
         case Started():
-            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time)
+            warning = _LATE if message.late else known.warning
+            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
         case Printed() | Displayed() | Cleared():
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():

@@ -1,4 +1,4 @@
-"""How notebooks are run as tests: the kernel shows static HTML, and no GPU changes what is shown."""
+"""How notebooks are run as tests: no GPU changes what is shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 KERNEL_ENVIRONMENT = {
-    "NBLAUNCH_DISPLAY": "html",  # one display per run, the one that a saved notebook holds
     "CUDA_VISIBLE_DEVICES": "",  # `device` is printed: the same everywhere
 }
 

@@ -57,6 +57,7 @@ PATIENCE = 10.0
 KERNEL_ENVIRONMENT = {
     "NBLAUNCH_DISPLAY": "text",  # one display per run, the same everywhere
     "CUDA_VISIBLE_DEVICES": "",  # GPUs have tests of their own, in tests/gpu
+    "PYTEST_CURRENT_TEST": "",  # a user's kernel, not one in which nbval compares a notebook
 }
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _KEEPER = "nblaunch.agent.keeper"

@@ -15,6 +15,7 @@ from nblaunch.diagnose.report import Finding, ok, problem, warning
 DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
 DISPLAY_MODES = ("auto", "widget", "html", "text")
 """Those of `nblaunch.view.display`, which this layer may not import; a test compares them."""
+TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
 
 _REQUIREMENT = re.compile(r"([\w.-]+?)\s*>=\s*([\d.]+)")
 _MODULES = {"ipython": "IPython", "pyzmq": "zmq"}
@@ -43,6 +44,8 @@ def front_end() -> Iterator[Finding]:
         yield ok(name, f"IPython in a terminal: runs are shown as text{asked}")
     elif wanted in ("text", "html"):
         yield ok(name, f"runs are shown as {wanted}, once they have ended{asked}")
+    elif wanted == "auto" and os.environ.get(TESTED_VARIABLE):
+        yield ok(name, "pytest has started this kernel: runs are shown as html, once they have ended")
     elif getattr(kernel, "comm_manager", None) is None:
         yield warning(
             name,

@@ -27,6 +27,9 @@ class _State:
     inserted = False
     running = False
     """Whether a cell is being run: what is transformed then is part of it, as the statement of `%timeit`."""
+    users = False
+    """Whether it is a cell of the user's; front ends run code of their own, to list variables for example."""
+    silent = False
 
 
 _state = _State()
@@ -58,12 +61,20 @@ def transform(lines: list[str]) -> list[str]:
     """Put the magic above a cell's lines."""
     _state.inserted = _state.inserted and _state.suspended
     first = next((line for line in lines if line.strip()), "")
-    if not first or _state.suspended or _state.running or not sessions.opened():
+    if not first or _state.suspended or _state.running or not sessions.opened() or _is_in_the_background():
         return lines
     if _STAYS.match(first) or all(not line.strip() or _STAYS.match(line) for line in lines):
         return lines
     _state.inserted = True
     return ["%%distributed\n", *lines]
+
+
+def _is_in_the_background() -> bool:
+    """Whether a front end runs this silently or outside the history; without a kernel, `_told` says so."""
+    kernel = getattr(notebook.shell(), "kernel", None)
+    parent: Any = getattr(kernel, "get_parent", dict)() or {}
+    asked = parent.get("content", {})
+    return bool(asked.get("silent")) or asked.get("store_history") is False
 
 
 def without_local(lines: list[str]) -> list[str]:
@@ -81,11 +92,28 @@ def install(shell: Any) -> None:
     if without_local not in transformers:
         transformers.append(without_local)
         shell.events.register("pre_execute", _begun)
+        shell.events.register("pre_run_cell", _told)
         shell.events.register("post_execute", _ended)
 
 
 def _begun() -> None:
-    _state.running = True
+    # What is silent triggers no `pre_run_cell`, which comes after this.
+    _state.running, _state.users, _state.silent = True, False, True
+
+
+def _told(info: Any) -> None:
+    _state.users, _state.silent = bool(info.store_history), bool(info.silent)
+
+
+def is_the_users() -> bool:
+    """Whether the cell that runs is the user's, not what a front end or an extension asks on its own."""
+    return _state.users
+
+
+def run_here(shell: Any, cell: str) -> None:
+    """Run code in the notebook that got its magic from here, as silently as it was meant to run."""
+    with suspended():
+        shell.run_cell(cell, silent=_state.silent).raise_error()
 
 
 def _ended() -> None:

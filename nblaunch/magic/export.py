@@ -24,7 +24,7 @@ from nblaunch.agent.devices import Placement
 from nblaunch.job._imports import imports_in
 from nblaunch.job.export import Cell, Script, Setting, bound_in, export, is_exported
 from nblaunch.magic import auto
-from nblaunch.session import engine, notebook
+from nblaunch.session import notebook
 from nblaunch.session.session import LiveSession
 
 FLAGS = ("--cells", "--force")
@@ -52,13 +52,12 @@ _ran: dict[int, Ran] = {}
 """The `%%distributed` cells of this notebook, by number, the last one last."""
 
 
-def about_to_run(number: int, source: str, options: LaunchOptions, session: LiveSession | None) -> Ran:
+def about_to_run(
+    number: int, source: str, options: LaunchOptions, placement: Placement, session: LiveSession | None
+) -> Ran:
     """Return what is to be remembered of a cell."""
     kept = None
-    if session is None:
-        placement = engine.place(options)[0]
-    else:
-        placement = session.placement
+    if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
         own = {
             name: getattr(options, name)

@@ -13,6 +13,7 @@ from IPython.utils.text import DollarFormatter
 from nblaunch._errors import OptionError
 from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._protocol import CellJob
+from nblaunch.agent.devices import Placement
 from nblaunch.job.capture import RANK_NAMES, capture_cell
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
@@ -58,8 +59,12 @@ class DistributedMagics(Magics):
             return None
         options = parsed.options
         engine.refuse_inside_rank()
+        inserted = auto.take_inserted()
+        if inserted and not auto.is_the_users():
+            auto.run_here(self.shell, cell)
+            return None
         session = sessions.chosen(options)
-        first_line = 1 if auto.take_inserted() else 2
+        first_line = 1 if inserted else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
         job = CellJob(
@@ -69,9 +74,15 @@ class DistributedMagics(Magics):
             number=number,
             first_line=first_line,
             keeps_value=options.out is not None,
+            flags=notebook.future_flags(),
         )
-        perform = self._fresh(job, options) if session is None else self._kept(job, options, session)
-        ran = export.about_to_run(number, cell, options, session)
+        if session is None:
+            placement, environ = _place(options)
+            perform = self._fresh(job, options, placement, environ)
+        else:
+            placement = session.placement
+            perform = self._kept(job, options, session)
+        ran = export.about_to_run(number, cell, options, placement, session)
         if options.export is not None:
             print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
         export.remember(ran)
@@ -86,21 +97,16 @@ class DistributedMagics(Magics):
             raise finished.error
         return None
 
-    def _fresh(self, job: CellJob, options: LaunchOptions) -> Performed:
+    def _fresh(
+        self, job: CellJob, options: LaunchOptions, placement: Placement, environ: dict[str, str]
+    ) -> Performed:
         """Prepare a run on fresh ranks: all that can be wrong with it is said before it begins."""
-        if options.ranks is not None:
-            msg = (
-                "--ranks was asked for, but it chooses ranks of a session, and no session runs this cell. "
-                "Leave it out."
-            )
-            raise OptionError(msg)
-        placement, environ = engine.place(options)
         captured = self._captured(
             job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
         reached = captured.used | captured.packed.carried.keys()
         noticed = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
-        watch = watcher("cell", placement.backend if options.init_process_group else "")
+        watch = watcher("cell", placement.backend if options.init_process_group else "", placement.note)
 
         def perform(cancelled: threading.Event | None) -> engine.Outcome:
             launch = engine.Launch(
@@ -155,6 +161,17 @@ class DistributedMagics(Magics):
             except SyntaxError as error:
                 error.filename = job.filename
                 raise error.with_traceback(None) from None
+
+
+def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
+    """Decide where a cell on fresh ranks runs. Raises `OptionError` for an option that a session has."""
+    if options.ranks is not None:
+        msg = (
+            "--ranks was asked for, but it chooses ranks of a session, and no session runs this cell. "
+            "Leave it out."
+        )
+        raise OptionError(msg)
+    return engine.place(options)
 
 
 def register(shell: InteractiveShell) -> None:

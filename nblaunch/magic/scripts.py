@@ -39,7 +39,7 @@ def run(line: str, namespace: dict[str, Any]) -> object:
         raise OptionError(msg)
     script, *args = parsed.rest
     launch = session_scripts.launch(script, args, None, options)
-    watch = watcher(launch.title, launch.backend)
+    watch = watcher(launch.title, launch.backend, launch.placement.note)
 
     def perform(cancelled: threading.Event | None) -> engine.Outcome:
         return engine.perform(dataclasses.replace(launch, cancelled=cancelled), watch)

@@ -191,7 +191,11 @@ class Rank:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
             self.outgoing = None
-        self.link.send(Started(rank=self.rank, time=time.time(), offsets=streams.offsets()), urgent=False)
+        late = not dispatch.aside and streams.has_late_output()
+        started = Started(rank=self.rank, time=time.time(), offsets=streams.offsets(), late=late)
+        self.link.send(started, urgent=False)
+        if not dispatch.aside:
+            streams.begin_job()
         self.link.begin_job()
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
@@ -327,7 +331,7 @@ class Rank:
                 text=failure.encodable(text),
                 html=failure.encodable(html),
                 not_sent=failure.encodable(sent.warning),
-                offsets=streams.offsets(),
+                offsets=streams.end_job(keep=self.orders.keep),
             )
         )
 
@@ -347,7 +351,8 @@ class Rank:
             introspection.last_error = error
         else:
             failure.write_error_file(error)
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
+        ended = streams.end_job(keep=self.orders.keep)
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
 
     def _program_ended(self, exitcode: int) -> None:
@@ -355,7 +360,8 @@ class Rank:
         record = FailureRecord(
             type="ProcessExited", message=describe_exit(exitcode), exitcode=exitcode, time=time.time()
         )
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
+        ended = streams.end_job(keep=self.orders.keep)
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
 
     def _tell_names(self) -> None:
         """Report the variables, once a job: what was reported then stays until the next one."""
@@ -381,6 +387,7 @@ class Rank:
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE
         try:
+            streams.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
                 # A rank that failed closes its connections by dying: leaving in order could wait for peers.

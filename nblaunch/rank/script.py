@@ -131,7 +131,7 @@ def _describe(
 def _run_program(command: list[str]) -> None:
     """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` if that was its cause."""
     with _forwarding() as (received, started):
-        process = subprocess.Popen(command, process_group=0)  # noqa: S603 - to run it is what was asked for
+        process = subprocess.Popen(command, process_group=0, stdout=1, stderr=2)  # noqa: S603 - to run it is what was asked for
         started(process.pid)
         exitcode = process.wait()
     if signal.SIGTERM in received:

@@ -11,6 +11,7 @@ from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
+from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from traitlets.config import Config
 
@@ -19,6 +20,11 @@ from nblaunch.rank import progress, values
 from nblaunch.rank.display import RankDisplayPublisher
 
 _VALUE_CHARACTERS = 20_000
+_NO_MAGIC = (
+    "{name} was used in a distributed cell, but this rank has no such magic: magics that the notebook "
+    "defines or loads stay there. Define it in a cell that runs on the ranks, or %load_ext its extension "
+    "there."
+)
 
 
 class QuietDisplayHook(DisplayHook):
@@ -82,6 +88,24 @@ class RankShell(InteractiveShell):
         """End the job: `exit` and `quit` do here what `sys.exit()` does."""
         raise SystemExit
 
+    def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
+        """Run a line magic; explain why one of the notebook's is not here."""
+        try:
+            return super().run_line_magic(magic_name, line, _stack_depth + 1)
+        except UsageError as error:
+            if self.find_line_magic(magic_name) is None:
+                raise UsageError(_NO_MAGIC.format(name=f"%{magic_name}")) from error
+            raise
+
+    def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
+        """Run a cell magic; explain why one of the notebook's is not here."""
+        try:
+            return super().run_cell_magic(magic_name, line, cell)
+        except UsageError as error:
+            if self.find_cell_magic(magic_name) is None:
+                raise UsageError(_NO_MAGIC.format(name=f"%%{magic_name}")) from error
+            raise
+
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
 
@@ -103,6 +127,7 @@ class RankShell(InteractiveShell):
         compiler = self.compile
         assert isinstance(compiler, CellCompiler)  # noqa: S101 - set by compiler_class
         compiler.filename, compiler.execution_count = job.filename, job.number
+        compiler.flags |= job.flags
         self.running_source, self.lines_above = job.source, job.first_line - 1
         try:
             return self.run_cell(job.source, store_history=False)

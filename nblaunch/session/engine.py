@@ -332,6 +332,7 @@ def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch
             payload=outgoing.payload,
             objects=parcel.objects,
             imports=captured.imports,
+            aside=launch.aside,
             sources={name: (notebook.title_of(name), source) for name, source in captured.sources.items()},
         )
         dispatches |= dict.fromkeys([None, *parcel.ranks], dispatch)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import re
+import threading
+
 from nblaunch._errors import NblaunchError
 from nblaunch.rank import introspection
 from nblaunch.session.session import LiveSession
+
+_ANSWER_SECONDS = 0.5
+_COMPLETE_SECONDS = 2.0
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 
 
 def inspect(session: LiveSession, name: str, *, rank: int = 0) -> str:
@@ -20,14 +29,38 @@ def inspect(session: LiveSession, name: str, *, rank: int = 0) -> str:
 
 
 def complete(session: LiveSession, code: str, position: int) -> tuple[int, list[str]]:
-    """Return how many characters before `position` rank 0 would replace, and by what."""
-    if session.busy or not session.open:
+    """Return how many characters before `position` rank 0 would replace, and by what.
+
+    Where rank 0 cannot say in time, because it works, is stopped or is stuck, these are the names that it
+    had after its last job.
+    """
+    if not session.open:
         return 0, []
-    finished = session.aside("complete", introspection.complete, code, position)
-    if finished.error is not None or finished.result is None:
+    if session.busy or 0 in session.group.where(_ANSWER_SECONDS).silent:
+        return _known(session, code, position)
+    answers: queue.SimpleQueue[tuple[int, list[str]] | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        answer = None
+        with contextlib.suppress(NblaunchError):  # a job has begun meanwhile
+            finished = session.aside("complete", introspection.complete, code, position)
+            if finished.error is None and finished.result is not None:
+                answer = finished.result[0]
+        answers.put(answer)
+
+    # On a thread of its own: a `__dir__` of the user's may take any time, and the notebook does not wait.
+    threading.Thread(target=ask, name="nblaunch-complete", daemon=True).start()
+    try:
+        return answers.get(timeout=_COMPLETE_SECONDS) or (0, [])
+    except queue.Empty:
+        return _known(session, code, position)
+
+
+def _known(session: LiveSession, code: str, position: int) -> tuple[int, list[str]]:
+    begun = _NAME.search(code[:position])
+    if begun is None:
         return 0, []
-    found: tuple[int, list[str]] = finished.result[0]
-    return found
+    return len(begun[0]), [name for name in session.names() if name.startswith(begun[0])]
 
 
 def debug(session: LiveSession, rank: int) -> None:

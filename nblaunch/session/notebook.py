@@ -1,7 +1,10 @@
 """What a run asks of the notebook it was started from; works without one. IPython is never imported here."""
 
 from __future__ import annotations
+import __future__
 
+import functools
+import operator
 import sys
 from typing import Any
 
@@ -30,3 +33,14 @@ def inside_rank() -> int | None:
     display = sys.modules.get("nblaunch.rank.display")
     outlet = getattr(display, "outlet", None)
     return outlet.rank if outlet is not None and outlet.send is not None else None
+
+
+_FUTURE_FLAGS = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+def future_flags() -> int:
+    """Return the flags of `compile` that `from __future__ import` has switched on in this notebook."""
+    running: Any = shell()
+    return int(running.compile.flags) & _FUTURE_FLAGS if running is not None else 0

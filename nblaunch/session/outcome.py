@@ -66,7 +66,7 @@ def collect(  # noqa: PLR0913 - what a result holds
         backend=backend,
         failures=attempts[-1].failures,
         attempts=tuple(attempts),
-        _warnings=(*state.notices, *state.warnings),
+        _warnings=(*state.notices, *dict.fromkeys(state.warnings)),
         title=title,
         hang_report=state.hang,
         _log_dir=log_dir,

@@ -22,14 +22,14 @@ def call(  # noqa: PLR0913 - the options of a run
     *,
     check: bool,
     options: LaunchOptions,
-    watch: Callable[[str, str], Watcher],
+    watch: Callable[[str, str, str], Watcher],
 ) -> RunResult:
-    """Run `fn` under `options`; `watch(title, backend)` makes whoever shows the run."""
+    """Run `fn` under `options`; `watch(title, backend, note)` makes what shows the run."""
     if is_script(fn):
         launch = scripts.launch(fn, args, kwargs, options)
     else:
         launch = _launch(fn, args, kwargs, options)
-    finished = engine.perform(launch, watch(launch.title, launch.backend))
+    finished = engine.perform(launch, watch(launch.title, launch.backend, launch.placement.note))
     failed = isinstance(finished.error, RunFailedError) and finished.result is not None
     if finished.error is not None and (check or not failed):
         raise finished.error

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MODE_VARIABLE = "NBLAUNCH_DISPLAY"
 MODES = ("auto", "widget", "html", "text")
+TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
+"""What pytest sets while it starts a kernel, as nbval does to compare a notebook with what is saved in it."""
 PANEL_AFTER_SECONDS = 0.15
 """A run shorter than this needs no panel, and a panel would cost it half as much again."""
 SECONDS_BETWEEN_DRAWS = 0.1
@@ -233,6 +235,7 @@ def choose_view(header: Header, mode: str | None = None) -> View:
     `mode` is `auto`, `widget`, `html` or `text`; without one, the environment variable
     `NBLAUNCH_DISPLAY` says it. `auto` is the panel in a kernel that has comms, HTML in any other
     kernel, text elsewhere. Outside a kernel there is nothing to show HTML, so everything is text there.
+    In a kernel that pytest has started `auto` is HTML too: nbval does not see updates of a display.
 
     Raises `OptionError` for any other mode.
     """
@@ -242,7 +245,8 @@ def choose_view(header: Header, mode: str | None = None) -> View:
         return GuardedView(TextView(header))
     if wanted == "text":
         return GuardedView(OnceView(header, only_text))
-    if wanted == "html" or getattr(kernel, "comm_manager", None) is None:
+    tested = wanted == "auto" and bool(os.environ.get(TESTED_VARIABLE))
+    if wanted == "html" or tested or getattr(kernel, "comm_manager", None) is None:
         return GuardedView(OnceView(header, html_and_text))
     return GuardedView(WidgetView(header))
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from nblaunch._protocol import Stream
 from nblaunch._transcript import Display
 from nblaunch.view.cost import cost_of_text, fair_limit, shortened
-from nblaunch.view.output import Item, Omission, Output
+from nblaunch.view.output import Item, Omission, Output, Written
 from nblaunch.view.terminal import PLAIN, Line
 
 LINE_COST = 8_000
 """Bytes of one line; a longer one is cut in its middle."""
 _LINE_OVERHEAD = 40
 _STYLE_COST = 120
+_SHARES = 2
 
 
 def cost_of_line(line: Line) -> int:
@@ -24,28 +25,59 @@ def cost_of_line(line: Line) -> int:
 
 
 def fit(
-    outputs: Sequence[Output], budget: int, *, prefix: Callable[[Output], int] = lambda _: 0
+    outputs: Sequence[Output], budget: int, *, prefix: Callable[[Output, tuple[int, ...]], int] = lambda *_: 0
 ) -> list[Output]:
     """Return the outputs with lines left out where all together take more bytes than `budget`.
 
-    What one rank does not use is there for the others. Displays stay. `prefix` says what a line of an
-    output costs beside itself.
+    The lines that the same ranks wrote have a share for each of these ranks; what one share does not use is
+    there for the others. Displays stay. `prefix` says what a line costs beside itself.
     """
-    outputs = [replace(each, items=_short_lines(each.items, LINE_COST)) for each in outputs]
-    extra = [prefix(each) for each in outputs]
-    costs = [
-        sum(cost_of_line(item) + more for item in each.items if isinstance(item, Line))
-        for each, more in zip(outputs, extra, strict=True)
-    ]
-    limit = fair_limit(costs, budget)
+    outputs = [replace(each, rows=tuple(map(_short_row, each.rows))) for each in outputs]
+    shares = [share for number, each in enumerate(outputs) for share in _shares(number, each, prefix)]
+    limit = fair_limit((share.cost // share.ranks for share in shares for _ in range(share.ranks)), budget)
+    cut: list[dict[int, Written | None]] = [{} for _ in outputs]
+    for share in shares:
+        if share.cost > limit * share.ranks:
+            rows = [outputs[share.output].rows[place] for place in share.places]
+            kept = _cut(rows, limit * share.ranks, share.prefix)
+            cut[share.output].update(zip(share.places, kept, strict=True))
     return [
-        each if cost <= limit else Output(each.ranks, _cut(each.items, limit, more))
-        for each, cost, more in zip(outputs, costs, extra, strict=True)
+        replace(each, rows=tuple(filter(None, (rows.get(place, row) for place, row in enumerate(each.rows)))))
+        for each, rows in zip(outputs, cut, strict=True)
     ]
 
 
-def _short_lines(items: Sequence[Item], limit: int) -> tuple[Item, ...]:
-    return tuple(_short(item, limit) if isinstance(item, Line) else item for item in items)
+@dataclass(slots=True)
+class _Share:
+    """The rows of one output that the same ranks wrote, by their places, and what they cost."""
+
+    output: int
+    ranks: int
+    places: list[int] = field(default_factory=list)
+    cost: int = 0
+    prefix: int = 0
+
+
+def _shares(
+    number: int, output: Output, prefix: Callable[[Output, tuple[int, ...]], int]
+) -> Iterable[_Share]:
+    prefixes = {ranks: prefix(output, ranks) for ranks in {row.ranks for row in output.rows}}
+    # Where nearly every line has other ranks, a share for each of them could hold none.
+    by_first = len(prefixes) > _SHARES * len(output.ranks) + _SHARES
+    shares: dict[tuple[int, ...], _Share] = {}
+    for place, row in enumerate(output.rows):
+        ranks = row.ranks[:1] if by_first else row.ranks
+        share = shares.setdefault(ranks, _Share(number, len(ranks)))
+        more = prefixes[row.ranks]
+        share.prefix = max(share.prefix, more)
+        share.places.append(place)
+        if isinstance(row.item, Line):
+            share.cost += cost_of_line(row.item) + more
+    return shares.values()
+
+
+def _short_row(row: Written) -> Written:
+    return replace(row, item=_short(row.item, LINE_COST)) if isinstance(row.item, Line) else row
 
 
 def _short(line: Line, limit: int) -> Line:
@@ -55,24 +87,40 @@ def _short(line: Line, limit: int) -> Line:
     return Line(((PLAIN, shortened(line.text, limit)),), line.stream)
 
 
-def _cut(items: Sequence[Item], budget: int, more: int) -> tuple[Item, ...]:
-    """Keep the first third and the last two thirds of what may be shown, in whole lines."""
+def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None]:
+    """Keep the first third and the last two thirds of what may be shown, in whole lines.
+
+    What is left out is None in the result, and an omission stands where it began.
+    """
     limit = max(budget // 8, 80)
+    items = [row.item for row in rows]
     first = _items_within(items, budget // 3, limit, more)
     last = len(items) - _items_within(items[first:][::-1], budget - budget // 3, limit, more)
-    dropped = items[first:last]
-    omission = Omission(
-        lines=sum(
-            1 if isinstance(item, Line) else item.lines if isinstance(item, Omission) else 0
-            for item in dropped
-        ),
-        characters=sum(len(item.text) + 1 for item in dropped if isinstance(item, Line))
-        + sum(item.characters for item in dropped if isinstance(item, Omission)),
-        displays=sum(item.displays for item in dropped if isinstance(item, Omission)),
+    middle: list[Written | None] = [
+        row if isinstance(row.item, Display) else None for row in rows[first:last]
+    ]
+    if None in middle:
+        dropped = [row for row in rows[first:last] if not isinstance(row.item, Display)]
+        ranks = tuple(sorted({rank for each in {row.ranks for row in dropped} for rank in each}))
+        middle[middle.index(None)] = Written(ranks, _omission([row.item for row in dropped]))
+    return [
+        replace(row, item=_short(row.item, limit)) if row is not None and isinstance(row.item, Line) else row
+        for row in [*rows[:first], *middle, *rows[last:]]
+    ]
+
+
+def _omission(dropped: Iterable[Item]) -> Omission:
+    """Return one mark for lines that are left out, and what had been left out among them."""
+    parts = [
+        item if isinstance(item, Omission) else Omission(1, len(item.text) + 1)
+        for item in dropped
+        if not isinstance(item, Display)
+    ]
+    return Omission(
+        sum(part.lines for part in parts),
+        sum(part.characters for part in parts),
+        sum(part.displays for part in parts),
     )
-    shown = [item for item in dropped if isinstance(item, Display)]
-    kept = (*items[:first], omission, *shown, *items[last:])
-    return _short_lines(kept, limit)
 
 
 def _items_within(items: Sequence[Item], budget: int, longest: int, more: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Header:
     """What runs, and where: `cell` on `gloo`.
 
-    `node`, `log_dir` and `magic` (the magic's own line) are shown only while the run is live: they
-    differ from machine to machine, and what is saved must not.
+    `node`, `log_dir`, `magic` (the magic's own line) and `note` (why it runs on these devices) are shown only
+    while the run is live: they differ from machine to machine, and what is saved must not.
     """
 
     title: str
@@ -18,3 +18,4 @@ class Header:
     node: str = ""
     log_dir: str | None = None
     magic: str = ""
+    note: str = ""

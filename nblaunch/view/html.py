@@ -6,8 +6,10 @@ and stay below 1 MB together with its text form, whatever 64 ranks print.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from nblaunch._protocol import FailureRecord
 from nblaunch._reports import format_ranks
@@ -33,7 +35,17 @@ from nblaunch.view.outcome import (
     traceback_text,
     warning_lines,
 )
-from nblaunch.view.output import Item, Omission, Output, by_rank, describe, display_text, folded, last_line
+from nblaunch.view.output import (
+    Omission,
+    Output,
+    Written,
+    by_rank,
+    describe,
+    display_text,
+    folded,
+    last_line,
+    only_errors,
+)
 from nblaunch.view.rich import balanced, embedded, kinds
 from nblaunch.view.terminal import PLAIN, Line, colored, plain
 
@@ -63,6 +75,8 @@ _NARROW = ";white-space:nowrap"
 _ROWS_OPEN = 16
 _OUTPUTS_OPEN = 8
 _LINES_OPEN = 40
+_MIXED_OPEN = 3 * _LINES_OPEN
+"""Lines of several ranks in one part: each of them alone would have as much room as one output has."""
 
 _ROOT = (
     "font-family:var(--jp-ui-font-family,system-ui,sans-serif);"
@@ -134,7 +148,7 @@ def _traceback(failure: FailureRecord, limit: int) -> str:
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
-    content = markup.lines(shown) if cost <= 2 * limit else markup.escaped(plain(text))
+    content = markup.lines(("", line) for line in shown) if cost <= 2 * limit else markup.escaped(plain(text))
     return markup.pre(content) if text.strip() else ""
 
 
@@ -252,8 +266,8 @@ def _values(state: RunState) -> Iterator[str]:
 def _outputs(outputs: Sequence[Output], budget: int) -> str:
     lines = sum(_cost_of_lines(each) for each in outputs)
     outputs, taken = _with_displays(outputs, budget - min(max(lines, _NOTES_BUDGET), LINES_BUDGET))
-    shown = fit(outputs, min(budget - taken, LINES_BUDGET))
-    drawn = [_output(each, opened=each.lines <= _LINES_OPEN or _has_display(each)) for each in shown]
+    shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=_cost_of_prefix)
+    drawn = [_output(each) for each in shown]
     if len(shown) <= _OUTPUTS_OPEN:
         return "".join(drawn)
     # Of many ranks what they printed is folded away; a figure was made to be seen.
@@ -269,8 +283,46 @@ def _has_display(output: Output) -> bool:
     return any(isinstance(item, Display) for item in output.items)
 
 
-def _output(output: Output, *, opened: bool) -> str:
-    return markup.details(_summary(output), "".join(_blocks(output)), opened=opened)
+def _output(output: Output) -> str:
+    passages = list(_passages(output))
+    if output.mixed:
+        room = _MIXED_OPEN
+        shown = sum(1 if _is_long(each) else len(each.rows) for each in passages)
+    else:
+        room, shown = _LINES_OPEN, output.lines
+    opened = shown <= room or _has_display(output)
+    content = "".join(_passage(each, output) for each in passages)
+    return markup.details(_summary(output), content, opened=opened)
+
+
+def _passages(output: Output) -> Iterator[Output]:
+    """Part a mixed output where many lines in a row are of the same ranks: those can be folded away."""
+    if not output.mixed:
+        yield output
+        return
+    waiting: list[Written] = []
+    for ranks, group in groupby(output.rows, key=lambda row: row.ranks):
+        passage = Output(ranks, tuple(group))  # all of them have all of it
+        if not _is_long(passage):
+            waiting += passage.rows
+            continue
+        if waiting:
+            yield replace(output, rows=tuple(waiting))
+            waiting = []
+        yield passage
+    if waiting:
+        yield replace(output, rows=tuple(waiting))
+
+
+def _is_long(passage: Output) -> bool:
+    return len(passage.rows) > _LINES_OPEN and not passage.mixed
+
+
+def _passage(passage: Output, output: Output) -> str:
+    content = "".join(_blocks(passage, prefixes=passage.mixed))
+    if passage.mixed or not output.mixed:
+        return content
+    return markup.details(_summary(passage), content, opened=_has_display(passage))
 
 
 def _summary(output: Output) -> str:
@@ -288,30 +340,32 @@ def _with_displays(outputs: Sequence[Output], budget: int) -> tuple[list[Output]
 
     Every rank's first display comes before any rank's second one, so that no rank is without.
     """
-    places = sorted(
-        (sum(isinstance(before, Display) for before in output.items[:index]), number, index)
-        for number, output in enumerate(outputs)
-        for index, item in enumerate(output.items)
-        if isinstance(item, Display)
-    )
-    items: list[list[list[Item]]] = [[[item] for item in output.items] for output in outputs]
+    rows: list[list[list[Written]]] = [[[row] for row in output.rows] for output in outputs]
     taken = 0
-    for order, number, index in places:
-        display = outputs[number].items[index]
-        assert isinstance(display, Display)  # noqa: S101 - chosen above
-        cost = _cost_of_display(display, budget - taken)
+    for order, number, index in sorted(_displays(outputs)):
+        row = outputs[number].rows[index]
+        assert isinstance(row.item, Display)  # noqa: S101 - chosen above
+        cost = _cost_of_display(row.item, budget - taken)
         if cost is not None and taken + cost <= budget:
             taken += cost
             continue
-        note = (
-            f"… {kinds(display)} left out, see result.ranks[{outputs[number].ranks[0]}].displays[{order}] …"
-        )
-        text = display_text(display) + (f"\n{note}" if cost is not None else "")
-        items[number][index] = [Line(((PLAIN, line),)) for line in text.split("\n")]
+        note = f"… {kinds(row.item)} left out, see result.ranks[{row.ranks[0]}].displays[{order}] …"
+        text = display_text(row.item) + (f"\n{note}" if cost is not None else "")
+        rows[number][index] = [Written(row.ranks, Line(((PLAIN, line),))) for line in text.split("\n")]
     return [
-        replace(output, items=tuple(item for group in groups for item in group))
-        for output, groups in zip(outputs, items, strict=True)
+        replace(output, rows=tuple(row for group in groups for row in group))
+        for output, groups in zip(outputs, rows, strict=True)
     ], taken
+
+
+def _displays(outputs: Sequence[Output]) -> Iterator[tuple[int, int, int]]:
+    """Yield which of its lowest rank's displays each one is, in which output, and at which place."""
+    for number, output in enumerate(outputs):
+        seen: Counter[int] = Counter()
+        for index, row in enumerate(output.rows):
+            if isinstance(row.item, Display):
+                yield seen[row.ranks[0]], number, index
+                seen.update(row.ranks)
 
 
 def _cost_of_display(display: Display, budget: int) -> int | None:
@@ -330,20 +384,29 @@ def _saved(content: str) -> int:
     return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
 
 
-def _blocks(output: Output) -> Iterator[str]:
+def _cost_of_prefix(output: Output, ranks: tuple[int, ...]) -> int:
+    return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
+
+
+def _blocks(output: Output, *, prefixes: bool) -> Iterator[str]:
     """Yield the output in order: a block for lines that follow each other, an element for a display."""
-    waiting: list[Line] = []
-    for item in output.items:
-        if isinstance(item, Line):
-            waiting.append(item)
+    waiting: list[tuple[str, Line]] = []
+    errors = only_errors(output)
+    named = {ranks: markup.prefix(format_ranks(ranks)) for ranks in {row.ranks for row in output.rows}}
+    for row in output.rows:
+        prefix = named[row.ranks] if prefixes else ""
+        if isinstance(row.item, Line):
+            waiting.append((prefix, row.item))
             continue
         if waiting:
             yield markup.pre(markup.lines(waiting))
             waiting = []
-        match item:
+        match row.item:
             case Omission():
-                yield f"<div><em>{markup.escaped(describe(item, output))}</em></div>"
+                said = describe(row.item, row.ranks[0], errors=row.ranks in errors)
+                yield f"<div>{prefix}<em>{markup.escaped(said)}</em></div>"
             case Display():
-                yield f'<div style="margin:4px 0">{embedded(item) or ""}</div>'
+                label = f"<div>{prefix}</div>" if prefix else ""
+                yield f'<div style="margin:4px 0">{label}{embedded(row.item) or ""}</div>'
     if waiting:
         yield markup.pre(markup.lines(waiting))

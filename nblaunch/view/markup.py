@@ -78,9 +78,14 @@ def details(summary: str, content: str, *, opened: bool) -> str:
     )
 
 
-def lines(shown: Iterable[Line]) -> str:
-    """Return lines with their colours, for use in a `pre`."""
-    return "\n".join(_line(line) for line in shown)
+def prefix(ranks: str) -> str:
+    """Return `[ranks 0-7] `, which stands before what these ranks wrote where others wrote in between."""
+    return f'<span style="opacity:.8">[{ranks}]</span> '
+
+
+def lines(shown: Iterable[tuple[str, Line]]) -> str:
+    """Return lines with their colours, each after a prefix that is HTML, for use in a `pre`."""
+    return "\n".join(before + _line(line) for before, line in shown)
 
 
 def _line(line: Line) -> str:

@@ -1,9 +1,9 @@
-"""A rank's output as lines and displays; equal ones of several ranks folded."""
+"""What ranks wrote, as lines and displays; equal ones of several ranks stand once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -11,6 +11,7 @@ from nblaunch._protocol import Stream
 from nblaunch._state import RankState, RunState
 from nblaunch._transcript import Display, Text, Transcript
 from nblaunch.view.cost import fair_limit
+from nblaunch.view.folding import merged
 from nblaunch.view.terminal import Line, Screen, plain
 
 DRAWN_CHARACTERS = 1_000_000
@@ -32,11 +33,26 @@ Item = Line | Display | Omission
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What these ranks wrote and displayed: every one of them exactly this."""
+class Written:
+    """An item, and the ranks that wrote it at this place."""
 
     ranks: tuple[int, ...]
-    items: tuple[Item, ...]
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What these ranks wrote and displayed, in an order that keeps each rank's own."""
+
+    ranks: tuple[int, ...]
+    rows: tuple[Written, ...]
+    mixed: bool = False
+    """Whether there are items that not all of the ranks have."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Return the items of all ranks."""
+        return tuple(row.item for row in self.rows)
 
     @property
     def lines(self) -> int:
@@ -53,9 +69,10 @@ class Output:
 
 
 def folded(state: RunState) -> list[Output]:
-    """Return the ranks' output in rank order, once where several ranks have the same.
+    """Return the ranks' output in rank order; ranks that wrote some of the same share an `Output`.
 
-    Ranks without output are not there.
+    What is equal stands once there, with the ranks that wrote it. The order depends on what each rank
+    wrote, not on when it arrived. Ranks without output are not there.
     """
     by_text: dict[object, tuple[Transcript, list[int]]] = {}
     for rank, known in sorted(state.ranks.items()):
@@ -65,14 +82,29 @@ def folded(state: RunState) -> list[Output]:
     # Drawing is what costs; and different text may look the same once drawn.
     weights = (_weight(transcript.entries) for transcript, _ in by_text.values())
     limit = fair_limit(weights, DRAWN_CHARACTERS)
-    groups: dict[object, tuple[tuple[Item, ...], list[int]]] = {}
+    groups: dict[tuple[Hashable, ...], tuple[tuple[Item, ...], list[int]]] = {}
     for transcript, ranks in by_text.values():
         items = read(_trimmed(transcript, limit))
         groups.setdefault(_key(items), (items, []))[1].extend(ranks)
-    return sorted(
-        (Output(tuple(sorted(ranks)), items) for items, ranks in groups.values() if items),
-        key=lambda output: output.ranks,
-    )
+    return _merged([(tuple(sorted(ranks)), key, items) for key, (items, ranks) in groups.items() if items])
+
+
+def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Output]:
+    """Return groups of ranks with equal output as one `Output` each, or merged where they share lines."""
+    groups = sorted(groups, key=lambda group: group[0])
+    by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}
+    blank = {key for key, item in by_key.items() if isinstance(item, Line) and not item.text.strip()}
+    marks = {key for key, item in by_key.items() if isinstance(item, Omission)}
+    outputs = []
+    for rows in merged([keys for _, keys, _ in groups], blank, marks):
+        ranks = {
+            members: tuple(sorted(rank for each in members for rank in groups[each][0]))
+            for members in {members for _, members in rows}
+        }
+        everyone = tuple(sorted({rank for each in ranks.values() for rank in each}))
+        shown = tuple(Written(ranks[members], by_key[key]) for key, members in rows)
+        outputs.append(Output(everyone, shown, mixed=len(ranks) > 1))
+    return sorted(outputs, key=lambda output: output.ranks)
 
 
 def _weight(entries: Iterable[Text | Display]) -> int:
@@ -121,7 +153,7 @@ def _turned(entry: Text | Display) -> Text | Display:
     return Text(entry.stream, entry.text[::-1]) if isinstance(entry, Text) else entry
 
 
-def _key(items: Iterable[Item | Text]) -> tuple[object, ...]:
+def _key(items: Iterable[Item | Text]) -> tuple[Hashable, ...]:
     return tuple(
         json.dumps([item.data, item.metadata], sort_keys=True, default=repr)
         if isinstance(item, Display)
@@ -207,8 +239,8 @@ def _draw(entries: Iterable[Text | Display]) -> list[Item]:
     return [*items, *screen.lines()]
 
 
-def describe(omission: Omission, output: Output) -> str:
-    """Say what was left out, and where it is."""
+def describe(omission: Omission, rank: int, *, errors: bool = False) -> str:
+    """Say what was left out of a rank's output, and where it is; `errors` for stderr."""
     parts = []
     if omission.lines:
         parts.append(f"{omission.lines} lines")
@@ -216,11 +248,18 @@ def describe(omission: Omission, output: Output) -> str:
         parts.append(f"{omission.characters} characters")
     if omission.displays:
         parts.append(f"{omission.displays} displays")
-    lines = [item for item in output.items if isinstance(item, Line)]
-    only_errors = lines and all(line.stream is Stream.STDERR for line in lines)
-    where = "displays" if not (omission.lines or omission.characters) else "stdout"
-    where = "stderr" if where == "stdout" and only_errors else where
-    return f"… {' and '.join(parts)} left out, see result.ranks[{output.ranks[0]}].{where} …"
+    stream = "stderr" if errors else "stdout"
+    where = stream if omission.lines or omission.characters else "displays"
+    return f"… {' and '.join(parts)} left out, see result.ranks[{rank}].{where} …"
+
+
+def only_errors(output: Output) -> set[tuple[int, ...]]:
+    """Return which of the sets of ranks in an output have written to stderr alone."""
+    streams: dict[tuple[int, ...], set[Stream]] = {}
+    for row in output.rows:
+        if isinstance(row.item, Line):
+            streams.setdefault(row.ranks, set()).add(row.item.stream)
+    return {ranks for ranks, found in streams.items() if found == {Stream.STDERR}}
 
 
 def last_line(transcript: Transcript) -> str:

@@ -119,7 +119,7 @@ function fillLine(target, piece) {
 function fillDisplay(target, piece) {
   const shown = target.firstElementChild;
   if (piece[0] === "image" && shown?.tagName === "IMG") fillImage(shown, piece);
-  else if (piece[0] === "html" && shown?.tagName === "IFRAME" && shown.refill) shown.refill(piece[1]);
+  else if (piece[0] === "html" && shown?.tagName === "IFRAME" && shown.refill?.(piece[1])) return;
   else target.replaceChildren(drawDisplay(piece));
 }
 
@@ -163,10 +163,13 @@ function sandboxed(markup) {
   };
   frame.addEventListener("load", () => {
     fit();
+    // Returns whether it could: a reader who followed a link has another page in there, out of our reach.
     frame.refill = (other) => {
+      if (!frame.contentDocument?.body) return false;
       const { head, body } = new DOMParser().parseFromString(other, "text/html");
       frame.contentDocument.body.replaceChildren(...head.childNodes, ...body.childNodes);
       fit();
+      return true;
     };
   });
   frame.srcdoc =
@@ -281,7 +284,11 @@ class Fold {
 
   find(key, rank, lower, upper) {
     const rows = this.byKey.get(key) ?? [];
-    return rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
+    const found = rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
+    if (!found || textOf(found.piece).trim()) return found;
+    // A blank line further down would put all that the rank has still to say below it.
+    const above = this.rows[this.rows.indexOf(found) - 1];
+    return !above || above.order <= lower ? found : undefined;
   }
 
   // A line that only this rank has goes before the next one that it shares with others, or that one could
@@ -519,7 +526,7 @@ class Head {
     if (this.drawn !== header) {
       this.drawn = header;
       this.word.replaceChildren(stateWord(header.state ?? "", header.icon ?? ""));
-      setText(this.what, [header.what, header.node, header.restarts, header.logs].filter(Boolean).join(" · "));
+      setText(this.what, [header.what, header.node, header.restarts, header.logs, header.note].filter(Boolean).join(" · "));
       this.what.title = header.magic ?? "";
     }
     this.drawCounts();

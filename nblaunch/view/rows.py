@@ -159,4 +159,5 @@ def describe(state: RunState, header: Header) -> dict[str, str]:
         "magic": plain(header.magic),
         "restarts": f"{restarts} restart{'' if restarts == 1 else 's'}" if restarts else "",
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
+        "note": plain(header.note),
     }

@@ -1,4 +1,4 @@
-"""A run as text: the same for the same run, in rank order, equal ranks folded."""
+"""A run as text: the same for the same run, in rank order, equal lines of several ranks folded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ from nblaunch.view.outcome import (
     reason_limit,
     warning_lines,
 )
-from nblaunch.view.output import Item, Omission, Output, by_rank, describe, display_text, folded
+from nblaunch.view.output import (
+    Omission,
+    Output,
+    Written,
+    by_rank,
+    describe,
+    display_text,
+    folded,
+    only_errors,
+)
 from nblaunch.view.terminal import PLAIN, Line, plain
 
 TEXT_BUDGET = 130_000
@@ -70,25 +79,26 @@ def labelled(label: str, text: str) -> str:
 
 
 def _output_lines(outputs: Sequence[Output]) -> Iterator[str]:
-    only_text = [replace(each, items=tuple(_in_text(each.items))) for each in outputs]
-    for output in fit(only_text, TEXT_BUDGET, prefix=lambda output: len(format_ranks(output.ranks))):
-        for item in output.items:
-            match item:
+    only_text = [replace(each, rows=tuple(_in_text(each.rows))) for each in outputs]
+    for output in fit(only_text, TEXT_BUDGET, prefix=lambda _, ranks: len(format_ranks(ranks))):
+        errors = only_errors(output)
+        for row in output.rows:
+            match row.item:
                 case Line():
-                    yield prefixed(output.ranks, item.text)
+                    yield prefixed(row.ranks, row.item.text)
                 case Omission():
-                    yield prefixed(output.ranks, describe(item, output))
+                    yield prefixed(row.ranks, describe(row.item, row.ranks[0], errors=row.ranks in errors))
                 case _:
                     pass
 
 
-def _in_text(items: Iterable[Item]) -> Iterator[Line | Omission]:
-    for item in items:
-        if isinstance(item, Display):
-            for line in display_text(item).split("\n"):
-                yield Line(((PLAIN, line),))
+def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
+    for row in rows:
+        if isinstance(row.item, Display):
+            for line in display_text(row.item).split("\n"):
+                yield Written(row.ranks, Line(((PLAIN, line),)))
         else:
-            yield item
+            yield row
 
 
 def _ending_lines(state: RunState) -> Iterator[str]:

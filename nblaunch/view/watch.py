@@ -8,6 +8,9 @@ from nblaunch.view.display import View, choose_view
 from nblaunch.view.header import Header
 
 
-def watcher(title: str, backend: str) -> View:
-    """Return the view that shows a run of `title` on `backend` here; raises `OptionError`."""
-    return choose_view(Header(title, backend, node=platform.node()))
+def watcher(title: str, backend: str, note: str = "") -> View:
+    """Return the view that shows a run of `title` on `backend` here; raises `OptionError`.
+
+    `note` says why it runs where it does.
+    """
+    return choose_view(Header(title, backend, node=platform.node(), note=note))

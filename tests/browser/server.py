@@ -29,6 +29,7 @@ class Server:
         own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython"}
         environment = {**os.environ, **{name: str(home / folder) for name, folder in own.items()}}
         environment["JUPYTER_RUNTIME_DIR"] = str(self._runtime)
+        environment.pop("PYTEST_CURRENT_TEST", None)  # the panel is not for a kernel that pytest has started
         for folder in ("notebooks", "runtime", *own.values()):
             (home / folder).mkdir(parents=True)
         _write_kernel(home / "data", kernel_environment)

@@ -105,7 +105,7 @@ def notebook_of(*sources: str) -> Any:
 def run_command(*arguments: str, where: Path, code: int) -> None:
     """Run a Jupyter command of this environment, which is to exit with `code`."""
     root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "PYTEST_CURRENT_TEST": ""}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=where,
@@ -125,6 +125,7 @@ def executed(kernel_client, tmp_path_factory):  # noqa: ARG001 - before any test
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("PYTEST_CURRENT_TEST", "")  # with the panel, as a user's kernel
         where = str(tmp_path_factory.mktemp("nbclient"))
         NotebookClient(
             notebook, timeout=60, allow_errors=True, resources={"metadata": {"path": where}}
@@ -189,6 +190,6 @@ def test_html_that_is_sanitised_as_on_github_still_reads(executed):
 
 def test_the_text_form_of_each_run_is_complete(executed):
     text = "\n".join(run[0]["text/plain"] for run in shown(executed))
-    assert "[rank 0] both say this" in text
+    assert "[ranks 0-1] both say this" in text
     assert "[rank 1] red from 1 & <script>alert(1)</script>" in text
     assert "KeyError: 7 (cell line 5)" in text

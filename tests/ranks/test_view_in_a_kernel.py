@@ -61,7 +61,7 @@ class Kernel:
 
     def __init__(self):
         self.manager = KernelManager()
-        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY})
+        self.manager.start_kernel(env={**os.environ, "PYTHONPATH": REPOSITORY, "PYTEST_CURRENT_TEST": ""})
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=60)

@@ -545,6 +545,8 @@ def test_each_front_end_is_told_what_it_will_show(monkeypatch):
         return only(_checks_notebook.front_end())
 
     kernel = SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
+    assert found(kernel).summary.startswith("pytest has started this kernel: runs are shown as html")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     assert found(None).summary.startswith("plain Python")
     assert found(SimpleNamespace()).summary.startswith("IPython in a terminal")
     assert found(kernel).summary.startswith("a live panel: ipykernel ")
@@ -557,6 +559,7 @@ def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
         _checks_notebook, "_shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
     )
     monkeypatch.delenv("NBLAUNCH_DISPLAY", raising=False)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(
         _checks_notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0"
     )
