@@ -209,10 +209,10 @@ def _digest(obj: Any) -> object:
 
 
 def _children(obj: Any) -> Iterable[Any]:
+    if type(obj) in (list, tuple):
+        return _some(obj)
     if isinstance(obj, dict):
-        return [*obj.values(), *(value for _, value in _variables(obj))]
-    if isinstance(obj, list | tuple | set | frozenset):
-        return list(obj) if type(obj) in (list, tuple, set, frozenset) else _all_of(obj)
+        return [*_some(list(obj.values())), *(value for _, value in _variables(obj))]
     if type(obj) is types.CellType:
         try:
             return (obj.cell_contents,)
@@ -226,6 +226,6 @@ def _children(obj: Any) -> Iterable[Any]:
 
 
 def _all_of(obj: Any) -> list[Any]:
-    elements = list(obj) if isinstance(obj, list | tuple | set | frozenset) else []
+    elements = _some(list(obj)) if isinstance(obj, list | tuple | set | frozenset) else ()
     # A class of the notebook is looked at with its objects.
     return [*elements, *(value for _, value in _variables(obj)), type(obj)]

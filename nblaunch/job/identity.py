@@ -60,7 +60,7 @@ _STOPS = (
     types.CodeType,
     types.FrameType,
 )
-_FOLLOWED = (list, dict, tuple, set)
+_FOLLOWED = frozenset({list, dict, tuple, set})
 _MOST_VISITED = 200_000
 # Of the container that holds the object, of the local variable, and of the argument of `getrefcount`.
 _OWN_REFERENCES = 3
@@ -251,7 +251,8 @@ def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]
 
 def _referents(obj: Any) -> Iterator[Any]:
     for each in gc.get_referents(obj):
-        if isinstance(each, _FOLLOWED) or (gc.is_tracked(each) and not isinstance(each, _STOPS)):
+        kind = type(each)
+        if kind in _FOLLOWED or (kind not in _VALUE_TYPES and gc.is_tracked(each) and not isinstance(each, _STOPS)):
             yield each
 
 

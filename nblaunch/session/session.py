@@ -70,6 +70,7 @@ class LiveSession:
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
         self._knowledge = Knowledge()
+        self._jobs = 0
         if options.nodes[1] > 1:
             msg = (
                 f"a session was asked for with nnodes={options.nnodes!r}, but a session's ranks are on one "
@@ -243,12 +244,18 @@ class LiveSession:
         backend = self.placement.backend if self.options.init_process_group else ""
         watcher = (wish.watch or self.watch)(wish.title, backend)
         subset = None if wish.ranks is None else chosen
+        self._jobs += 1
         finished = engine.conduct(
             self.group, launch, self._prepare, watcher, private=self._private, ranks=subset
         )
         if finished.result is not None and finished.result.root_cause is not None and not wish.aside:
             self.failed_last = finished.result.root_cause.rank
         return finished
+
+    @property
+    def state_of_ranks(self) -> tuple[int, int]:
+        """Return a value that is another one once the ranks may have other things."""
+        return self.group.attempt, self._jobs
 
     def views(self, chosen: tuple[int, ...], namespace: dict[str, Any] | None) -> list[View]:
         """Return what the chosen ranks know now, each group of ranks that know the same by itself."""
@@ -415,7 +422,7 @@ class _Brought:
         """Capture for each group of ranks that know the same; raises what `capture` raises."""
         self._session, self._chosen = session, chosen
         self._again = functools.partial(_Brought, session, capture, namespace, chosen, pushed)
-        self._attempt = session.group.attempt
+        self._made_for = session.state_of_ranks
         self._parcels: list[engine.Parcel] = []
         self._sent: list[tuple[View, Sent]] = []
         for view in session.views(chosen, namespace):
@@ -432,8 +439,8 @@ class _Brought:
         self._notices = notices(view for view, _ in self._sent)
 
     def given_to(self, launch: engine.Launch) -> engine.Launch:
-        """Return the launch with all of this; captures once more if the ranks are others by now."""
-        if self._attempt != self._session.group.attempt:
+        """Return the launch with all of this; captures once more if the ranks have other things by now."""
+        if self._made_for != self._session.state_of_ranks:
             again: _Brought = self._again()
             return again.given_to(launch)
         sent, session = self._sent, self._session
