@@ -252,7 +252,9 @@ def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]
 def _referents(obj: Any) -> Iterator[Any]:
     for each in gc.get_referents(obj):
         kind = type(each)
-        if kind in _FOLLOWED or (kind not in _VALUE_TYPES and gc.is_tracked(each) and not isinstance(each, _STOPS)):
+        if kind in _VALUE_TYPES and kind is not tuple:
+            continue
+        if kind in _FOLLOWED or (gc.is_tracked(each) and not isinstance(each, _STOPS)):
             yield each
 
 
