@@ -19,6 +19,7 @@ from typing import Self
 
 import psutil
 
+from nblaunch._cgroups import tightest_memory
 from nblaunch._protocol import Payload
 from nblaunch.job.payload import Packed
 
@@ -223,13 +224,7 @@ def _write(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total
 
 
 def _free_memory() -> int:
-    """Return the bytes that may still be used: of the machine, and of the container's limit."""
+    """Return the bytes that may still be used: of the machine, and of the tightest cgroup's limit."""
     free = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(Path(limit_file).read_text())
-            free = min(free, limit - int(Path(usage_file).read_text()))
-    return max(free, 0)
+    container = tightest_memory()
+    return free if container is None else min(free, container[1])

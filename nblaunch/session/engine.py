@@ -20,7 +20,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, Dispatch, FunctionJob, Phase, Prepare, PullJob, PushJob, ScriptJob
 from nblaunch._results import RunResult
 from nblaunch._state import RunState
-from nblaunch.agent import devices, forkserver, meetings, runtime
+from nblaunch.agent import descriptors, devices, forkserver, meetings, runtime
 from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
@@ -111,6 +111,7 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         if seat is not None:
             seat.group.adopt(settings)
         else:
+            descriptors.make_room(settings.nproc)
             seat = _seat(with_logs(settings, options), private=options.log_dir is None)
         _leaving.append(weakref.ref(seat.group))
         if settings.meeting is not None:
@@ -128,6 +129,7 @@ def _seat(settings: AgentSettings, *, private: bool) -> Seat:
 
 def _ahead(shape: AgentSettings) -> Seat:
     """Start a group before it is asked for."""
+    descriptors.make_room(shape.nproc)
     forkserver.server.ensure_running()
     seat = _seat(with_logs(shape), private=True)
     keep(seat.group)

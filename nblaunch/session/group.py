@@ -185,6 +185,9 @@ class WorkerGroup(SpreadCourse):
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         wanted = self.settings.processes
+        # Of a group that starts again after days, a cleaner may have removed both.
+        self._hub.be_reachable()
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         orders = Orders(
             self._hub.address,
             self.group,
