@@ -257,15 +257,18 @@ Message = FromRank | AboutRank
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
 
-    `environ` are `NAME=VALUE` in bytes, since an environment need not be text.
+    `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are name,
+    soft and hard limit of what the system limits.
     `backend` is what `init_process_group` takes, None for no process group. `accelerators` is how many
     devices of kind `device_type` the ranks of this node share.
     """
 
     environ: tuple[bytes, ...]
-    cwd: str
-    path: tuple[str, ...]
-    argv: tuple[str, ...] = ("",)
+    cwd: bytes
+    path: tuple[bytes, ...]
+    argv: tuple[bytes, ...] = (b"",)
+    umask: int | None = None
+    limits: tuple[tuple[str, int, int], ...] = ()
     backend: str | None = None
     device_type: str = "cpu"
     accelerators: int = 0

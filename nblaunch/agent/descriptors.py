@@ -34,7 +34,7 @@ def make_room(nproc: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = in_use(soft)
     needed = used + KERNEL_AT_ALL + KERNEL_PER_RANK * nproc
-    own = _RANK_AT_ALL + _RANK_PER_PEER * nproc
+    own = _needed_by_rank(nproc)
     if not _allows(hard, own):
         raise LaunchError(_too_few(nproc, f"each of which needs about {own} of its own", hard), phase="fork")
     if _allows(soft, needed):
@@ -42,6 +42,18 @@ def make_room(nproc: int) -> None:
     if not _allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"for which this process needs about {needed} ({used} are open already)"
         raise LaunchError(_too_few(nproc, what, hard), phase="fork")
+
+
+def for_rank(nproc: int, soft: int, hard: int) -> int:
+    """Return the soft limit of a rank with `nproc` on this machine: the notebook's, if that suffices."""
+    wanted = _needed_by_rank(nproc)
+    if _allows(soft, wanted):
+        return soft
+    return wanted if _allows(hard, wanted) else hard
+
+
+def _needed_by_rank(nproc: int) -> int:
+    return _RANK_AT_ALL + _RANK_PER_PEER * nproc
 
 
 def in_use(limit: int) -> int:

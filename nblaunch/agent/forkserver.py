@@ -92,6 +92,8 @@ class Server:
         self._owner = 0
         self._count = 0
         self.has_forked = False
+        self.environ: dict[str, str] = {}
+        """The environment under which it has loaded Python, torch and what they need."""
 
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
@@ -140,13 +142,14 @@ class Server:
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
             asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            self.environ = _environment()
             log = stack.enter_context(self._log.open("ab"))
             self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
                 self._command(asked.fileno(), theirs.fileno(), root),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=self.environ,
                 pass_fds=(asked.fileno(), theirs.fileno()),
                 # The stop button's SIGINT goes to the kernel's process group: we are not in it.
                 start_new_session=True,
@@ -245,7 +248,15 @@ atexit.register(close)
 
 
 def _absolute_path() -> list[str]:
-    return [os.path.abspath(entry) for entry in sys.path]
+    here = _working_directory()
+    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep  # it has been removed, which is for others to refuse
 
 
 def _environment() -> dict[str, str]:
@@ -268,7 +279,7 @@ class RankPopen(popen_forkserver.Popen):
             "authkey": bytes(process.current_process().authkey),
             "log_to_stderr": False,
             "sys_path": _absolute_path(),
-            "orig_dir": os.getcwd(),
+            "orig_dir": _working_directory(),
         }
         context.set_spawning_popen(self)
         try:

@@ -55,7 +55,7 @@ def main(requests_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
         die_with_parent(me)
         from nblaunch.agent.preload import serve
 
-        serve(requests_fd, alive_read)
+        serve(requests_fd, alive_read, root)
     os.close(requests_fd)
     os.close(alive_read)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -25,7 +25,7 @@ _MOST_DESCRIPTORS = 4
 _private_spawn: Any = spawn  # the stubs leave its `_main` out
 
 
-def serve(requests_fd: int, alive_fd: int) -> NoReturn:
+def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
     """Import torch and IPython once, then fork a rank per request until killed."""
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +33,7 @@ def serve(requests_fd: int, alive_fd: int) -> NoReturn:
     from nblaunch.rank import isolate, shell
 
     isolate.server_pid = os.getpid()
-    shell.prepare()
+    shell.prepare(root)
     # Frozen objects are never visited by a rank's collector, so their pages stay shared.
     gc.collect()
     gc.freeze()

@@ -125,6 +125,10 @@ class WorkerGroup(SpreadCourse):
         """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
 
+    def note(self, text: str) -> None:
+        """Say something with the next job of which the user sees the result."""
+        self._hub.call(lambda: self._note(text))
+
     def answer(self, rank: int, answer: Answer) -> None:
         """Tell a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
@@ -195,7 +199,7 @@ class WorkerGroup(SpreadCourse):
             attempt,
             spill=str(self._directory),
             keep=self.keep,
-            fresh=wanted.start_method == "spawn",
+            fresh=wanted.environ if wanted.start_method == "spawn" else None,
             virtual_local_rank=wanted.virtual_local_rank,
         )
         return (orders,)

@@ -85,6 +85,7 @@ class LiveSession:
         self._private = None if options.log_dir else outcome.LogDirectory(settings.log_dir)
         self.group = WorkerGroup(hub.get(), settings, keep=True)
         engine.keep(self.group)
+        engine.warn_of_unheeded(self.group, environ)
         self._finalizer = weakref.finalize(self, _end, self.group)
         try:
             self._start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -148,7 +149,9 @@ with nblaunch.Session(nproc=2) as session:
     again = nblaunch.run(one, nproc=2).values
 print(json.dumps([refused, kept, children, again]))
 """,
-        PYTHONPATH=os.pathsep.join([str(place), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]),
+        PYTHONPATH=os.pathsep.join(
+            [str(place), *filter(None, [os.environ.get("PYTHONPATH")]), str(Path.cwd())]
+        ),
     )
     for each in refused:
         assert "fork: A rank was to be forked, and the system refused: EAGAIN" in each
