@@ -702,7 +702,7 @@ def test_a_notebooks_kernel_and_its_ranks_listen_on_loopback_only(start_kernel, 
     assert addresses
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     (private,) = world.temporary.iterdir()
-    assert set(unix_sockets(pids)) == {f"{private}/hub", f"{private}/fork"}
+    assert set(unix_sockets(pids)) == {f"{private}/hub"}
     kernel.kill()
     world.must_be_clean()
 
