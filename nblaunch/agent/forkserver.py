@@ -378,9 +378,12 @@ class RankProcess(process.BaseProcess):
 
     _start_method = None
     _popen: RankPopen
+    _args: tuple[object, ...]
 
     def start(self) -> None:
         """Fork the process from our server."""
+        # torch would have a rank that fails before it can say so write a file, which nobody reads or removes.
+        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
         super().start()
         forked: list[RankProcess] | None = getattr(_on_this_thread, "forked", None)
         if forked is not None:
@@ -398,6 +401,10 @@ class RankProcess(process.BaseProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
         return RankPopen(process_obj)
+
+
+def _is_error_file(argument: object) -> bool:
+    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
 
 
 class RankContext(context.BaseContext):

@@ -65,6 +65,7 @@ class WorkerGroup(SpreadCourse):
         super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
         self._started = False
+        self._kept: object = None
         self._directory = runtime.make_directory("group-")
         self._departures = Departures(self._directory)
         if settings.meeting is not None and settings.meeting.most > 1:
@@ -177,6 +178,12 @@ class WorkerGroup(SpreadCourse):
     def leave(self) -> None:
         """Let the ranks of a group without a job end in order."""
         self._hub.call(self._dismiss)
+
+    def keep_until_closed(self, something: object) -> None:
+        """Refer to an object until the last rank is gone."""
+        self._kept = something
+        if self.closed.is_set():
+            self._kept = None
 
     def close(self) -> None:
         """Wait for the last of a group that has ended, and let go of its values."""
@@ -400,5 +407,6 @@ class WorkerGroup(SpreadCourse):
             self._logs.close()
             runtime.remove_tree(self._directory)
             self.closed.set()
+            self._kept = None
             if job is not None and not job.ended.is_set():
                 self._finish(job)

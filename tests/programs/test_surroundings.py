@@ -1,4 +1,4 @@
-"""What is around a program: an old Python, a strange or missing directory, no home, a cleaned temporary directory."""
+"""What is around a program: an old Python, a strange or missing directory, no home, a cleaned one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import ROOT
+ROOT = Path(__file__).parents[2]
 
 SETTING = """
 import json, os, resource, shutil, signal, sys
@@ -68,8 +68,8 @@ def test_without_pidfd_and_memfd_runs_work_and_a_killed_kernel_leaves_nothing(
 from nblaunch.agent import forkserver
 with nblaunch.Session(nproc=2) as session:
     big = session.run(lambda data: data * 2, args=(bytes(2_000_000),)).values
-    show(missing=[hasattr(os, "pidfd_open"), hasattr(os, "memfd_create")], lengths=[len(each) for each in big],
-        keeper=forkserver.server.pid)
+    missing = [hasattr(os, "pidfd_open"), hasattr(os, "memfd_create")]
+    show(missing=missing, lengths=[len(each) for each in big], keeper=forkserver.server.pid)
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         ],
@@ -115,7 +115,7 @@ with nblaunch.Session(nproc=2) as session:
     assert shown == {"young": True, "same": True, "values": [[2, 2], [1, 1], [3, 3], [4, 4], [5, 5]]}
 
 
-def test_directories_umask_and_limits_are_those_of_the_notebook_at_that_moment(found, tmp_path):
+def test_directories_umask_and_limits_are_those_of_the_notebook_at_that_moment(found):
     shown = found(
         """
 def here():
@@ -171,14 +171,16 @@ def test_without_a_home_nothing_is_left_in_the_temporary_directory(found, tempor
     assert shown == {"values": [1, 1]}
 
 
+READ_ONLY = 'mount -t tmpfs -o ro none "$0" && cd "$0" && exec "$1" -c "$2"'
+
+
 def test_a_read_only_working_directory_is_no_hindrance(tmp_path):
     """On a file system that is mounted read-only, in a mount namespace of its own."""
     there = tmp_path / "read-only"
     there.mkdir()
     program = SETTING + "show(values=nblaunch.run(os.getcwd, nproc=2).values)"
     ended = subprocess.run(
-        ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o ro none "$0" && cd "$0" && exec "$1" -c "$2"', there]
-        + [sys.executable, program],
+        ["unshare", "-m", "sh", "-c", READ_ONLY, there, sys.executable, program],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -191,14 +193,14 @@ def test_a_read_only_working_directory_is_no_hindrance(tmp_path):
 
 
 def test_a_temporary_directory_that_is_not_utf8_is_passed_over(found, tmp_path):
-    strange = os.path.join(os.fsencode(tmp_path), b"jos\xe9")
-    os.mkdir(strange)
+    strange = tmp_path / os.fsdecode(b"jos\xe9")
+    strange.mkdir()
     shown = found(
         """
 from nblaunch.agent import runtime
 show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(runtime.root()))
 """,
-        TMPDIR=os.fsdecode(strange),
+        TMPDIR=str(strange),
         XDG_RUNTIME_DIR=str(tmp_path),
     )
     assert shown["values"] == [1, 1]

@@ -30,9 +30,8 @@ def openblas_threads():
     found = []
     for path in {line.split()[-1] for line in maps if "openblas" in line}:
         library = ctypes.CDLL(path)
-        for name in ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads"):
-            if hasattr(library, name):
-                found.append(getattr(library, name)())
+        names = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads")
+        found += [getattr(library, name)() for name in names if hasattr(library, name)]
     return found
 
 
