@@ -9,6 +9,7 @@ file in the runtime directory.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import shutil
@@ -72,14 +73,42 @@ def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
     total = _layout(sizes)[1]
     if total <= INLINE:
         return Outgoing(Payload(sizes=sizes, inline=_joined(parts, sizes, total)))
-    if total <= _free_memory() * _RESERVE and hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
-            return _in_memory(parts, sizes, total)
+            fd = _take_memory(total, directory)
+            if fd is not None:
+                return _in_memory(fd, parts, sizes, total)
     return _on_disk(parts, sizes, total, directory())
 
 
-def _in_memory(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
-    fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+def _take_memory(total: int, directory: Callable[[], Path]) -> int | None:
+    """Return a memory file that can hold `total` bytes, None if memory has no room for it.
+
+    The ranks of a machine often send at the same moment. If there is not enough for what all of them may be
+    sending, they look one after the other, and each takes its share before the next one looks.
+    """
+    free = _free_memory() * _RESERVE
+    if total > free:
+        return None
+    if total * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= free:
+        return os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+    lock = os.open(directory() / "memory", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if total > _free_memory() * _RESERVE:
+            return None
+        fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, total)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    finally:
+        os.close(lock)
+
+
+def _in_memory(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
     try:
         _write(fd, parts, sizes, total)
     except BaseException:

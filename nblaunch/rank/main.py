@@ -52,6 +52,7 @@ from nblaunch.rank import (
     fresh,
     inspection,
     introspection,
+    orphans,
     process_group,
     script,
     shell,
@@ -365,6 +366,7 @@ def resume(orders: dict[str, Any]) -> NoReturn:
 
 def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
+    orphans.note_own_children()
     shell.prepare(orders.spill)
     process_group.remember_agent_address(orders.attempt)
     try:

@@ -20,7 +20,7 @@ from nblaunch._protocol import (
 )
 
 STRANGE = os.fsdecode(b"/home/jos\xe9")
-texts = st.text(st.characters(exclude_categories=("Co",)))
+texts = st.text(st.characters(exclude_categories=["Co"]))
 
 
 def test_an_order_with_file_names_of_any_bytes_arrives_as_it_was_sent():
