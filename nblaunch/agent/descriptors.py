@@ -17,6 +17,7 @@ from nblaunch._errors import LaunchError
 
 KERNEL_AT_ALL = 32
 KERNEL_PER_RANK = 7
+_PIPES = 2
 _RANK_AT_ALL = 64
 _RANK_PER_PEER = 2
 # Room for what the notebook opens while ranks come into being, in the limit that is asked for.
@@ -25,14 +26,15 @@ _MARGIN = 64
 _ENOUGH = 65_536
 
 
-def make_room(nproc: int) -> None:
+def make_room(nproc: int, *, replaced: int = 0) -> None:
     """Raise this process's soft limit if `nproc` more ranks need it; refuse if the hard one is too low.
 
     A soft limit that suffices stays as it is. One that was raised stays raised: ranks, and what the notebook
-    has opened meanwhile, may use the numbers above the old one. Raises `LaunchError` with both numbers.
+    has opened meanwhile, may use the numbers above the old one. Of `replaced` ranks, which have ended, the
+    pipes are still open, and are closed as the others start. Raises `LaunchError` with both numbers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = in_use(soft)
+    used = max(in_use(soft) - _PIPES * replaced, 0)
     needed = used + KERNEL_AT_ALL + KERNEL_PER_RANK * nproc
     own = _needed_by_rank(nproc)
     if not _allows(hard, own):
@@ -57,11 +59,15 @@ def _needed_by_rank(nproc: int) -> int:
 
 
 def in_use(limit: int) -> int:
-    """Return how many descriptors this process has; `limit` if none is left to look with."""
-    try:
-        return len(os.listdir("/dev/fd")) - 1
-    except OSError:
-        return limit
+    """Return how many descriptors this process has: `limit` if none is left to look with, 0 if unknown."""
+    for listing in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return len(os.listdir(listing)) - 1
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return limit
+    return 0
 
 
 def raise_soft_limit() -> None:

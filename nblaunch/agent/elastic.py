@@ -165,7 +165,7 @@ class RankAgent(ObservedAgent):
         forkserver.server.ensure_running()
         forkserver.abandon_when(self._stop)
         # Each attempt takes them anew, and the notebook may have opened others since the first.
-        descriptors.make_room(self.settings.nproc)
+        descriptors.make_room(self.settings.nproc, replaced=len(self._processes()))
         try:
             with forkserver.all_or_none():
                 pids: dict[int, Any] = super()._start_workers(worker_group)

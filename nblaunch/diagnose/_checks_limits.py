@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import psutil
 
-from nblaunch._cgroups import directories as cgroups
-from nblaunch._cgroups import tightest_memory, tightest_tasks
+from nblaunch import _cgroups
 from nblaunch.agent import descriptors
 from nblaunch.diagnose.report import Finding, ok, problem, size, warning
+
+cgroups = _cgroups.directories
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -84,7 +85,7 @@ def _user_tasks() -> tuple[str, int, int] | None:
 
 
 def _container_tasks() -> tuple[str, int, int] | None:
-    tightest = tightest_tasks(cgroups("pids"))
+    tightest = _cgroups.tightest_tasks(cgroups("pids"))
     return None if tightest is None else ("the container", *tightest)
 
 
@@ -118,7 +119,7 @@ def memory() -> Iterator[Finding]:
 
 def container_memory() -> tuple[int, int] | None:
     """Return the limit of the tightest cgroup around this process, and what is left of it, in bytes."""
-    return tightest_memory(cgroups("memory"))
+    return _cgroups.tightest_memory(cgroups("memory"))
 
 
 def threads() -> Iterator[Finding]:
