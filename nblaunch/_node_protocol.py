@@ -31,6 +31,8 @@ class Joining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     name: str
     nproc: int
     version: int = PROTOCOL_VERSION
+    python: str = ""
+    torch: str = ""
 
 
 class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -7,7 +7,7 @@ the sender (see `nblaunch.session.hub`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -274,15 +274,18 @@ Message = FromRank | AboutRank
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
 
-    `environ` are `NAME=VALUE` in bytes, since an environment need not be text.
+    `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are name,
+    soft and hard limit of what the system limits.
     `backend` is what `init_process_group` takes, None for no process group. `accelerators` is how many
     devices of kind `device_type` the ranks of this node share.
     """
 
     environ: tuple[bytes, ...]
-    cwd: str
-    path: tuple[str, ...]
-    argv: tuple[str, ...] = ("",)
+    cwd: bytes
+    path: tuple[bytes, ...]
+    argv: tuple[bytes, ...] = (b"",)
+    umask: int | None = None
+    limits: tuple[tuple[str, int, int], ...] = ()
     backend: str | None = None
     device_type: str = "cpu"
     accelerators: int = 0
@@ -414,14 +417,45 @@ _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
 
+# MessagePack never uses this byte: it begins a message that holds lone surrogates.
+_ESCAPED = b"\xc1"
+_ESCAPES = {code: 0x100000 + code for code in range(0xD800, 0xE000)}
+_UNESCAPES = {escaped: code for code, escaped in _ESCAPES.items()}
+
+
 def encode(message: FromRank | ToRank) -> bytes:
-    """Return `message` as MessagePack."""
-    return _encoder.encode(message)
+    """Return `message` as MessagePack.
+
+    Python has file names that are no text as text with lone surrogates, which UTF-8 cannot write: they travel
+    as characters of the private plane.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        return _ESCAPED + _encoder.encode(_translated(plain, _ESCAPES))
+
+
+def _unescaped(data: bytes) -> Any:
+    return _translated(msgspec.msgpack.decode(data[len(_ESCAPED) :]), _UNESCAPES)
+
+
+def _translated(plain: Any, table: dict[int, int]) -> Any:
+    match plain:
+        case str():
+            return plain.translate(table)
+        case list() | tuple():
+            return [_translated(each, table) for each in plain]
+        case dict():
+            return {_translated(key, table): _translated(each, table) for key, each in plain.items()}
+    return plain
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
     """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
     try:
+        if data.startswith(_ESCAPED):
+            return cast("FromRank", msgspec.convert(_unescaped(data), FromRank))
         return _from_rank.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(_refused(data, sender, error)) from error
@@ -430,6 +464,8 @@ def decode_from_rank(data: bytes, sender: str) -> FromRank:
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
     """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
     try:
+        if data.startswith(_ESCAPED):
+            return cast("ToRank", msgspec.convert(_unescaped(data), ToRank))
         return _to_rank.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(_refused(data, sender, error)) from error

@@ -60,6 +60,8 @@ class ProcessSettings:
     """Whether ranks that overrun an expiration timer are killed."""
     timer_file: str | None = None
     """Where ranks tell their timers; None: in private, if there is a watchdog."""
+    environ: tuple[bytes, ...] = field(default=(), repr=False)
+    """`NAME=VALUE` for ranks that are new Pythons, which read some of it when they start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from nblaunch.agent import forkserver, rendezvous
+from nblaunch.agent import descriptors, forkserver, rendezvous
 from nblaunch.agent.contract import AgentEvents, AgentSettings, Worker
 from nblaunch.agent.observed import ObservedAgent
 from nblaunch.agent.waking import Waker
@@ -164,8 +164,11 @@ class RankAgent(ObservedAgent):
         # A restart, perhaps because it was killed.
         forkserver.server.ensure_running()
         forkserver.abandon_when(self._stop)
+        # Each attempt takes them anew, and the notebook may have opened others since the first.
+        descriptors.make_room(self.settings.nproc, replaced=len(self._processes()))
         try:
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            with forkserver.all_or_none():
+                pids: dict[int, Any] = super()._start_workers(worker_group)
         except forkserver.AbandonedError:
             self._interrupted()
         context = self._pcontext

@@ -1,8 +1,9 @@
 """The fork server: one per kernel, torch imported, CUDA never touched; and how ranks are forked from it.
 
-It is the standard library's `multiprocessing.forkserver`, with three differences: it is ours alone (the
-user's own `forkserver` context is left as it is), it is started under the keeper, and its socket lies in
-the private runtime directory.
+It does what the standard library's `multiprocessing.forkserver` does, with these differences: it is ours
+alone (the user's own `forkserver` context is left as it is), it is started under the keeper, requests reach
+it through a socket without a name, which nobody can remove, and a fork that the system refuses does not end
+it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, spawn, util
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError
-from nblaunch.agent import keeper, runtime
+from nblaunch.agent import descriptors, keeper, runtime
 from nblaunch.agent.stand_ins import Released, ReturnSlot
 
 START_METHOD = "nblaunch"
@@ -49,9 +50,33 @@ class AbandonedError(Exception):
     """The rank is not wanted any more, and has not been forked yet."""
 
 
+class _RefusedError(Exception):
+    """The system has refused the fork; the server goes on. Holds the number of the error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
 def abandon_when(event: threading.Event) -> None:
     """Have this thread wait for a fork server that is still starting only until `event` is set."""
     _on_this_thread.abandon = event
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """End the ranks that have been forked on this thread in the block if the block fails."""
+    forked: list[RankProcess] = []
+    _on_this_thread.forked = forked
+    try:
+        yield
+    except BaseException:
+        for each in forked:
+            kill_group(each.pid or 0)
+        wait_for([each.sentinel for each in forked], _STOP_TIMEOUT)
+        raise
+    finally:
+        del _on_this_thread.forked
 
 
 class Server:
@@ -62,18 +87,25 @@ class Server:
         self._lock = threading.RLock()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._address = ""
+        self._requests: socket.socket | None = None
         self._log = Path()
         self._owner = 0
         self._count = 0
         self.has_forked = False
+        self.environ: dict[str, str] = {}
+        """The environment under which it has loaded Python, torch and what they need."""
 
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
         with self._lock:
             if not self._answers():
                 self.stop()
-                self._start()
+                try:
+                    self._start()
+                except OSError as error:
+                    if number := descriptors.scarcity(error):
+                        raise _refused(number) from error
+                    raise
 
     @property
     def pid(self) -> int | None:
@@ -86,10 +118,9 @@ class Server:
     def _answers(self) -> bool:
         """Return whether the keeper and the fork server are there, and can be reached.
 
-        A fork server that has been killed takes its keeper along, a moment later; and somebody may have
-        emptied the temporary directory.
+        A fork server that has been killed takes its keeper along, a moment later.
         """
-        return self._alive() and os.path.exists(self._address) and self._asked(keeper.PING)
+        return self._alive() and self._asked(keeper.PING)
 
     def _asked(self, request: bytes) -> bool:
         if self._control is None:
@@ -107,57 +138,58 @@ class Server:
     def _start(self) -> None:
         self.has_forked = False
         root = runtime.root()
-        self._address = str(root / "fork")
         self._log = root / "forkserver.log"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._address)
-        ours, theirs = socket.socketpair()
-        with socket.socket(socket.AF_UNIX) as listener, theirs, self._log.open("ab") as log:
-            listener.bind(self._address)
-            listener.listen(128)
+        with contextlib.ExitStack() as stack:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            self.environ = _environment()
+            log = stack.enter_context(self._log.open("ab"))
             self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-                self._command(listener.fileno(), theirs.fileno(), root),
+                self._command(asked.fileno(), theirs.fileno(), root),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
-                pass_fds=(listener.fileno(), theirs.fileno()),
+                env=self.environ,
+                pass_fds=(asked.fileno(), theirs.fileno()),
                 # The stop button's SIGINT goes to the kernel's process group: we are not in it.
                 start_new_session=True,
             )
-        self._control = ours
+            self._control, self._requests = ours.dup(), asking.dup()
         self._owner = os.getpid()
 
     @staticmethod
-    def _command(listener_fd: int, control_fd: int, root: Path) -> list[str]:
+    def _command(requests_fd: int, control_fd: int, root: Path) -> list[str]:
         executable = spawn.get_executable()
         name = os.fsdecode(executable) if executable else sys.executable
         code = (
             f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.agent.keeper import main; "
-            f"main({listener_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
+            f"main({requests_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
         )
         flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
         return [name, *flags, "-c", code]
 
-    def connect(self, fds: list[int]) -> tuple[int, int]:
-        """Ask for one more process; return (its exit code arrives here, its orders are written here)."""
+    def ask_for_fork(self) -> tuple[int, int]:
+        """Ask for one more process; return (its number and its end arrive here, its orders are written here).
+
+        Raises `OSError` where no descriptor is left here, that or `EOFError` where the fork server is gone.
+        """
         self.ensure_running()
-        with socket.socket(socket.AF_UNIX) as client, open(os.devnull, "wb") as nothing:
-            client.connect(self._address)
-            parent_read, child_write = os.pipe()
+        requests = self._requests
+        if requests is None:
+            raise EOFError  # another thread has just stopped it
+        parent_read, child_write = os.pipe()
+        try:
             child_read, parent_write = os.pipe()
-            # Third and fourth are the server's alive pipe and the resource tracker: the keeper does
-            # the work of the first, and a rank starts a tracker of its own if it needs one.
-            sent = [child_read, child_write, nothing.fileno(), nothing.fileno(), *fds]
-            try:
-                reduction.sendfds(client, sent)
-            except OSError:
-                os.close(parent_read)
-                os.close(parent_write)
-                raise
-            finally:
-                os.close(child_read)
-                os.close(child_write)
+        except OSError:
+            _private_util.close_fds(parent_read, child_write)
+            raise
+        try:
+            socket.send_fds(requests, [b"f"], [child_read, child_write])
+        except OSError:
+            _private_util.close_fds(parent_read, parent_write)
+            raise
+        finally:
+            _private_util.close_fds(child_read, child_write)
         return parent_read, parent_write
 
     def sweep(self) -> None:
@@ -187,12 +219,13 @@ class Server:
             self._forget()
 
     def _forget(self) -> None:
-        if self._control is not None:
-            self._control.close()
+        for each in (self._control, self._requests):
+            if each is not None:
+                each.close()
         if self._keeper is not None and self._owner != os.getpid():
             # A fork of the kernel: the keeper is our parent's child, not ours to wait for.
             self._keeper.returncode = 0
-        self._keeper, self._control = None, None
+        self._keeper, self._control, self._requests = None, None, None
 
     def after_fork(self) -> None:
         """Take a lock of our own: a thread of the parent's may have held the one there was."""
@@ -215,7 +248,15 @@ atexit.register(close)
 
 
 def _absolute_path() -> list[str]:
-    return [os.path.abspath(entry) for entry in sys.path]
+    here = _working_directory()
+    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep  # it has been removed, which is for others to refuse
 
 
 def _environment() -> dict[str, str]:
@@ -228,7 +269,6 @@ class RankPopen(popen_forkserver.Popen):
 
     method = START_METHOD
     lost = False
-    _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
         buffer = io.BytesIO()
@@ -239,7 +279,7 @@ class RankPopen(popen_forkserver.Popen):
             "authkey": bytes(process.current_process().authkey),
             "log_to_stderr": False,
             "sys_path": _absolute_path(),
-            "orig_dir": os.getcwd(),
+            "orig_dir": _working_directory(),
         }
         context.set_spawning_popen(self)
         try:
@@ -248,13 +288,12 @@ class RankPopen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         try:
-            try:
-                self._fork(buffer)
-            except (EOFError, OSError):
-                # Killed since it was last asked, for memory say: another one is as good.
-                server.stop()
-                self._fork(buffer)
+            self._fork_or_replace(buffer)
+        except _RefusedError as refused:
+            raise _refused(refused.number) from None
         except (EOFError, OSError) as error:
+            if number := descriptors.scarcity(error):
+                raise _refused(number) from error
             server.stop()
             msg = (
                 "A rank was to be forked, and the fork server ended instead. Its last words:\n"
@@ -262,15 +301,30 @@ class RankPopen(popen_forkserver.Popen):
             )
             raise LaunchError(msg, phase="fork server") from error
 
+    def _fork_or_replace(self, order_of_rank: io.BytesIO) -> None:
+        try:
+            self._fork(order_of_rank)
+        except (EOFError, OSError) as error:
+            if descriptors.scarcity(error):
+                raise  # of this process: the server, and all ranks of other runs, go on
+            # Killed since it was last asked, for memory say: another one is as good.
+            server.stop()
+            self._fork(order_of_rank)
+
     def _fork(self, order_of_rank: io.BytesIO) -> None:
-        self.sentinel, order_fd = server.connect(self._fds)
-        parent_fd = os.dup(order_fd)
-        self.finalizer = util.Finalize(self, _private_util.close_fds, (parent_fd, self.sentinel))
-        with open(order_fd, "wb") as order:
-            # No orders before the fork: a rank that nobody wants any more finds none, and ends.
-            self._await_fork()
-            self.pid = _read_signed(self.sentinel)
-            server.has_forked = True
+        self.sentinel, order_fd = server.ask_for_fork()
+        # The orders' pipe stays open: by it the rank's `multiprocessing.parent_process()` knows of this one.
+        self.finalizer = util.Finalize(self, _private_util.close_fds, (order_fd, self.sentinel))
+        # No orders before the fork: a rank that nobody wants any more finds none, and ends.
+        self._await_fork()
+        pid = _read_signed(self.sentinel)
+        if pid < 0:
+            self.finalizer()
+            raise _RefusedError(-pid)
+        self.pid = pid
+        server.has_forked = True
+        # A rank that is gone already is seen by its end, not by this.
+        with contextlib.suppress(BrokenPipeError), open(order_fd, "wb", closefd=False) as order:
             order.write(order_of_rank.getbuffer())
 
     def _await_fork(self) -> None:
@@ -305,6 +359,15 @@ class RankPopen(popen_forkserver.Popen):
         return code
 
 
+def _refused(number: int) -> LaunchError:
+    msg = (
+        f"A rank was to be forked, and the system refused: {descriptors.describe(number)}. Use fewer ranks, "
+        "or raise the limits on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or "
+        "memory."
+    )
+    return LaunchError(msg, phase="fork")
+
+
 def _read_signed(fd: int) -> int:
     read: Callable[[int], int] = forkserver.read_signed
     return read(fd)
@@ -315,10 +378,16 @@ class RankProcess(process.BaseProcess):
 
     _start_method = None
     _popen: RankPopen
+    _args: tuple[object, ...]
 
     def start(self) -> None:
         """Fork the process from our server."""
+        # torch would have a rank that fails before it can say so write a file, which nobody reads or removes.
+        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
         super().start()
+        forked: list[RankProcess] | None = getattr(_on_this_thread, "forked", None)
+        if forked is not None:
+            forked.append(self)
         # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
         # end of this process, and of any that the user forks from it.
         children: set[process.BaseProcess] = process._children  # type: ignore[attr-defined]  # noqa: SLF001
@@ -332,6 +401,10 @@ class RankProcess(process.BaseProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
         return RankPopen(process_obj)
+
+
+def _is_error_file(argument: object) -> bool:
+    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
 
 
 class RankContext(context.BaseContext):

@@ -24,8 +24,10 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 
+from nblaunch.agent import descriptors
 from nblaunch.rank.isolate import become_subreaper, die_with_parent
 
 SWEEP = b"s"
@@ -33,11 +35,17 @@ PING = b"p"
 END = b"e"
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
+_SWEEP_SECONDS = 3.0
+# Without pidfd: how often to look whether the kernel is there.
+_PARENT_STEP = 0.05
+# Cleaners of temporary directories remove what is days old.
+_FRESHEN_SECONDS = 3600
 
 
-def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
+def main(requests_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
     """Start the fork server and keep watch; returns never."""
     become_subreaper()
+    descriptors.raise_soft_limit()
     alive_read, alive_write = os.pipe()
     me = os.getpid()
     server = os.fork()
@@ -47,15 +55,15 @@ def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
         die_with_parent(me)
         from nblaunch.agent.preload import serve
 
-        serve(listener_fd, alive_read)
-    os.close(listener_fd)
+        serve(requests_fd, alive_read, root)
+    os.close(requests_fd)
     os.close(alive_read)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Whoever wants us gone ends the kernel; a stray signal to all must not orphan the ranks.
         signal.signal(number, signal.SIG_IGN)
     kernel_lives = False
     try:
-        kernel_lives = _watch(socket.socket(fileno=control_fd), server, kernel_pid)
+        kernel_lives = _watch(socket.socket(fileno=control_fd), server, kernel_pid, root)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(server, signal.SIGKILL)
@@ -65,17 +73,20 @@ def main(listener_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
         os._exit(0)
 
 
-def _watch(control: socket.socket, server: int, kernel_pid: int) -> bool:
+def _watch(control: socket.socket, server: int, kernel_pid: int, root: str) -> bool:
     """Serve the kernel's requests until it or the fork server is gone; return whether the kernel lives."""
     # The socket alone is not enough: a process that the user forked from the kernel holds it open.
-    kernel_end, server_end = _process_end(kernel_pid), _process_end(server)
+    kernel_end, server_end = process_end(kernel_pid), process_end(server)
     poller = select.poll()
     for fd in (control.fileno(), kernel_end, server_end):
         poller.register(fd, select.POLLIN)
     while os.getppid() == kernel_pid:
-        ready = {fd for fd, _ in poller.poll()}
+        ready = {fd for fd, _ in poller.poll(_FRESHEN_SECONDS * 1000)}
         if ready & {kernel_end, server_end}:
             return kernel_end not in ready
+        if not ready:
+            freshen(root)
+            continue
         # One byte says what is asked, the other which question it is: the answer repeats it.
         request, number = _halves(control.recv(2))
         if request not in (SWEEP, PING):
@@ -94,37 +105,66 @@ def _halves(question: bytes) -> tuple[bytes, bytes]:
 _queues: list[object] = []  # a queue is closed when it is collected
 
 
-def _process_end(pid: int) -> int:
-    """Return a descriptor that becomes readable when process `pid` ends."""
+def process_end(pid: int) -> int:
+    """Return a descriptor that becomes readable when process `pid`, our parent or a child, ends."""
     if sys.platform == "darwin":
         queue = select.kqueue()
         end = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
         queue.control([end], 0)
         _queues.append(queue)
         return queue.fileno()
-    return os.pidfd_open(pid)
+    # Missing in a Python built on old headers (conda's, some of uv's), before Linux 5.3, in some sandboxes.
+    with contextlib.suppress(AttributeError, OSError):
+        return os.pidfd_open(pid)
+    ended, tell = os.pipe()
+    threading.Thread(target=_await_end, args=(pid, tell), name="nblaunch-await-end", daemon=True).start()
+    return ended
+
+
+def _await_end(pid: int, tell: int) -> None:
+    """Close `tell` once process `pid` has ended; leaves a child to be reaped by others."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        os.close(tell)
+        return
+    while os.getppid() == pid:
+        time.sleep(_PARENT_STEP)
+    os.close(tell)
+
+
+def freshen(root: str) -> None:
+    """Touch all that is in the runtime directory: who clears a temporary directory goes by age."""
+    for directory, _, names in os.walk(root):
+        for path in (directory, *(os.path.join(directory, name) for name in names)):
+            with contextlib.suppress(OSError):
+                os.utime(path, follow_symlinks=False)
 
 
 def _sweep(spare: int) -> None:
-    """Kill and reap every child but `spare`; what they leave becomes ours, and goes too."""
-    give_up = time.monotonic() + _TRACKER_PATIENCE
-    while True:
-        children = [pid for pid in _children() if pid != spare]
-        if not children:
+    """Kill and reap every child but `spare`; what they leave becomes ours, and goes too.
+
+    A process in uninterruptible sleep (a dead network disk) outlives SIGKILL until the system lets it go. It
+    is left to the next sweep: the kernel waits for this one.
+    """
+    started = time.monotonic()
+    while children := [pid for pid in _children() if pid != spare]:
+        now = time.monotonic()
+        if now > started + _SWEEP_SECONDS:
             return
-        trackers = [pid for pid in children if time.monotonic() < give_up and _is_resource_tracker(pid)]
+        spared = now < started + _TRACKER_PATIENCE
         for pid in children:
-            if pid in trackers:
-                continue
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + _PATIENCE
-        for pid in children:
-            while os.waitpid(pid, os.WNOHANG) == (0, 0):
-                if time.monotonic() > deadline:
-                    # Uninterruptible sleep: it will die when the kernel lets it; others come first.
-                    break
-                time.sleep(0.0005)
+            if not (spared and _is_resource_tracker(pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        _reap(children, now + _PATIENCE)
+
+
+def _reap(children: list[int], deadline: float) -> None:
+    for pid in children:
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                break  # others come first
+            time.sleep(0.0005)
 
 
 def _is_resource_tracker(pid: int) -> bool:

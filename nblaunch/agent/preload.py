@@ -1,17 +1,31 @@
-"""The fork server's own start: import what every rank needs, then serve.
+"""The fork server's own process: import what every rank needs, then fork one per request.
 
 Nothing here may start a thread, open a CUDA context or read the user's files: ranks are forks of this.
+
+The standard library's loop (`multiprocessing.forkserver.main`) ends with the first call that fails, and with
+it all ranks that it has forked, those of other runs too. Here a fork that the system refuses is a refusal of
+that one request. Descriptors are kept in reserve, so that a request can always be received and answered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from multiprocessing import forkserver
-from typing import NoReturn
+import select
+import signal
+import socket
+import sys
+from multiprocessing import forkserver, spawn
+from typing import Any, NoReturn
+
+# What a request brings along is two pipes; the rest is room to spare.
+_RESERVE = 8
+_MOST_DESCRIPTORS = 4
+_private_spawn: Any = spawn  # the stubs leave its `_main` out
 
 
-def serve(listener_fd: int, alive_fd: int) -> NoReturn:
+def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
     """Import torch and IPython once, then fork a rank per request until killed."""
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,9 +33,134 @@ def serve(listener_fd: int, alive_fd: int) -> NoReturn:
     from nblaunch.rank import isolate, shell
 
     isolate.server_pid = os.getpid()
-    shell.prepare()
+    shell.prepare(root)
     # Frozen objects are never visited by a rank's collector, so their pages stay shared.
     gc.collect()
     gc.freeze()
-    forkserver.main(listener_fd, alive_fd, [])
+    _ForkServer(socket.socket(fileno=requests_fd), alive_fd).run()
     os._exit(0)
+
+
+class _ForkServer:
+    """Forks on request, and tells how each fork has ended."""
+
+    def __init__(self, requests: socket.socket, alive_fd: int) -> None:
+        self._requests = requests
+        self._alive = alive_fd
+        self._children: dict[int, int] = {}
+        """Process id -> the pipe that its exit code is written to."""
+        self._reserve = _take_reserve()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._handlers = {
+            # A handler that does nothing: with it the system wakes `poll` through the pipe.
+            signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        }
+        signal.set_wakeup_fd(self._wake_write)
+
+    def run(self) -> None:
+        """Serve until the keeper is gone."""
+        poller = select.poll()
+        for fd in (self._requests.fileno(), self._alive, self._wake_read):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poller.poll()}
+            if self._alive in ready:
+                return
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 65536)
+                self._tell_ends()
+            if self._requests.fileno() in ready and not self._answer():
+                # The kernel is gone, and the keeper is about to end this process.
+                poller.unregister(self._requests.fileno())
+
+    def _tell_ends(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            told = self._children.pop(pid, None)
+            if told is not None:
+                _tell(told, os.waitstatus_to_exitcode(status))
+                os.close(told)
+
+    def _answer(self) -> bool:
+        """Fork for the next request, or say why not; return whether there was one."""
+        _close(self._reserve)
+        self._reserve = []
+        message, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
+        error = 0
+        try:
+            self._reserve = _take_reserve()
+        except OSError as refused:
+            error = refused.errno or 1
+        if len(fds) < 2:  # noqa: PLR2004 - a pipe with the orders, and one for the answer
+            _close(fds)
+            return bool(message)
+        orders, told = fds[:2]
+        if not error:
+            error = self._fork(orders, told)
+        os.close(orders)
+        if error:
+            _tell(told, -error)
+            os.close(told)
+            if not self._reserve:
+                with contextlib.suppress(OSError):  # tried again with the next request
+                    self._reserve = _take_reserve()
+        return True
+
+    def _fork(self, orders: int, told: int) -> int:
+        """Fork, and tell the child's number; return the number of the error if the system refuses."""
+        try:
+            pid = os.fork()
+        except OSError as refused:
+            return refused.errno or 1
+        if pid == 0:
+            self._be_child(orders, told)
+        _tell(told, pid)
+        self._children[pid] = told
+        return 0
+
+    def _be_child(self, orders: int, told: int) -> NoReturn:
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._requests.close()
+            _close([self._alive, self._wake_read, self._wake_write, told, *self._reserve])
+            _close(list(self._children.values()))
+            code = _private_spawn._main(orders, os.dup(orders))  # noqa: SLF001 - as the standard library's server does
+        except Exception:  # noqa: BLE001 - nobody else would say it
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _take_reserve() -> list[int]:
+    taken: list[int] = []
+    try:
+        while len(taken) < _RESERVE:
+            taken.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        _close(taken)
+        raise
+    return taken
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _tell(fd: int, number: int) -> None:
+    write: Any = vars(forkserver)["write_signed"]  # as its counterpart in the kernel reads
+    with contextlib.suppress(OSError):  # whoever asked is gone
+        write(fd, number)

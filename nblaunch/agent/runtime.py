@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -40,9 +41,27 @@ def root() -> Path:
     global _root, _owner
     with _lock:
         # A process forked from the kernel must neither share nor remove its parent's directory.
-        if _root is None or _owner != os.getpid() or not _root.is_dir():
+        if _root is None or _owner != os.getpid() or not (_is_private(_root) or _made_again(_root)):
             _root, _owner = _make(), os.getpid()
         return _root
+
+
+def _is_private(path: Path) -> bool:
+    """Whether a directory is there, and nobody else's: after a cleaner, anybody may have made one."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _made_again(path: Path) -> bool:
+    """Make a directory that a cleaner has removed, under the name that the keeper and the ranks know."""
+    try:
+        path.mkdir(mode=0o700)
+    except OSError:
+        return False
+    return True
 
 
 def _make() -> Path:
@@ -50,6 +69,9 @@ def _make() -> Path:
     for base in _candidates():
         if len(os.fsencode(base)) > _LONGEST_SOCKET_DIRECTORY:
             tried.append(f"{base} (too long for a unix socket)")
+            continue
+        if not _is_text(base):
+            tried.append(f"{base!a} (not UTF-8, as the address of a socket must be)")
             continue
         try:
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
@@ -63,6 +85,14 @@ def _make() -> Path:
         "Set TMPDIR to a short path that you may write to."
     )
     raise LaunchError(msg, phase="fork server")
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _candidates() -> Iterator[str]:

@@ -29,7 +29,7 @@ from nblaunch._options import OPTIONS, LaunchOptions, parse_line
 from nblaunch.agent import devices, forkserver, meetings, runtime, stores
 from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.cluster.node import NodeRelay, of_this_machine
-from nblaunch.session import engine, hub, process_options
+from nblaunch.session import engine, hub, joining, process_options
 from nblaunch.session.gate import REFUSALS, encrypted
 
 USAGE = """\
@@ -151,7 +151,9 @@ def _ask_in(
 ) -> wire.Welcome:
     """Say who is there, and wait to be let in. Raises `LaunchError` with the reason if that is refused."""
     nproc = devices.place(options.nproc_per_node, "gloo", os.environ).nproc
-    socket.send(wire.encode(wire.Joining(name=platform.node(), nproc=nproc)))
+    python, torch = joining.versions()
+    hello = wire.Joining(name=platform.node(), nproc=nproc, python=python, torch=torch)
+    socket.send(wire.encode(hello))
     poller = zmq.Poller()
     for each in (socket, events):
         poller.register(each, zmq.POLLIN)
@@ -206,9 +208,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
         processes=process_options.settings_of(options, {**os.environ, **env}),
         meeting=replace(meeting, least=welcome.least, most=welcome.most),
     )
-    relay = NodeRelay(
-        hub.get(), socket, settings, lambda prepare: of_this_machine(prepare, env, placement.accelerators)
-    )
+    relay = NodeRelay(hub.get(), socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
     print(  # noqa: T201 - a command line
         f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
     )

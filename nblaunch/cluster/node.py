@@ -12,12 +12,10 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import zmq
 
-from nblaunch import _join_key
 from nblaunch import _node_protocol as wire
 from nblaunch._events import Event
 from nblaunch._protocol import (
@@ -34,9 +32,11 @@ from nblaunch._protocol import (
 )
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
+from nblaunch.agent.devices import Placement
 from nblaunch.agent.thread import AgentThread
 from nblaunch.job.parcels import Arrival, Departure
 from nblaunch.rank.main import Orders
+from nblaunch.session import surroundings
 from nblaunch.session.departures import Departures
 from nblaunch.session.hub import Hub
 
@@ -207,7 +207,7 @@ class NodeRelay:
             self.token,
             attempt,
             str(self._directory),
-            fresh=self._processes.start_method == "spawn",
+            fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
             virtual_local_rank=self._processes.virtual_local_rank,
         )
         return (orders,)
@@ -314,13 +314,14 @@ class _Log:
         os.close(self._fd)
 
 
-def of_this_machine(prepare: Prepare, env: dict[str, str], accelerators: int) -> Prepare:
+def of_this_machine(prepare: Prepare, env: dict[str, str], placement: Placement) -> Prepare:
     """Return what makes processes ranks of this machine: its own environment, directory and path."""
-    environ = _join_key.without({**os.environ, **env})
     return msgspec.structs.replace(
         prepare,
-        environ=tuple(os.fsencode(f"{name}={value}") for name, value in environ.items()),
-        cwd=str(Path.cwd()),
-        path=tuple(os.path.abspath(entry) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
-        accelerators=accelerators,
+        environ=surroundings.encoded({**os.environ, **env}),
+        cwd=surroundings.working_directory(),
+        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
+        umask=surroundings.umask(),
+        limits=surroundings.limits(placement.nproc),
+        accelerators=placement.accelerators,
     )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
+from nblaunch import _cgroups
+from nblaunch.agent import descriptors
 from nblaunch.diagnose.report import Finding, ok, problem, size, warning
+
+cgroups = _cgroups.directories
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-# Measured with torch 2.13: pipes, log files and sockets of the kernel, and the threads of a rank.
-_FILES_AT_ALL = 40
-_FILES_PER_RANK = 4
+# Measured with torch 2.13: the threads of a rank.
 _TASKS_AT_ALL = 20
 _TASKS_PER_RANK = 10
 _FEW_RANKS = 2
@@ -24,25 +24,24 @@ _MANY_RANKS = 32
 _FILES_WANTED = 1024
 _MEMORY_WANTED = 1 * _GIB
 _MEMORY_NEEDED = 256 * _MIB
-_NO_LIMIT = 1 << 60
-"""What cgroups of version 1 write for "no limit" is a little less than 2**63."""
 
 
 def open_files() -> Iterator[Finding]:
-    """Compare the limit on open files with what ranks take in this process."""
+    """Compare the limits on open files with what ranks take in this process; a run raises the soft one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    if hard == resource.RLIM_INFINITY:
         yield ok("open files", "no limit")
         return
-    used = psutil.Process().num_fds()
-    ranks = max(soft - used - _FILES_AT_ALL, 0) // _FILES_PER_RANK
-    summary = f"{used} of {soft} in use by this process"
+    used = descriptors.in_use(soft)
+    ranks = max(hard - used - descriptors.KERNEL_AT_ALL, 0) // descriptors.KERNEL_PER_RANK
+    summary = f"{used} of {hard} in use by this process"
+    if soft < hard:
+        summary += f" (the limit is {soft} until a run needs more)"
     room = f"{summary}, room for about {ranks} ranks"
-    higher = "" if hard in (resource.RLIM_INFINITY, soft) else f" (up to {hard})"
-    advice = f"Raise it{higher}: ulimit -n 65536 where Jupyter is started."
+    advice = "Raise it: ulimit -n 65536 where Jupyter is started."
     if ranks < _FEW_RANKS:
         yield problem("open files", room, advice)
-    elif ranks < _MANY_RANKS or soft < _FILES_WANTED:
+    elif ranks < _MANY_RANKS or hard < _FILES_WANTED:
         yield warning("open files", room, advice)
     else:
         yield ok("open files", summary)
@@ -86,16 +85,8 @@ def _user_tasks() -> tuple[str, int, int] | None:
 
 
 def _container_tasks() -> tuple[str, int, int] | None:
-    tightest: tuple[str, int, int] | None = None
-    for directory in cgroups("pids"):
-        limit, used = _number(directory / "pids.max"), _number(directory / "pids.current")
-        if (
-            limit is not None
-            and used is not None
-            and (tightest is None or limit - used < tightest[2] - tightest[1])
-        ):
-            tightest = "the container", used, limit
-    return tightest
+    tightest = _cgroups.tightest_tasks(cgroups("pids"))
+    return None if tightest is None else ("the container", *tightest)
 
 
 def memory() -> Iterator[Finding]:
@@ -128,64 +119,7 @@ def memory() -> Iterator[Finding]:
 
 def container_memory() -> tuple[int, int] | None:
     """Return the limit of the tightest cgroup around this process, and what is left of it, in bytes."""
-    tightest: tuple[int, int] | None = None
-    for directory in cgroups("memory"):
-        for limit_file, usage_file in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit, used = _number(directory / limit_file), _number(directory / usage_file)
-            if limit is None or used is None:
-                continue
-            # Pages of files that nobody uses count as used, and go when others need the memory.
-            left = min(max(limit - used + _reclaimable(directory), 0), limit)
-            if tightest is None or left < tightest[1]:
-                tightest = limit, left
-    return tightest
-
-
-def _reclaimable(directory: Path) -> int:
-    counted: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError):
-        for line in (directory / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            counted[key] = int(value)
-    return counted.get("total_inactive_file", counted.get("inactive_file", 0))
-
-
-def cgroups(
-    controller: str, *, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> Iterator[Path]:
-    """Yield the directories that limit this process: its own cgroup's and all above, of both versions.
-
-    A container often sees its own cgroup at the top of the file system, under a path that only the host
-    knows: directories that are not there are passed over.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:
-            top = root
-        elif controller in controllers.split(","):
-            top = root / controller
-        else:
-            continue
-        below = Path(path.lstrip("/"))
-        for part in (below, *below.parents):
-            if (top / part).is_dir():
-                yield top / part
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file, None for no file, no number (`max`) and what is no limit."""
-    try:
-        number = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return number if number < _NO_LIMIT else None
+    return _cgroups.tightest_memory(cgroups("memory"))
 
 
 def threads() -> Iterator[Finding]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
+from nblaunch._cgroups import oom_kills, tightest_memory
 from nblaunch._frames import readable_stacks
 from nblaunch._state import describe_exit, signal_name
 
-_CGROUP = Path("/sys/fs/cgroup")
 _STACKS_LIMIT = 16_000
 
 
@@ -23,15 +21,6 @@ class Explanation:
 
     reason: str
     details: str = ""
-
-
-def oom_kills() -> int | None:
-    """Return how many processes the system has killed for memory in this container, None if unknown."""
-    for path in (_own_cgroup() / "memory.events", _CGROUP / "memory.events"):
-        with contextlib.suppress(OSError, ValueError):
-            events = dict(line.split() for line in path.read_text().splitlines())
-            return int(events["oom_kill"])
-    return None
 
 
 def explain_exit(
@@ -68,8 +57,8 @@ def _killer(oom_before: int | None) -> str:
 def _memory() -> str:
     memory = psutil.virtual_memory()
     used = f"memory: {memory.percent:.0f} % of {memory.total / 1e9:.0f} GB in use"
-    limit = _limit()
-    return f"{used}, the container's limit is {limit / 1e9:.1f} GB" if limit is not None else used
+    container = tightest_memory()
+    return f"{used}, the container's limit is {container[0] / 1e9:.1f} GB" if container is not None else used
 
 
 def _shared_memory() -> str:
@@ -82,18 +71,3 @@ def _shared_memory() -> str:
         f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB; in a container, "
         "start it with a larger --shm-size"
     )
-
-
-def _limit() -> int | None:
-    for path in (_own_cgroup() / "memory.max", _CGROUP / "memory.max"):
-        with contextlib.suppress(OSError, ValueError):
-            return int(path.read_text())
-    return None
-
-
-def _own_cgroup() -> Path:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return _CGROUP / line[3:].strip().lstrip("/")
-    return _CGROUP

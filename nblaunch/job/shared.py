@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import shutil
@@ -21,6 +22,7 @@ from typing import Self
 
 import psutil
 
+from nblaunch._cgroups import tightest_memory
 from nblaunch._protocol import Payload
 from nblaunch.job.payload import Packed
 
@@ -80,14 +82,42 @@ def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
     total = _layout(sizes)[1]
     if total <= INLINE:
         return Outgoing(Payload(sizes=sizes, inline=_joined(parts, sizes, total)))
-    if total <= _free_memory() * _RESERVE and hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
-            return _in_memory(parts, sizes, total)
+            fd = _take_memory(total, directory)
+            if fd is not None:
+                return _in_memory(fd, parts, sizes, total)
     return _on_disk(parts, sizes, total, directory())
 
 
-def _in_memory(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
-    fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+def _take_memory(total: int, directory: Callable[[], Path]) -> int | None:
+    """Return a memory file that can hold `total` bytes, None if memory has no room for it.
+
+    The ranks of a machine often send at the same moment. If there is not enough for what all of them may be
+    sending, they look one after the other, and each takes its share before the next one looks.
+    """
+    free = _free_memory() * _RESERVE
+    if total > free:
+        return None
+    if total * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= free:
+        return os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+    lock = os.open(directory() / "memory", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if total > _free_memory() * _RESERVE:
+            return None
+        fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, total)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+    finally:
+        os.close(lock)
+
+
+def _in_memory(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
     try:
         _write(fd, parts, sizes, total)
     except BaseException:
@@ -251,13 +281,7 @@ def _write(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total
 
 
 def _free_memory() -> int:
-    """Return the bytes that may still be used: of the machine, and of the container's limit."""
+    """Return the bytes that may still be used: of the machine, and of the tightest cgroup's limit."""
     free = int(psutil.virtual_memory().available)
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(Path(limit_file).read_text())
-            free = min(free, limit - int(Path(usage_file).read_text()))
-    return max(free, 0)
+    container = tightest_memory()
+    return free if container is None else min(free, container[1])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import resource
 import sys
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import torch
@@ -34,6 +38,9 @@ AGENT_VARIABLES = (
     "TORCHELASTIC_TIMER_FILE",
 )
 
+_OPENBLAS_FUNCTIONS = tuple(
+    f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")
+)
 _DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # So that rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
@@ -43,25 +50,46 @@ _DEFAULTS = {
 """What a rank has where the notebook has not decided."""
 
 
-def apply(prepare: Prepare) -> None:
-    """Take over the notebook's environment, directory, path and arguments."""
+def for_rank(told: Iterable[bytes]) -> dict[str, str]:
+    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here."""
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
-    sent = (os.fsdecode(entry).partition("=") for entry in prepare.environ)
+    sent = (os.fsdecode(entry).partition("=") for entry in told)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
     # torchrun's rule: one thread each where there is more than one rank; a rank that is alone has all cores.
     threads = {"OMP_NUM_THREADS": "1"} if agent.get("LOCAL_WORLD_SIZE") != "1" else {}
-    wanted = {**_DEFAULTS, **threads, **wanted, **agent}
+    return {**_DEFAULTS, **threads, **wanted, **agent}
+
+
+def apply(prepare: Prepare) -> None:
+    """Take over the notebook's environment, directory, path and arguments."""
+    wanted = for_rank(prepare.environ)
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    with contextlib.suppress(OSError):
+    # One that this user may not enter by its path is where the fork server is already.
+    with contextlib.suppress(PermissionError):
         os.chdir(prepare.cwd)
-    sys.path[:] = prepare.path
-    sys.argv[:] = prepare.argv
+    sys.path[:] = map(os.fsdecode, prepare.path)
+    sys.argv[:] = map(os.fsdecode, prepare.argv)
+    if prepare.umask is not None:
+        os.umask(prepare.umask)
+    for name, soft, hard in prepare.limits:
+        _limit(getattr(resource, name), soft, hard)
     _set_threads(os.environ.get("OMP_NUM_THREADS"))
     _read_again()
+
+
+def _limit(which: int, soft: int, hard: int) -> None:
+    """Take over a limit of the notebook's, as far as this user may."""
+    if resource.getrlimit(which) == (soft, hard):
+        return
+    try:
+        resource.setrlimit(which, (soft, hard))
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(which, (soft, resource.getrlimit(which)[1]))
 
 
 def see_one_device_only() -> None:
@@ -92,6 +120,21 @@ def _set_threads(value: str | None) -> None:
         threads = int(value.partition(",")[0]) if value is not None else _cores()
         if threads > 0 and threads != torch.get_num_threads():
             torch.set_num_threads(threads)
+            _set_openblas_threads(int(os.environ.get("OPENBLAS_NUM_THREADS", threads)))
+
+
+def _set_openblas_threads(threads: int) -> None:
+    """Have NumPy's OpenBLAS, loaded in the fork server, follow too; builds name the function differently."""
+    try:
+        mapped = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for path in {line.split(maxsplit=5)[5] for line in mapped if "openblas" in line}:
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(path)
+            for name in _OPENBLAS_FUNCTIONS:
+                if hasattr(library, name):
+                    getattr(library, name)(threads)
 
 
 def _cores() -> int:

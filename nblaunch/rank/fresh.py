@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,15 +22,18 @@ _CODE = (
 _flags: Any = vars(util)["_args_from_interpreter_flags"]  # as multiprocessing does; the stubs leave it out
 
 
-def begin_anew(orders: dict[str, Any], directory: str) -> NoReturn:
-    """Replace this process's program by a new Python that calls `resume(orders)`."""
+def begin_anew(orders: dict[str, Any], directory: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process's program by a new Python that calls `resume(orders)`.
+
+    It starts under `environ`: some variables are read when a program or a library is loaded, and never again.
+    """
     # In a file, since they hold what the rank proves itself with; whoever does not come to remove it leaves
     # it to the end of the group.
     told = Path(directory, f"orders-{os.getpid()}")
     told.touch(mode=0o600)
     told.write_text(json.dumps({"path": sys.path, "orders": orders}))
     python = os.fsdecode(spawn.get_executable() or sys.executable)
-    os.execv(python, [python, *_flags(), "-c", _CODE, str(told)])  # noqa: S606 - our own interpreter
+    os.execve(python, [python, *_flags(), "-c", _CODE, str(told)], environ)  # noqa: S606 - our own interpreter
 
 
 def load_what_torchelastic_brings() -> None:

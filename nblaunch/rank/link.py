@@ -34,6 +34,7 @@ from nblaunch._protocol import (
     decode_to_rank,
     encode,
 )
+from nblaunch.rank.orphans import LOOK_SECONDS, Reaper
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
@@ -79,6 +80,7 @@ class Link:
             os.set_blocking(fd, False)
         self._closing = False
         self._looks_soon = False
+        self._reaper = Reaper()
         self._rank = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -156,6 +158,7 @@ class Link:
         poller.register(self._wake_read, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience()))
+            self._reaper.look()
             if not ready:
                 with self._lock:
                     self._collect_switches(self._rank)
@@ -173,7 +176,9 @@ class Link:
     def _patience(self) -> int | None:
         if self._looks_soon:
             return _SOON_MS
-        return _BUNCH_MS if self._switches else None
+        if self._switches:
+            return _BUNCH_MS
+        return int(LOOK_SECONDS * 1000) if self._working else None
 
     def _receive(self, message: ToRank) -> None:
         match message:
@@ -199,6 +204,7 @@ class Link:
                 self.proceed.set()
             case Dispatch():
                 self.proceed.clear()
+                self._reaper.look(now=True)
                 with self._lock:
                     self._interrupted = False
                     self._looks_soon = True

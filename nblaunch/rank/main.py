@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +55,7 @@ from nblaunch.rank import (
     fresh,
     inspection,
     introspection,
+    orphans,
     process_group,
     returning,
     script,
@@ -83,8 +84,8 @@ class Orders:
     spill: str
     keep: bool = False
     """Whether the rank has one job after the other."""
-    fresh: bool = False
-    """Whether the rank is to be a new Python."""
+    fresh: tuple[bytes, ...] | None = None
+    """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
     virtual_local_rank: bool = False
     """Whether it is to see one GPU only, as local rank 0."""
 
@@ -416,8 +417,9 @@ async def _awaited(value: Any) -> object:
 def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
-    if orders.fresh:
-        fresh.begin_anew(asdict(orders), orders.spill)
+    if orders.fresh is not None:
+        environ = environment.for_rank(orders.fresh)
+        fresh.begin_anew(asdict(replace(orders, fresh=None)), orders.spill, environ)
     exitcode = _live(orders)
     if exitcode:
         raise SystemExit(exitcode)
@@ -433,6 +435,8 @@ def resume(orders: dict[str, Any]) -> NoReturn:
 
 def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
+    orphans.note_own_children()
+    shell.prepare(orders.spill)
     process_group.remember_agent_address(orders.attempt)
     try:
         return Rank(orders).live()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
 from nblaunch._protocol import CellJob
@@ -167,8 +169,11 @@ class RankShell(InteractiveShell):
 _prepared: RankShell | None = None
 
 
-def prepare() -> RankShell:
-    """Make the shell once; done in the fork server, since it costs a rank 20 to 30 ms."""
+def prepare(private: str | None = None) -> RankShell:
+    """Make the shell once; done in the fork server, since it costs a rank 20 to 30 ms.
+
+    Without a usable home directory IPython's own is a temporary one, in `private`.
+    """
     global _prepared
     if _prepared is None:
         config = Config()
@@ -176,12 +181,22 @@ def prepare() -> RankShell:
         config.InteractiveShell.colors = "neutral"
         main = types.ModuleType("__main__", doc="The notebook's namespace, on this rank.")
         sys.modules["__main__"] = main
-        _prepared = RankShell.instance(config=config, user_module=main)
+        _prepared = RankShell.instance(
+            config=config, user_module=main, ipython_dir=_ipython_directory(private)
+        )
         _warm_up(_prepared)
         progress.install()
         # IPython's advice to whoever calls sys.exit() is for a prompt.
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared
+
+
+def _ipython_directory(private: str | None) -> str:
+    usual, tempfile.tempdir = tempfile.tempdir, private or tempfile.tempdir
+    try:
+        return str(get_ipython_dir())
+    finally:
+        tempfile.tempdir = usual
 
 
 def _warm_up(made: RankShell) -> None:

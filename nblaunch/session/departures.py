@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 
+from nblaunch._cgroups import oom_kills
 from nblaunch._protocol import Exited
 from nblaunch.agent.logs import read_text
-from nblaunch.diagnose.exits import explain_exit, oom_kills
+from nblaunch.diagnose.exits import explain_exit
 from nblaunch.rank.inspection import fatal_path
 from nblaunch.session.job import Job
 

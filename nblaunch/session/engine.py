@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nblaunch import _join_key
 from nblaunch._errors import LaunchError, OptionError, RunFailedError
 from nblaunch._events import EventLog
 from nblaunch._options import LaunchOptions
@@ -32,12 +31,12 @@ from nblaunch._protocol import (
 )
 from nblaunch._results import RunResult
 from nblaunch._state import RunState
-from nblaunch.agent import devices, forkserver, meetings, runtime
+from nblaunch.agent import descriptors, devices, forkserver, meetings, runtime
 from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
-from nblaunch.session import hub, joining, notebook, outcome, process_options, recent
+from nblaunch.session import hub, joining, notebook, outcome, process_options, recent, surroundings
 from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
@@ -109,6 +108,7 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     if sys.platform == "win32":
         msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
+    surroundings.working_directory()
     environ = {**os.environ, **options.env}
     meeting = meetings.meeting_of(options)
     if meeting is not None:
@@ -137,13 +137,23 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
         if seat is not None:
             seat.group.adopt(settings)
         else:
+            descriptors.make_room(settings.nproc)
             seat = _seat(with_logs(settings, options), private=options.log_dir is None)
+        warn_of_unheeded(seat.group, launch.environ)
         _leaving.append(weakref.ref(seat.group))
         if settings.meeting is not None:
             keep(seat.group)  # its agent waits for other nodes at the end
         return conduct(seat.group, launch, prepare, watcher, private=seat.private)
     finally:
         standby.used(shape)
+
+
+def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
+    """Have the next job warn of variables that ranks forked from the server cannot heed."""
+    if group.settings.processes.start_method == "forkserver":
+        warning = surroundings.unheeded(environ, forkserver.server.environ)
+        if warning:
+            group.note(warning)
 
 
 def _seat(settings: AgentSettings, *, private: bool) -> Seat:
@@ -154,6 +164,7 @@ def _seat(settings: AgentSettings, *, private: bool) -> Seat:
 
 def _ahead(shape: AgentSettings) -> Seat:
     """Start a group before it is asked for."""
+    descriptors.make_room(shape.nproc)
     forkserver.server.ensure_running()
     seat = _seat(with_logs(shape), private=True)
     keep(seat.group)
@@ -310,10 +321,12 @@ def prepare_of(
     # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
     environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(
-        environ=tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items()),
-        cwd=str(Path.cwd()),
-        path=tuple(os.path.abspath(entry) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
-        argv=tuple(sys.argv[:1]) or ("",),
+        environ=surroundings.encoded(environ),
+        cwd=surroundings.working_directory(),
+        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
+        argv=tuple(os.fsencode(each) for each in sys.argv[:1]) or (b"",),
+        umask=surroundings.umask(),
+        limits=surroundings.limits(placement.nproc),
         backend=placement.backend if options.init_process_group else None,
         device_type="" if untouched else placement.device_type,
         accelerators=placement.accelerators,

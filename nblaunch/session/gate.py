@@ -21,7 +21,8 @@ from zmq.utils import monitor, z85
 from nblaunch import _join_key
 from nblaunch._errors import LaunchError
 from nblaunch._node_protocol import FromNode, Joining, Ping, Refused, ToNode, decode_from_node, encode
-from nblaunch._protocol import PROTOCOL_VERSION, ProtocolError
+from nblaunch._protocol import ProtocolError
+from nblaunch.session import joining
 from nblaunch.session.hub import Hub
 
 _log = logging.getLogger("nblaunch")
@@ -161,10 +162,8 @@ class Gate:
         except ProtocolError as error:
             self.refuse(node, str(error))
             return
-        if isinstance(message, Joining) and message.version != PROTOCOL_VERSION:
-            self.refuse(
-                node, f"{message.name} has another version of nblaunch. Install the notebook's there."
-            )
+        if isinstance(message, Joining) and (why := joining.unfit(message)):
+            self.refuse(node, why)
         elif node in self._known or isinstance(message, Joining):
             self._hear(node, message, frames[1].buffer if len(frames) > 1 else memoryview(b""))
         else:

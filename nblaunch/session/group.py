@@ -66,6 +66,7 @@ class WorkerGroup(SpreadCourse):
         super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
         self._started = False
+        self._kept: object = None
         self._directory = runtime.make_directory("group-")
         self._departures = Departures(self._directory)
         if settings.meeting is not None and settings.meeting.most > 1:
@@ -126,6 +127,10 @@ class WorkerGroup(SpreadCourse):
         """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
 
+    def note(self, text: str) -> None:
+        """Say something with the next job of which the user sees the result."""
+        self._hub.call(lambda: self._note(text))
+
     def answer(self, rank: int, answer: Answer) -> None:
         """Tell a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
@@ -179,6 +184,12 @@ class WorkerGroup(SpreadCourse):
         """Let the ranks of a group without a job end in order."""
         self._hub.call(self._dismiss)
 
+    def keep_until_closed(self, something: object) -> None:
+        """Refer to an object until the last rank is gone."""
+        self._kept = something
+        if self.closed.is_set():
+            self._kept = None
+
     def close(self) -> None:
         """Wait for the last of a group that has ended, and let go of its values."""
         self._agent.join(_JOIN_SECONDS if self.closed.is_set() else 0)
@@ -190,6 +201,9 @@ class WorkerGroup(SpreadCourse):
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         wanted = self.settings.processes
+        # Of a group that starts again after days, a cleaner may have removed both.
+        self._hub.be_reachable()
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         orders = Orders(
             self._hub.address,
             self.group,
@@ -197,7 +211,7 @@ class WorkerGroup(SpreadCourse):
             attempt,
             spill=str(self._directory),
             keep=self.keep,
-            fresh=wanted.start_method == "spawn",
+            fresh=wanted.environ if wanted.start_method == "spawn" else None,
             virtual_local_rank=wanted.virtual_local_rank,
         )
         return (orders,)
@@ -405,5 +419,6 @@ class WorkerGroup(SpreadCourse):
             self._logs.close()
             runtime.remove_tree(self._directory)
             self.closed.set()
+            self._kept = None
             if job is not None and not job.ended.is_set():
                 self._finish(job)

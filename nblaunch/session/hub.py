@@ -27,6 +27,7 @@ from nblaunch.agent import runtime
 _log = logging.getLogger("nblaunch")
 _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 0.02
+_BIND_SECONDS = 5.0
 
 
 class Addressee(Protocol):
@@ -61,8 +62,6 @@ class Hub:
     def __init__(self) -> None:
         """Bind the socket and start the thread."""
         self._owner = os.getpid()
-        self._directory = runtime.root()
-        self._address = f"ipc://{self._directory / 'hub'}"
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A rank whose process is gone must not make a send fail; a full queue must not drop one.
@@ -70,11 +69,10 @@ class Hub:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
+            self._bind()
+        except LaunchError:
             self._context.destroy(linger=0)
-            msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
-            raise LaunchError(msg, phase="connect") from error
+            raise
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
@@ -96,9 +94,39 @@ class Hub:
 
     @property
     def usable(self) -> bool:
-        """Whether this hub serves this process (a fork has none) and can still be reached."""
-        alive = self._owner == os.getpid() and self._thread.is_alive() and not self._broken
-        return alive and (self._directory / "hub").exists()
+        """Whether this hub serves this process; a fork has none."""
+        return self._owner == os.getpid() and self._thread.is_alive() and not self._broken
+
+    def be_reachable(self) -> None:
+        """Bind the socket's file again if somebody has cleaned the temporary directory.
+
+        Ranks that are connected have not noticed. Raises `LaunchError` if it cannot be bound.
+        """
+        if runtime.root() == self._directory and (self._directory / "hub").exists():
+            return
+        refused: list[LaunchError] = []
+        done = threading.Event()
+
+        def bind() -> None:
+            try:
+                self._bind()
+            except LaunchError as error:
+                refused.append(error)
+            finally:
+                done.set()
+
+        self.call(bind)
+        if done.wait(_BIND_SECONDS) and refused:
+            raise refused[0]
+
+    def _bind(self) -> None:
+        self._directory = runtime.root()
+        self._address = f"ipc://{self._directory / 'hub'}"
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
+            raise LaunchError(msg, phase="connect") from error
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the hub's thread, after all that was asked before."""
@@ -295,6 +323,8 @@ def get() -> Hub:
             if _hub is not None and _hub._owner == os.getpid():  # noqa: SLF001 - our own
                 _hub.close()
             _hub = Hub()
+        else:
+            _hub.be_reachable()
         return _hub
 
 

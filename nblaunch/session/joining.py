@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 
+import torch
+
 from nblaunch import _join_key
+from nblaunch._node_protocol import Joining
+from nblaunch._protocol import PROTOCOL_VERSION
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings
+
+
+def versions() -> tuple[str, str]:
+    """Return the Python minor and the torch that all nodes share: functions travel as bytecode."""
+    # Without the part behind `+`: a machine with GPUs has another build of the same torch.
+    return f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
+
+
+def unfit(node: Joining) -> str:
+    """Return why a node that asks to be let in cannot be; empty if it can."""
+    if node.version != PROTOCOL_VERSION:
+        return f"{node.name} has another version of nblaunch. Install the notebook's there."
+    ours = versions()
+    if (node.python, node.torch) == ours:
+        return ""
+    return (
+        f"{node.name} has Python {node.python or '?'} and torch {node.torch or '?'}, the notebook has Python "
+        f"{ours[0]} and torch {ours[1]}. Functions and tensors travel only where both are the same. Install "
+        "the notebook's versions there."
+    )
 
 
 def with_key(settings: AgentSettings) -> AgentSettings:

@@ -138,7 +138,9 @@ class Nodes:
         match message:
             case Prepare():
                 # The node has an environment of its own, and this notebook's is no other machine's business.
-                message = msgspec.structs.replace(message, environ=(), cwd="", path=())
+                message = msgspec.structs.replace(
+                    message, environ=(), cwd=b"", path=(), umask=None, limits=()
+                )
             case Dispatch():
                 message = self._dispatched(name, message)
             case _:

@@ -9,6 +9,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch.agent import devices, events, log_files, numa, start_methods, watchdog
 from nblaunch.agent.contract import ProcessSettings
 from nblaunch.agent.devices import Placement
+from nblaunch.session import surroundings
 
 _SWITCHED_ON = "1"
 
@@ -25,6 +26,7 @@ def settings_of(options: LaunchOptions, environ: Mapping[str, str]) -> ProcessSe
         virtual_local_rank=options.virtual_local_rank,
         watchdog=environ.get(watchdog.SWITCH) == _SWITCHED_ON,
         timer_file=environ.get(watchdog.FILE),
+        environ=surroundings.encoded(environ) if options.start_method == "spawn" else (),
     )
 
 

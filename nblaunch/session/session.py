@@ -20,7 +20,7 @@ from nblaunch._protocol import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
 from nblaunch._state import State
-from nblaunch.agent import forkserver
+from nblaunch.agent import descriptors, forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
 from nblaunch.session import engine, hub, joining, notebook, outcome
@@ -79,6 +79,7 @@ class LiveSession:
             raise OptionError(msg)
         self.placement, environ = engine.place(options)
         self._prepare = engine.prepare_of(options, self.placement, environ, timeout=_COLLECTIVE_SECONDS)
+        descriptors.make_room(self.placement.nproc)
         forkserver.server.ensure_running()
         engine.wait_for_gpus(self.placement)
         settings = dataclasses.replace(
@@ -88,6 +89,7 @@ class LiveSession:
         self._private = None if options.log_dir else outcome.LogDirectory(settings.log_dir)
         self.group = WorkerGroup(hub.get(), settings, keep=True)
         engine.keep(self.group)
+        engine.warn_of_unheeded(self.group, environ)
         self._finalizer = weakref.finalize(self, _end, self.group)
         try:
             self._start()

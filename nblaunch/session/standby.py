@@ -68,12 +68,10 @@ class Standby:
             self._running += 1
             seat, fits = self._seat, self._seat is not None and shape is not None and self._shape == shape
             self._seat = None
-        if seat is None:
-            return None
-        if not (fits and seat.group.waiting):
-            seat.group.leave()
-            return None
-        return seat
+        if seat is None or (fits and seat.group.waiting):
+            return seat
+        self._drop(seat)
+        return None
 
     def used(self, shape: AgentSettings | None) -> None:
         """Take note that a run on fresh ranks is over: another one of this shape may follow."""
@@ -121,9 +119,19 @@ class Standby:
                     seat = None
                 shape = self._shape
             if seat is not None:
-                seat.group.leave()
+                self._drop(seat)
             elif shape is not None:
                 self._prepare(shape)
+
+    @staticmethod
+    def _drop(seat: Seat) -> None:
+        """End a group that nobody wants."""
+        # Its ranks may be about to open their log files.
+        seat.group.keep_until_closed(seat.private)
+        if seat.group.waiting:
+            seat.group.leave()
+        else:
+            seat.group.stop()
 
     def _prepare(self, shape: AgentSettings) -> None:
         seat = None

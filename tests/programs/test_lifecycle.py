@@ -417,7 +417,7 @@ def test_all_that_listens_is_loopback_or_a_socket_in_a_private_directory(running
     assert addresses  # the store of the ranks' process group
     assert [(pid, ip) for pid, ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     names = set(unix_sockets(running.processes))
-    assert names == {f"{running.private}/hub", f"{running.private}/fork"}
+    assert names == {f"{running.private}/hub"}
     assert stat.S_IMODE(running.private.stat().st_mode) == 0o700
 
 
@@ -705,7 +705,7 @@ def test_a_notebooks_kernel_and_its_ranks_listen_on_loopback_only(start_kernel, 
     assert addresses
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     (private,) = world.temporary.iterdir()
-    assert set(unix_sockets(pids)) == {f"{private}/hub", f"{private}/fork"}
+    assert set(unix_sockets(pids)) == {f"{private}/hub"}
     kernel.kill()
     world.must_be_clean()
 

@@ -1,0 +1,115 @@
+"""How many descriptors a run takes, and whether there are that many.
+
+libzmq aborts the whole process when it accepts a connection and the limit is reached, so there must be room
+before the first rank connects. Measured with torch 2.13: a rank takes up to seven descriptors of the kernel
+(two pipes of its process, its connections to the hub and to the store, two log files, a mapped value), and
+has about thirty of its own and one for each peer and process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+
+from nblaunch._errors import LaunchError
+
+KERNEL_AT_ALL = 32
+KERNEL_PER_RANK = 7
+_PIPES = 2
+_RANK_AT_ALL = 64
+_RANK_PER_PEER = 2
+# Room for what the notebook opens while ranks come into being, in the limit that is asked for.
+_MARGIN = 64
+# Programs that close all descriptors one by one take long over a limit of a billion.
+_ENOUGH = 65_536
+
+
+def make_room(nproc: int, *, replaced: int = 0) -> None:
+    """Raise this process's soft limit if `nproc` more ranks need it; refuse if the hard one is too low.
+
+    A soft limit that suffices stays as it is. One that was raised stays raised: ranks, and what the notebook
+    has opened meanwhile, may use the numbers above the old one. Of `replaced` ranks, which have ended, the
+    pipes are still open, and are closed as the others start. Raises `LaunchError` with both numbers.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(in_use(soft) - _PIPES * replaced, 0)
+    needed = used + KERNEL_AT_ALL + KERNEL_PER_RANK * nproc
+    own = _needed_by_rank(nproc)
+    if not _allows(hard, own):
+        raise LaunchError(_too_few(nproc, f"each of which needs about {own} of its own", hard), phase="fork")
+    if _allows(soft, needed):
+        return
+    if not _allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
+        what = f"for which this process needs about {needed} ({used} are open already)"
+        raise LaunchError(_too_few(nproc, what, hard), phase="fork")
+
+
+def for_rank(nproc: int, soft: int, hard: int) -> int:
+    """Return the soft limit of a rank with `nproc` on this machine: the notebook's, if that suffices."""
+    wanted = _needed_by_rank(nproc)
+    if _allows(soft, wanted):
+        return soft
+    return wanted if _allows(hard, wanted) else hard
+
+
+def _needed_by_rank(nproc: int) -> int:
+    return _RANK_AT_ALL + _RANK_PER_PEER * nproc
+
+
+def in_use(limit: int) -> int:
+    """Return how many descriptors this process has: `limit` if none is left to look with, 0 if unknown."""
+    for listing in ("/proc/self/fd", "/dev/fd"):
+        try:
+            return len(os.listdir(listing)) - 1
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return limit
+    return 0
+
+
+def raise_soft_limit() -> None:
+    """Raise this process's soft limit as far as anybody needs; not for the kernel, which is the user's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _raise(_ENOUGH, soft, hard)
+
+
+def _too_few(nproc: int, what: str, hard: int) -> str:
+    return (
+        f"{nproc} ranks were to be started, {what}, but the limit on open files (descriptors) is {hard}. "
+        "Use fewer ranks, close files, or raise the hard limit: ulimit -n 65536 where Jupyter is started."
+    )
+
+
+def _allows(limit: int, wanted: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= wanted
+
+
+def _raise(wanted: int, soft: int, hard: int) -> bool:
+    """Return whether the soft limit is now `wanted`, or the hard one where that is lower."""
+    wanted = wanted if _allows(hard, wanted) else hard
+    if not _allows(soft, wanted):
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], wanted)
+
+
+def scarcity(error: BaseException) -> int:
+    """Return the number of an error that says that nothing of a kind is left, 0 for any other error."""
+    scarce = {
+        errno.EAGAIN,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ETOOMANYREFS,
+    }
+    number = error.errno if isinstance(error, OSError) else None
+    return number if number in scarce else 0
+
+
+def describe(number: int) -> str:
+    """Return the name and the meaning of an error number."""
+    return f"{errno.errorcode.get(number, number)}, {os.strerror(number).lower()}"

@@ -1,0 +1,101 @@
+"""A node with another Python or torch is not let in: what travels would not mean the same there."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import nblaunch
+from nblaunch.session import joining
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60
+# The command, but for what it says of itself.
+NODE = """
+import sys
+from nblaunch.session import joining
+versions = joining.versions()
+joining.versions = lambda: tuple(given or own for given, own in zip(sys.argv[1:3], versions))
+from nblaunch.cluster.join import join
+sys.exit(join(sys.argv[3:]))
+"""
+
+
+def wait_for(path):
+    while not os.path.exists(path):  # noqa: PTH110 - this runs in ranks
+        time.sleep(0.02)
+    return 7
+
+
+@pytest.fixture
+def endpoint(tmp_path, monkeypatch):
+    """Give a place to meet, and a key for it."""
+    key = tmp_path / "key"
+    key.write_text(secrets.token_hex(32))
+    key.chmod(0o600)
+    monkeypatch.setenv("NBLAUNCH_JOIN_KEY_FILE", str(key))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{trial.getsockname()[1]}"
+
+
+def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoint, tmp_path, eventually):
+    told: list[tuple[int, str]] = []
+    done = tmp_path / "done"
+
+    def is_open():
+        with socket.socket() as trial:
+            return trial.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) == 0
+
+    def try_both():
+        try:
+            eventually(is_open, "the rendezvous is open", SECONDS)
+            for python, torch in (("3.9", ""), ("", "2.0.1")):
+                words = [python, torch, "--rdzv-endpoint", endpoint, "--rdzv-id", "versions", "-n", "2"]
+                node = subprocess.run(
+                    [sys.executable, "-c", NODE, *words],
+                    cwd=tmp_path,
+                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    capture_output=True,
+                    text=True,
+                    timeout=SECONDS,
+                    check=False,
+                )
+                told.append((node.returncode, node.stderr))
+        finally:
+            done.touch()
+
+    visitor = threading.Thread(target=try_both)
+    visitor.start()
+    try:
+        result = nblaunch.run(
+            wait_for,
+            args=(str(done),),
+            nproc=1,
+            nnodes="1:2",
+            rdzv_endpoint=endpoint,
+            rdzv_id="versions",
+            rdzv_conf="last_call_timeout=1",
+            timeout=2 * SECONDS,
+        )
+    finally:
+        visitor.join(SECONDS)
+    python, torch = joining.versions()
+    assert [status for status, _ in told] == [1, 1]
+    for said, theirs in (
+        (told[0][1], f"Python 3.9 and torch {torch}"),
+        (told[1][1], f"{python} and torch 2.0.1"),
+    ):
+        assert "does not let this node in" in said
+        assert theirs in said
+        assert f"the notebook has Python {python} and torch {torch}" in said
+    assert (result.values, result.world_size) == ([7], 1)
