@@ -25,6 +25,7 @@ from nblaunch._protocol import (
     FailureRecord,
     Healed,
     Hello,
+    InterruptSeen,
     Measured,
     Message,
     Names,
@@ -40,6 +41,7 @@ from nblaunch._protocol import (
     Started,
     Switched,
     Usage,
+    Waiting,
     Where,
 )
 from nblaunch._reports import HangReport
@@ -93,6 +95,8 @@ class RankState:
     """What it used when it was last measured; only while somebody watches."""
     collectives: int | None = None
     """How many collectives of the default group it had begun when it was last asked; likewise."""
+    waiting: str = ""
+    """Of a rank that has been interrupted and does not end: since when, and in what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,8 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, notices=notices)
         case Measured():
             return _measured(state, message)
+        case Waiting():
+            return _waiting(state, message)
         case RunEnded():
             ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
@@ -252,6 +258,15 @@ def _measured(state: RunState, message: Measured) -> RunState:
     return replace(state, ranks={**state.ranks, **news}) if news else state
 
 
+def _waiting(state: RunState, message: Waiting) -> RunState:
+    news = {
+        rank: replace(known, waiting=said)
+        for rank, known in state.ranks.items()
+        if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
+    }
+    return replace(state, ranks={**state.ranks, **news}) if news else state
+
+
 def looked_at(state: RunState, report: HangReport) -> RunState:
     """Return the state with a report of where its ranks are."""
     return replace(state, hang=report)
@@ -278,7 +293,8 @@ def _advance_rank(
     | Names
     | Reached
     | Asked
-    | Healed,
+    | Healed
+    | InterruptSeen,
 ) -> RankState:
     match message:
         case Hello():
@@ -306,7 +322,7 @@ def _advance_rank(
             return replace(known, transcript=_transcript.cleared(known.transcript, wait=message.wait))
         case Reached():
             return known if known.state.final else replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Asked() | Healed():
+        case Switched() | Where() | Names() | Asked() | Healed() | InterruptSeen():
             return known
         case Returned():
             if known.state.final:

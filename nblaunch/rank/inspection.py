@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import linecache
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,6 +30,8 @@ _RECORDER_ENTRIES = "256"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_WAITS = re.compile(r"\.wait\(")
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
 
@@ -49,6 +53,8 @@ class RankInspector:
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
         entries = _recorded()
+        if entries is not None:
+            entries = [entry for entry in entries if entry.get("pg_id", 0) >= process_group.first_alive()]
         recent = _collectives(entries)
         return Where(
             rank=self._rank,
@@ -57,6 +63,7 @@ class RankInspector:
             recent=recent,
             connections=tuple(_connections()),
             pending=None if entries is None else sum(not _completed(entry) for entry in entries),
+            inside=self._inside(),
         )
 
     def collectives(self) -> int | None:
@@ -87,6 +94,16 @@ class RankInspector:
             # By its port alone: the address may be written as IPv6 has it.
             port = process_group.agent_address()[1]
             yield from (each.fd for each in _connections() if each.remote[1] == port)
+
+    def _inside(self) -> bool:
+        """Whether the main thread is in a call of torch.distributed, or waits for one that it has begun."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        if frame is None:
+            return False
+        # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
+        return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
 
     def _frames(self) -> Iterator[FrameRecord]:
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
@@ -138,14 +155,18 @@ def _completed(entry: Mapping[str, Any]) -> bool:
 def _collectives(entries: list[dict[str, Any]] | None) -> tuple[Collective, ...]:
     """Return the collectives among these, oldest first."""
     by_group: dict[str, list[Collective]] = {}
+    newest: dict[str, int] = {}
     for entry in entries or ():
         if entry.get("is_p2p"):
             continue
-        collective = _collective(entry)
+        collective, number = _collective(entry), int(entry.get("pg_id", 0))
         known = by_group.setdefault(collective.group, [])
-        if known and collective.sequence <= known[-1].sequence:
+        if number < newest.setdefault(collective.group, number):
+            continue  # a group of this name that is gone, used by an object that still refers to it
+        if number > newest[collective.group] or (known and collective.sequence <= known[-1].sequence):
             # The program has replaced the group by one that counts anew.
             known.clear()
+        newest[collective.group] = number
         known.append(collective)
     return tuple(collective for known in by_group.values() for collective in known[-_RECENT:])
 

@@ -21,6 +21,7 @@ from nblaunch._protocol import (
     Heal,
     Hello,
     Interrupt,
+    InterruptSeen,
     Leave,
     Offsets,
     Prepare,
@@ -33,11 +34,14 @@ from nblaunch._protocol import (
     decode_to_rank,
     encode,
 )
+from nblaunch.rank.attention import MainThread
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
 # How long what is not urgent may wait for the next message: a job that is over sooner sends one bunch.
 _SOON_MS = 5
+# How soon it is noticed that the main thread is back from C code.
+_ATTENTION_MS = 10
 _MOMENTS = 200
 
 
@@ -67,7 +71,11 @@ class Link:
         self.on_answer: Callable[[Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
         self._working = False
+        self._finishing = False
         self._interrupted = False
+        self._attention = MainThread()
+        self._unseen: int | None = None
+        """The interrupt that the main thread has not had the chance to see."""
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
@@ -134,10 +142,15 @@ class Link:
         if interrupted:
             raise KeyboardInterrupt
 
+    def finish_job(self) -> None:
+        """From here on only the last interrupt reaches the main thread: the value is being packed."""
+        with self._lock:
+            self._working, self._finishing = False, True
+
     def end_job(self) -> None:
         """From here on an interrupt comes too late."""
         with self._lock:
-            self._working = False
+            self._working = self._finishing = False
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -160,6 +173,8 @@ class Link:
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
+            if self._unseen is not None and self._attention.came_back():
+                self._seen()
             while self._outbox:
                 self._socket.send(self._outbox.popleft())
             if self._closing and not self._outbox:
@@ -170,12 +185,14 @@ class Link:
     def _patience(self) -> int | None:
         if self._looks_soon:
             return _SOON_MS
+        if self._unseen is not None:
+            return _ATTENTION_MS
         return _BUNCH_MS if self._switches else None
 
     def _receive(self, message: ToRank) -> None:
         match message:
             case Interrupt():
-                self._interrupt()
+                self._interrupt(message)
             case ReportWhere():
                 # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
                 with contextlib.suppress(Exception):
@@ -200,9 +217,21 @@ class Link:
             case _:
                 self.inbox.put(message)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, message: Interrupt) -> None:
         with self._lock:
             # The main thread may not have taken the job from the inbox yet.
             self._interrupted = True
-            if self._working:
+            reaches = self._working or (message.last and self._finishing)
+            # Asked before the signal is sent: afterwards the program may restore another handler.
+            heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            if reaches:
                 signal.pthread_kill(self._main, signal.SIGINT)
+        self._unseen = message.number
+        # A rank that ignores the signal has decided already; one that is packing its value is not to see it.
+        if not (reaches and heeded and self._attention.expect()):
+            self._seen()
+
+    def _seen(self) -> None:
+        if self._unseen is not None:
+            self._socket.send(encode(InterruptSeen(rank=self._rank, number=self._unseen)))
+            self._unseen = None

@@ -197,7 +197,7 @@ class Rank:
             loaded = payload.loads(stream, buffers, str(self.device))
         payload.remember_received_classes()
         value = self._do(job, loaded)
-        self.link.end_job()
+        self.link.finish_job()
         # That a script has come to its end is all that its exit status says.
         self._returned(value, seen=not isinstance(job, ScriptJob) or bool(job.pull))
 

@@ -30,6 +30,7 @@ _original: Callable[..., None] = distributed_c10d.init_process_group
 _calls: Counter[str] = Counter()
 _ours: Any = None
 _agent_store: dist.Store | None = None
+_first_alive = 0
 _formed_with: dict[str, Any] | None = None
 """What the default group was made with, so that another one can take its place."""
 
@@ -67,6 +68,11 @@ def form_again(number: int, device: torch.device) -> None:
     _original(**arguments, store=_store("healed", number))
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+
+
+def first_alive() -> int:
+    """Return the flight recorder's number of the oldest group that may still be alive."""
+    return _first_alive
 
 
 def prefer_loopback() -> None:

@@ -27,6 +27,7 @@ from nblaunch._protocol import (
     RunEnded,
     ToRank,
 )
+from nblaunch._reports import format_ranks
 from nblaunch._state import RunState, State, advance
 from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.thread import AgentThread
@@ -75,6 +76,8 @@ class Course:
         self._interruption = Interruption(self._send)
         self._healing = Healing(self._send)
         self._nodes: Nodes | None = None
+        self._replacing = False
+        """Whether the ranks of this attempt are being ended, and others are to take their place."""
         self._changing = False
         """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
         self._phases = Phases()
@@ -190,8 +193,18 @@ class Course:
         """Have the ranks that are still at work give up: a peer of theirs has."""
         if not self._interruption.begun:
             self._interruption.begin(job.state)
-        if self._restart_at is None:
-            self._restart_at = time.monotonic() + self.settings.grace
+
+    def _press(self, now: float) -> None:
+        """Replace the ranks of a kept group that have seen the interrupt twice, and do not end their job."""
+        job = self.job
+        if not self.keep or job is None or job.ended.is_set() or not job.dispatched:
+            return
+        self._interruption.press(now, self.settings.grace)
+        deaf = self._interruption.deaf(now)
+        if deaf and not self._replacing:
+            self._restart(
+                f"{format_ranks(deaf)} went on after two interrupts, {self.settings.grace:g} s apart (--grace)"
+            )
 
     def _heard(self) -> None:
         """Give ranks that are being healed, and speak, their time: a busy machine is slow, not broken."""
@@ -214,16 +227,17 @@ class Course:
             return
         job.interrupted = True
         self._interruption.begin(job.state)
-        if self.keep and job.dispatched:
-            self._restart_at = time.monotonic() + self.settings.grace
-        elif self.keep:
+        if job.dispatched:
+            return
+        if self.keep:
             self._finish(job)
-        elif not job.dispatched:
+        else:
             self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
 
     def _restart(self, reason: str) -> None:
         self._restart_at = None
         if not self.closed.is_set():
+            self._replacing = True
             self._note(reason)
             self._agent.restart()
 

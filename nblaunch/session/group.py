@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from nblaunch._protocol import (
     FromRank,
     Healed,
     Hello,
+    InterruptSeen,
     Measured,
     Names,
     Noticed,
@@ -36,9 +38,10 @@ from nblaunch._protocol import (
     Prepare,
     Raised,
     Returned,
+    Waiting,
     Where,
 )
-from nblaunch._reports import HangReport
+from nblaunch._reports import HangReport, format_ranks
 from nblaunch._state import RunState
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
@@ -125,6 +128,15 @@ class WorkerGroup(SpreadCourse):
         """Say something about the job that does not end it."""
         self._hub.call(lambda: self._fold(Noticed(text=text)))
 
+    @property
+    def waited_for(self) -> Mapping[int, float]:
+        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
+        return self._interruption.waited_for
+
+    def waits_for(self, ranks: Mapping[int, str]) -> None:
+        """Show for each of these ranks what is said of it."""
+        self._hub.call(lambda: self._fold(Waiting(ranks=dict(ranks))))
+
     def answer(self, rank: int, answer: Answer) -> None:
         """Tell a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
@@ -153,7 +165,12 @@ class WorkerGroup(SpreadCourse):
         self._agent.hurry()
         self._hub.call(lambda: self._tell_nodes(wire.Hurry()))
         if self.keep:
-            self.restart("it was interrupted twice")
+            waited_for = self.waited_for
+            self.restart(
+                f"{format_ranks(waited_for)} had not ended when the job was interrupted again"
+                if waited_for
+                else "it was interrupted twice"
+            )
         else:
             self._agent.stop()
 
@@ -249,6 +266,9 @@ class WorkerGroup(SpreadCourse):
             case Where():
                 self._answered(message)
                 return
+            case InterruptSeen():
+                self._interruption.seen(message)
+                return
             case Returned():
                 taken = self.job.take_value(message) if self.job is not None else None
                 if not isinstance(taken, Returned):
@@ -297,6 +317,7 @@ class WorkerGroup(SpreadCourse):
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self._settled(job)
         self._interruption.tick(job.state if job is not None else self.state, self.state, now)
+        self._press(now)
         self._healing.tick(now)
         if self._restart_at is not None and now >= self._restart_at:
             self._restart("ranks did not come back within the grace period")
@@ -320,7 +341,7 @@ class WorkerGroup(SpreadCourse):
         self.attempt = message.number
         self._ready, self.names = set(), {}
         self._departures.forget()
-        self._changing = False
+        self._changing = self._replacing = False
         if self._nodes is not None:
             self._nodes.begin()
         self._restart_at = None

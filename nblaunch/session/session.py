@@ -16,7 +16,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, FunctionJob, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
-from nblaunch._state import State
+from nblaunch._state import RankState, State
 from nblaunch.agent import forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
@@ -338,6 +338,7 @@ class LiveSession:
                     pid=known.pid,
                     device=known.device,
                     memory=own_memory(known.pid),
+                    waiting=_waiting(running.get(rank)),
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
@@ -385,6 +386,10 @@ class LiveSession:
             raise LaunchError(msg, phase="job") from error
         if error is not None:
             raise error
+
+
+def _waiting(known: RankState | None) -> str:
+    return "" if known is None or known.state.final else known.waiting
 
 
 def _end(group: WorkerGroup) -> None:
