@@ -168,7 +168,7 @@ class InterruptSeen(_FromRank, frozen=True):
 
 
 class DeadVariable(msgspec.Struct, frozen=True):
-    """A variable that belongs to a process group which is gone; `remedy` is the statement that revives it."""
+    """A variable that belongs to a process group which is gone; `remedy` says what revives it."""
 
     name: str
     remedy: str
@@ -365,6 +365,7 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
 
     fds: tuple[int, ...] = ()
+    abort: bool = True
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -52,7 +52,7 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
-        entries = _recorded()
+        entries = process_group.recorded()
         if entries is not None:
             entries = [entry for entry in entries if entry.get("pg_id", 0) >= process_group.first_alive()]
         recent = _collectives(entries)
@@ -74,15 +74,15 @@ class RankInspector:
         # As torch's own debug wrapper does.
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def free(self, fds: tuple[int, ...]) -> None:
+    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
         """Shut connections to other ranks: a gloo collective that waits on one raises at once.
 
-        NCCL's own abort may wait for the device, so it runs beside this thread.
+        With `abort` end those of NCCL too; its abort may wait for the device, so it runs beside this thread.
         """
         for fd in (*fds, *self._waiting_for_store()):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-        if _uses_nccl():
+        if abort and _uses_nccl():
             threading.Thread(target=_abort, name="nblaunch-abort", daemon=True).start()
 
     def _waiting_for_store(self) -> Iterator[int]:
@@ -101,7 +101,10 @@ class RankInspector:
         if frame is None:
             return False
         # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if _uses_nccl():
+            # The device is waited for in any call that needs a result, `.item()` for one.
+            return _nccl_is_busy()
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
         return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
 
@@ -137,15 +140,6 @@ def dump_on_signal(directory: str, rank: int) -> None:
     file = dump_path(directory, rank).open("w")
     faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
-
-
-def _recorded() -> list[dict[str, Any]] | None:
-    """Return what the flight recorder remembers, oldest first; None where there is none."""
-    try:
-        recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
-        return None
-    return list(recorded.get("entries", ()))
 
 
 def _completed(entry: Mapping[str, Any]) -> bool:
@@ -197,6 +191,15 @@ def _uses_nccl() -> bool:
     if not distributed_c10d.is_initialized():
         return False
     return "nccl" in str(distributed_c10d.get_backend_config())
+
+
+def _nccl_is_busy() -> bool:
+    """Whether NCCL has operations that have not ended, or cannot say."""
+    try:
+        recorded = json.loads(_distributed_c10d._dump_nccl_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - a torch without NCCL's flight recorder
+        return True
+    return any(not _completed(entry) for entry in recorded.get("entries", ()))
 
 
 def _abort() -> None:

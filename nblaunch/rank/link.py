@@ -54,7 +54,7 @@ class Inspector(Protocol):
     def collectives(self) -> int | None:
         """Return how many collectives have been begun, None where there is no process group."""
 
-    def free(self, fds: tuple[int, ...]) -> None:
+    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
         """End the collective in which the main thread is stuck."""
 
 
@@ -208,7 +208,7 @@ class Link:
                     self.on_answer(message)
             case FreeCollective():
                 with contextlib.suppress(Exception):
-                    self._inspector.free(message.fds)
+                    self._inspector.free(message.fds, abort=message.abort)
             case Dispatch():
                 with self._lock:
                     self._interrupted = False

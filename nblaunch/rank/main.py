@@ -25,6 +25,7 @@ import torch
 
 from nblaunch._protocol import (
     CellJob,
+    DeadVariable,
     Dispatch,
     Entered,
     FailureRecord,
@@ -57,6 +58,7 @@ from nblaunch.rank import (
     shell,
     streams,
 )
+from nblaunch.rank.casualties import Casualties
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
@@ -100,6 +102,9 @@ class Rank:
         self.titles: dict[str, str] = {}
         self.outgoing: shared.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
+        self.casualties = Casualties(shell.namespace, frozenset(shell.namespace()))
+        self.raised: BaseException | None = None
+        """What the last job raised here."""
         self.names_told: tuple[str, ...] = ()
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
@@ -180,7 +185,7 @@ class Rank:
         self.link.send(Entered(rank=self.rank, phase=phase, device=self.device_name))
 
     def _work(self, dispatch: Dispatch) -> None:
-        self.phase = Phase.JOB
+        self.phase, self.raised = Phase.JOB, None
         if self.outgoing is not None:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
@@ -284,7 +289,7 @@ class Rank:
     def _failed(self, error: BaseException, exitcode: int) -> None:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         if self.orders.keep:
-            introspection.last_error = error
+            introspection.last_error = self.raised = error
         else:
             failure.write_error_file(error)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=streams.offsets()))
@@ -306,12 +311,17 @@ class Rank:
     def _heal(self, number: int, *, reform: bool) -> None:
         """Be ready for another job."""
         error = ""
+        dead: tuple[DeadVariable, ...] = ()
         try:
             if reform:
+                found = self.casualties.find()
                 process_group.form_again(number, self.device)
+                dead = self.casualties.bury(found)
+            else:
+                dead = self.casualties.stumbled_over(self.raised)
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(Healed(rank=self.rank, number=number, error=error))
+        self.link.send(Healed(rank=self.rank, number=number, error=error, dead=dead))
 
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE

@@ -319,8 +319,7 @@ class WorkerGroup(SpreadCourse):
         self._interruption.tick(job.state if job is not None else self.state, self.state, now)
         self._press(now)
         self._healing.tick(now)
-        if self._restart_at is not None and now >= self._restart_at:
-            self._restart("ranks did not come back within the grace period")
+        self._overdue(now)
         failure = self._phases.overdue(now, self.state)
         if failure is not None:
             self._launch_failure = failure

@@ -119,9 +119,7 @@ class Interruption:
     def tick(self, state: RunState, members: RunState, now: float) -> None:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
         ended = [
-            rank
-            for rank in self._interrupted
-            if rank not in state.ranks or state.ranks[rank].state.final
+            rank for rank in self._interrupted if rank not in state.ranks or state.ranks[rank].state.final
         ]
         for rank in ended:
             del self._interrupted[rank]

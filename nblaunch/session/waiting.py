@@ -38,14 +38,12 @@ class Waiting:
         self._look_at = 0.0
         self._said: dict[int, str] = {}
         self.stopped: dict[int, float] = {}
-        """The ranks whose process is stopped (SIGSTOP), and for how many seconds they have been waited for."""
+        """The ranks whose process is stopped (SIGSTOP), and for how many seconds each has been waited for."""
 
     def look(self) -> None:
         """Say which ranks are waited for, if any are, and if that was not done a moment ago."""
         now = time.monotonic()
-        late = {
-            rank: since for rank, since in self._group.waited_for.items() if now - since > _FIRST_SECONDS
-        }
+        late = {rank: since for rank, since in self._group.waited_for.items() if now - since > _FIRST_SECONDS}
         if now < self._look_at or not (late or self._said):
             return
         places = places_of(self._group.where(_ASK_SECONDS)) if late else {}
@@ -55,9 +53,7 @@ class Waiting:
             rank: f"interrupted {now - since:.0f} s ago, {places.get(rank, 'still at work')}"
             for rank, since in late.items()
         }
-        self.stopped = {
-            rank: now - since for rank, since in late.items() if STOPPED in places.get(rank, "")
-        }
+        self.stopped = {rank: now - since for rank, since in late.items() if STOPPED in places.get(rank, "")}
         self._group.waits_for(self._said)
 
 
