@@ -76,9 +76,7 @@ class Session:
         ranks: Sequence[int] | None = None,
     ) -> Handle:
         """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`."""
-        perform = self._live.call(fn, args, kwargs, ranks=ranks)
-        self._live.claim()
-        return Handle(perform)
+        return Handle(self._live.call(fn, args, kwargs, ranks=ranks), claim=self._live.claim)
 
     def cell(
         self,

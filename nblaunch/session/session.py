@@ -204,7 +204,7 @@ class LiveSession:
         )
 
     def claim(self) -> None:
-        """Take the ranks for a job in the background, before its thread begins; its end gives them back."""
+        """Take the ranks for a job in the background, on its thread; its end gives them back."""
         self._refuse_if(at_work=not self._busy.acquire(blocking=False))
 
     def _perform(

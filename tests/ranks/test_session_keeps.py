@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from conftest import eventually
+from programs import INTERRUPTER, said_by
 
 import nblaunch
 
@@ -414,3 +415,36 @@ time.sleep(1000)  # the interrupt comes just before it
     assert (result.root_cause.rank, result.warnings) == (0, ())
     assert "but its process is stopped (SIGSTOP); kill -CONT would let it go on" in said[0]
     nothing_is_lost(session)
+
+
+# --- an interrupt of the notebook's own code -------------------------------------------------------
+
+SUBMIT = (
+    INTERRUPTER
+    + """
+session = nblaunch.Session(2, grace=2)
+def submit(interrupt=None):
+    return traced(lambda: session.submit(int), interrupt)
+submit().result(30)
+counted = Interrupt(-1, sys.argv[1])
+submit(counted).result(30)
+for at in range(1, counted.lines):
+    interrupt = Interrupt(at, sys.argv[1])
+    try:
+        submit(interrupt).result(30)
+    except KeyboardInterrupt:
+        pass
+    deadline = time.monotonic() + 10
+    while session._live.busy:
+        assert time.monotonic() < deadline, ("busy for good", interrupt.where)
+        time.sleep(0.01)
+    assert session.run(int).values == [0, 0], interrupt.where
+session.close()
+print("done")
+"""
+)
+
+
+@pytest.mark.parametrize("file", ["/nblaunch/session/background.py", "/nblaunch/_session_api.py"])
+def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path):
+    assert said_by(SUBMIT, tmp_path, file) == "done\n"
