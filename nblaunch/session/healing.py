@@ -85,7 +85,7 @@ class Healing:
             self._send(rank, Heal(self._number, self._reform))
 
     def healed(self, message: Healed) -> Outcome | None:
-        """Take one rank's answer; return the outcome with the last of them."""
+        """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
         if message.number != self._number or message.rank not in self._waiting:
             return None
         self._waiting.discard(message.rank)
@@ -93,6 +93,9 @@ class Healing:
             self._errors[message.rank] = message.error
         for dead in message.dead:
             self._dead.setdefault(dead, []).append(message.rank)
+        if self._errors:
+            # The others may wait for this one in the barrier, for as long as a group's timeout.
+            self._waiting = set()
         if self._waiting:
             return None
         failed = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self._errors.items()))

@@ -54,5 +54,5 @@ def test_a_terminals_status_says_how_long():
 
 
 def test_a_rank_that_has_ended_is_waited_for_no_more():
-    ended = advance(waiting(), Returned(rank=1, value=Payload(b""), time=2.0))
+    ended = advance(waiting(), Returned(rank=1, value=Payload(()), time=2.0))
     assert list(LiveLines().take(ended)) == []
