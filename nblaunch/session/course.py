@@ -231,6 +231,7 @@ class Course:
             self._restart_at = now + 1.0
         else:
             self._restart("ranks did not come back within the grace period")
+            self._note(f"{format_ranks(self._healing.awaited)} did not get ready for another job")
 
     def _heard(self) -> None:
         """Give ranks that are being healed, and speak, their time: a busy machine is slow, not broken."""

@@ -24,7 +24,7 @@ _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
 # A number counts executions: another one each time the notebook is run.
 _CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
-AGAIN = "interrupt again to end all ranks, whose variables are lost then"
+AGAIN = "a second interrupt ends all ranks, and their variables are lost"
 """What ends ranks that are waited for."""
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 

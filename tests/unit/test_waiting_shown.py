@@ -12,7 +12,7 @@ from nblaunch.view.live import LiveLines, Terminal
 from nblaunch.view.rows import Rows
 
 SAID = "interrupted 3 s ago, still at cell line 2: torch.linalg.svd(a)"
-AGAIN = "interrupt again to end all ranks, whose variables are lost then"
+AGAIN = "a second interrupt ends all ranks, and their variables are lost"
 
 
 def waiting(said: str = SAID) -> RunState:
