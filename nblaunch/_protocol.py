@@ -162,9 +162,13 @@ class Asked(_FromRank, frozen=True):
 
 
 class InterruptSeen(_FromRank, frozen=True):
-    """The rank's main thread has run Python code since interrupt `number` reached it: it knows."""
+    """The rank's main thread has run Python code since interrupt `number` reached it: it knows.
+
+    Without `handled` the signal was not sent, or is ignored: the rank does nothing because of it.
+    """
 
     number: int
+    handled: bool = True
 
 
 class DeadVariable(msgspec.Struct, frozen=True):

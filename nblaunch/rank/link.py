@@ -174,7 +174,7 @@ class Link:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
             if self._unseen is not None and self._attention.came_back():
-                self._seen()
+                self._seen(handled=True)
             while self._outbox:
                 self._socket.send(self._outbox.popleft())
             if self._closing and not self._outbox:
@@ -229,9 +229,10 @@ class Link:
         self._unseen = message.number
         # A rank that ignores the signal has decided already; one that is packing its value is not to see it.
         if not (reaches and heeded and self._attention.expect()):
-            self._seen()
+            self._seen(handled=reaches and heeded)
 
-    def _seen(self) -> None:
+    def _seen(self, *, handled: bool) -> None:
         if self._unseen is not None:
-            self._socket.send(encode(InterruptSeen(rank=self._rank, number=self._unseen)))
+            seen = InterruptSeen(rank=self._rank, number=self._unseen, handled=handled)
+            self._socket.send(encode(seen))
             self._unseen = None

@@ -124,6 +124,7 @@ class Ending:
         Fresh ranks have the grace period. Those of a session hold variables: a rank in C code is waited for.
         """
         where, lost = _where(self._job.state), ""
+        noticed = len(self._job.state.notices)
         try:
             report = self._group.where(_ASK_SECONDS)
             self._group.looked_at(report)
@@ -145,6 +146,9 @@ class Ending:
             self._drawing(self._options.grace + _END_SECONDS)
         message = f"the run was interrupted: {where}{lost}"
         interrupt.args = (message,)
+        # There is no result where this is caught; a notebook shows these beside the output.
+        for notice in self._job.state.notices[noticed:]:
+            interrupt.add_note(notice)
         # IPython's own protocol; the frames of our waiting are no news.
         interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]
         return interrupt.with_traceback(None)

@@ -45,12 +45,13 @@ class _Interrupted:
     number: int
     since: float
     seen: float | None = None
+    handled: bool = True
     last: bool = False
 
     @property
     def handles_it(self) -> bool:
         """Whether it has seen the interrupt, and has time to do what it does then."""
-        return self.seen is not None and not self.last
+        return self.seen is not None and self.handled and not self.last
 
 
 class Interruption:
@@ -114,7 +115,7 @@ class Interruption:
         """Take note that a rank knows: its time begins."""
         known = self._interrupted.get(message.rank)
         if known is not None and known.number == message.number:
-            known.seen = time.monotonic()
+            known.seen, known.handled = time.monotonic(), message.handled
 
     def tick(self, state: RunState, members: RunState, now: float) -> None:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""

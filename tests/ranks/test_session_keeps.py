@@ -206,9 +206,10 @@ try:
 finally:
     freed = time.monotonic() - began
 """
-    pressed(session, source.replace("if rank == 0:", "if rank == 0:\n    touch(path)"), release)
+    error = pressed(session, source.replace("if rank == 0:", "if rank == 0:\n    touch(path)"), release)
     watch.join()
     assert session.pull("freed")["freed"][1] < 1.5, "it did not wait for the C call"
+    assert error.__notes__[-1].endswith(": mine (mine = dist.new_group(ranks=[0, 1]))")
     result = session.cell("mine = dist.new_group([0, 1])")
     assert result.warnings == ()
     nothing_is_lost(session)
@@ -367,6 +368,7 @@ def test_a_second_interrupt_ends_ranks_in_c_code_and_says_what_is_lost(own_sessi
     assert str(error).endswith(
         "it was interrupted again, so ranks 0-1 were replaced and their variables are lost"
     )
+    assert error.__notes__ == ["ranks 0-1 had not ended when the job was interrupted again", GONE]
     assert session.cell("'trained' in globals()").values == [False, False]
     assert session.status().attempt == 1
 

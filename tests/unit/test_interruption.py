@@ -119,6 +119,14 @@ def test_while_a_rank_handles_the_interrupt_nothing_is_cut_until_its_grace_perio
     assert 1 in group.freed()
 
 
+def test_a_rank_that_packs_its_value_or_ignores_the_signal_keeps_no_other_waiting():
+    group = Group()
+    group.interruption.seen(InterruptSeen(rank=0, number=1, handled=False))
+    group.answers = {0: where(0), 1: where(1, inside=True)}
+    group.after(0.3)
+    assert group.freed() == [1]
+
+
 def test_once_that_rank_has_ended_the_other_is_freed():
     group = Group()
     group.seen(0)
