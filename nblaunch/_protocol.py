@@ -142,6 +142,8 @@ class Where(_FromRank, frozen=True):
     connections: tuple[Connection, ...] = ()
     pending: int | None = None
     """How many operations of process groups this rank has begun and not ended; None if that is not known."""
+    inside: bool = False
+    """Whether the main thread is inside a call of torch.distributed."""
 
 
 class Names(_FromRank, frozen=True):
@@ -175,11 +177,33 @@ class Asked(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
+class InterruptSeen(_FromRank, frozen=True):
+    """The rank's main thread has run Python code since interrupt `number` reached it: it knows.
+
+    Without `handled` the signal was not sent, or is ignored: the rank does nothing because of it.
+    """
+
+    number: int
+    handled: bool = True
+
+
+class DeadVariable(msgspec.Struct, frozen=True):
+    """A variable that belongs to a process group which is gone; `remedy` says what revives it."""
+
+    name: str
+    remedy: str
+
+
 class Healed(_FromRank, frozen=True):
-    """The rank is ready for another job: its default process group works, or `error` says why not."""
+    """The rank is ready for another job: its default process group works, or `error` says why not.
+
+    `dead` are variables that died with the old group; where none was formed, those that the job that failed
+    may have stumbled over.
+    """
 
     number: int
     error: str = ""
+    dead: tuple[DeadVariable, ...] = ()
 
 
 # --- seen by the kernel about a rank -------------------------------------------------------------
@@ -240,6 +264,12 @@ class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     text: str
 
 
+class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Which ranks an ending job waits for, and in what they are: one line for each."""
+
+    ranks: dict[int, str]
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel has given up on ranks without an end: what they are now (STOPPED or LOST)."""
 
@@ -263,8 +293,9 @@ FromRank = (
     | Reached
     | Asked
     | Healed
+    | InterruptSeen
 )
-AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | RunEnded
+AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | Waiting | RunEnded
 Message = FromRank | AboutRank
 
 
@@ -361,7 +392,13 @@ class Proceed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Interrupt(msgspec.Struct, frozen=True, tag=True):
-    """Raise KeyboardInterrupt in the rank's main thread."""
+    """Raise KeyboardInterrupt in the rank's main thread; answer with `InterruptSeen` once it can act on it.
+
+    The `last` one reaches also a rank that has done its job and is packing its value.
+    """
+
+    number: int = 0
+    last: bool = False
 
 
 class ReportWhere(msgspec.Struct, frozen=True, tag=True):
@@ -376,6 +413,7 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
 
     fds: tuple[int, ...] = ()
+    abort: bool = True
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -23,9 +23,9 @@ class Session:
     """Ranks that stay, and keep their variables from one job to the next.
 
     `nproc` and `options` are those of `run()`; they hold as long as the session does. A Python exception, an
-    interrupt or a deadlock costs no variable: ranks that are stuck are freed, and the default process group
-    is formed again if it may be broken. A rank that dies takes the others along: all are started anew,
-    and `result.warnings` says so.
+    interrupt or a deadlock costs no variable: a rank in C code is waited for, ranks that are stuck in a
+    collective are freed, and the default process group is formed again if it may be broken. A rank that dies
+    takes the others along: all are started anew, and `result.warnings` says so.
 
     Raises `OptionError` before any process starts, `LaunchError` if the ranks could not be started.
 
@@ -78,9 +78,7 @@ class Session:
         ranks: Sequence[int] | None = None,
     ) -> Handle:
         """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`."""
-        perform = self._live.call(fn, args, kwargs, ranks=ranks)
-        self._live.claim()
-        return Handle(perform)
+        return Handle(self._live.call(fn, args, kwargs, ranks=ranks), claim=self._live.claim)
 
     def cell(
         self,

@@ -26,6 +26,7 @@ from nblaunch._protocol import (
     FailureRecord,
     Healed,
     Hello,
+    InterruptSeen,
     Measured,
     Message,
     Names,
@@ -41,6 +42,7 @@ from nblaunch._protocol import (
     Started,
     Switched,
     Usage,
+    Waiting,
     Where,
 )
 from nblaunch._reports import HangReport, format_ranks
@@ -97,6 +99,8 @@ class RankState:
     """What it used when it was last measured; only while somebody watches."""
     collectives: int | None = None
     """How many collectives of the default group it had begun when it was last asked; likewise."""
+    waiting: str = ""
+    """Of a rank that has been interrupted and does not end: since when, and in what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,8 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, notices=notices)
         case Measured():
             return _measured(state, message)
+        case Waiting():
+            return _waiting(state, message)
         case RunEnded():
             ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
@@ -269,6 +275,15 @@ def _measured(state: RunState, message: Measured) -> RunState:
     return replace(state, ranks={**state.ranks, **news}) if news else state
 
 
+def _waiting(state: RunState, message: Waiting) -> RunState:
+    news = {
+        rank: replace(known, waiting=said)
+        for rank, known in state.ranks.items()
+        if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
+    }
+    return replace(state, ranks={**state.ranks, **news}) if news else state
+
+
 def looked_at(state: RunState, report: HangReport) -> RunState:
     """Return the state with a report of where its ranks are."""
     return replace(state, hang=report)
@@ -296,6 +311,7 @@ _OfOneRank: TypeAlias = (
     | Arrived
     | Asked
     | Healed
+    | InterruptSeen
 )
 
 
@@ -322,7 +338,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():
             return replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Arrived() | Asked() | Healed():
+        case Switched() | Where() | Names() | Arrived() | Asked() | Healed() | InterruptSeen():
             return known
         case Returned():
             return replace(

@@ -87,9 +87,7 @@ class DistributedMagics(Magics):
             print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
         export.remember(ran)
         if options.background:
-            if session is not None:
-                session.claim()
-            return self._in_background(perform, options)
+            return self._in_background(perform, options, session)
         finished = perform(None)
         if finished.result is not None:
             hand_over(finished.result, options, self.shell)
@@ -133,8 +131,10 @@ class DistributedMagics(Magics):
             ),
         )
 
-    def _in_background(self, perform: Performed, options: LaunchOptions) -> Handle:
-        handle = Handle(perform)
+    def _in_background(
+        self, perform: Performed, options: LaunchOptions, session: LiveSession | None
+    ) -> Handle:
+        handle = Handle(perform, claim=session.claim if session is not None else None)
         if options.out is not None:
             self.shell.user_ns[options.out] = handle
         return handle

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import linecache
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,6 +30,8 @@ _RECORDER_ENTRIES = "256"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_WAITS = re.compile(r"\.wait\(")
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
 
@@ -48,7 +52,9 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
-        entries = _recorded()
+        entries = process_group.recorded()
+        if entries is not None:
+            entries = [entry for entry in entries if entry.get("pg_id", 0) >= process_group.first_alive()]
         recent = _collectives(entries)
         return Where(
             rank=self._rank,
@@ -57,6 +63,7 @@ class RankInspector:
             recent=recent,
             connections=tuple(_connections()),
             pending=None if entries is None else sum(not _completed(entry) for entry in entries),
+            inside=self._inside(),
         )
 
     def collectives(self) -> int | None:
@@ -67,15 +74,15 @@ class RankInspector:
         # As torch's own debug wrapper does.
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def free(self, fds: tuple[int, ...]) -> None:
+    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
         """Shut connections to other ranks: a gloo collective that waits on one raises at once.
 
-        NCCL's own abort may wait for the device, so it runs beside this thread.
+        With `abort` end those of NCCL too; its abort may wait for the device, so it runs beside this thread.
         """
         for fd in (*fds, *self._waiting_for_store()):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-        if _uses_nccl():
+        if abort and _uses_nccl():
             threading.Thread(target=_abort, name="nblaunch-abort", daemon=True).start()
 
     def _waiting_for_store(self) -> Iterator[int]:
@@ -87,6 +94,19 @@ class RankInspector:
             # By its port alone: the address may be written as IPv6 has it.
             port = process_group.agent_address()[1]
             yield from (each.fd for each in _connections() if each.remote[1] == port)
+
+    def _inside(self) -> bool:
+        """Whether the main thread is in a call of torch.distributed, or waits for one that it has begun."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        if frame is None:
+            return False
+        # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
+        if _uses_nccl():
+            # The device is waited for in any call that needs a result, `.item()` for one.
+            return _nccl_is_busy()
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
+        stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
+        return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
 
     def _frames(self) -> Iterator[FrameRecord]:
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
@@ -122,15 +142,6 @@ def dump_on_signal(directory: str, rank: int) -> None:
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 
-def _recorded() -> list[dict[str, Any]] | None:
-    """Return what the flight recorder remembers, oldest first; None where there is none."""
-    try:
-        recorded: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
-        return None
-    return list(recorded.get("entries", ()))
-
-
 def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
@@ -138,14 +149,18 @@ def _completed(entry: Mapping[str, Any]) -> bool:
 def _collectives(entries: list[dict[str, Any]] | None) -> tuple[Collective, ...]:
     """Return the collectives among these, oldest first."""
     by_group: dict[str, list[Collective]] = {}
+    newest: dict[str, int] = {}
     for entry in entries or ():
         if entry.get("is_p2p"):
             continue
-        collective = _collective(entry)
+        collective, number = _collective(entry), int(entry.get("pg_id", 0))
         known = by_group.setdefault(collective.group, [])
-        if known and collective.sequence <= known[-1].sequence:
+        if number < newest.setdefault(collective.group, number):
+            continue  # a group of this name that is gone, used by an object that still refers to it
+        if number > newest[collective.group] or (known and collective.sequence <= known[-1].sequence):
             # The program has replaced the group by one that counts anew.
             known.clear()
+        newest[collective.group] = number
         known.append(collective)
     return tuple(collective for known in by_group.values() for collective in known[-_RECENT:])
 
@@ -176,6 +191,15 @@ def _uses_nccl() -> bool:
     if not distributed_c10d.is_initialized():
         return False
     return "nccl" in str(distributed_c10d.get_backend_config())
+
+
+def _nccl_is_busy() -> bool:
+    """Whether NCCL has operations that have not ended, or cannot say."""
+    try:
+        recorded = json.loads(_distributed_c10d._dump_nccl_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - a torch without NCCL's flight recorder
+        return True
+    return any(not _completed(entry) for entry in recorded.get("entries", ()))
 
 
 def _abort() -> None:

@@ -21,6 +21,7 @@ from nblaunch._protocol import (
     Heal,
     Hello,
     Interrupt,
+    InterruptSeen,
     Leave,
     Offsets,
     Prepare,
@@ -34,12 +35,15 @@ from nblaunch._protocol import (
     decode_to_rank,
     encode,
 )
+from nblaunch.rank.attention import MainThread
 from nblaunch.rank.orphans import LOOK_SECONDS, Reaper
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
 # How long what is not urgent may wait for the next message: a job that is over sooner sends one bunch.
 _SOON_MS = 5
+# How soon it is noticed that the main thread is back from C code.
+_ATTENTION_MS = 10
 _MOMENTS = 200
 
 
@@ -52,7 +56,7 @@ class Inspector(Protocol):
     def collectives(self) -> int | None:
         """Return how many collectives have been begun, None where there is no process group."""
 
-    def free(self, fds: tuple[int, ...]) -> None:
+    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
         """End the collective in which the main thread is stuck."""
 
 
@@ -71,7 +75,11 @@ class Link:
         self.proceed = threading.Event()
         """Set once the payload of the job that was dispatched last has arrived on every rank."""
         self._working = False
+        self._finishing = False
         self._interrupted = False
+        self._attention = MainThread()
+        self._unseen: int | None = None
+        """The interrupt that the main thread has not had the chance to see."""
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
@@ -139,10 +147,15 @@ class Link:
         if interrupted:
             raise KeyboardInterrupt
 
+    def finish_job(self) -> None:
+        """From here on only the last interrupt reaches the main thread: the value is being packed."""
+        with self._lock:
+            self._working, self._finishing = False, True
+
     def end_job(self) -> None:
         """From here on an interrupt comes too late."""
         with self._lock:
-            self._working = False
+            self._working = self._finishing = False
 
     def close(self) -> None:
         """Send what is left and end the thread."""
@@ -166,6 +179,8 @@ class Link:
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
+            if self._unseen is not None and self._attention.came_back():
+                self._seen(handled=True)
             while self._outbox:
                 self._socket.send(self._outbox.popleft())
             if self._closing and not self._outbox:
@@ -176,6 +191,8 @@ class Link:
     def _patience(self) -> int | None:
         if self._looks_soon:
             return _SOON_MS
+        if self._unseen is not None:
+            return _ATTENTION_MS
         if self._switches:
             return _BUNCH_MS
         return int(LOOK_SECONDS * 1000) if self._working else None
@@ -183,7 +200,7 @@ class Link:
     def _receive(self, message: ToRank) -> None:
         match message:
             case Interrupt():
-                self._interrupt()
+                self._interrupt(message)
             case ReportWhere():
                 # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
                 with contextlib.suppress(Exception):
@@ -199,7 +216,7 @@ class Link:
                     self.on_answer(message)
             case FreeCollective():
                 with contextlib.suppress(Exception):
-                    self._inspector.free(message.fds)
+                    self._inspector.free(message.fds, abort=message.abort)
             case Proceed():
                 self.proceed.set()
             case Dispatch():
@@ -212,9 +229,22 @@ class Link:
             case _:
                 self.inbox.put(message)
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, message: Interrupt) -> None:
         with self._lock:
             # The main thread may not have taken the job from the inbox yet.
             self._interrupted = True
-            if self._working:
+            reaches = self._working or (message.last and self._finishing)
+            # Asked before the signal is sent: afterwards the program may restore another handler.
+            heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            if reaches:
                 signal.pthread_kill(self._main, signal.SIGINT)
+        self._unseen = message.number
+        # A rank that ignores the signal has decided already; one that is packing its value is not to see it.
+        if not (reaches and heeded and self._attention.expect()):
+            self._seen(handled=reaches and heeded)
+
+    def _seen(self, *, handled: bool) -> None:
+        if self._unseen is not None:
+            seen = InterruptSeen(rank=self._rank, number=self._unseen, handled=handled)
+            self._socket.send(encode(seen))
+            self._unseen = None

@@ -27,6 +27,7 @@ import torch
 from nblaunch._protocol import (
     Arrived,
     CellJob,
+    DeadVariable,
     Dispatch,
     Entered,
     FailureRecord,
@@ -62,6 +63,7 @@ from nblaunch.rank import (
     shell,
     streams,
 )
+from nblaunch.rank.casualties import Casualties
 from nblaunch.rank.display import outlet
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.link import Link
@@ -105,6 +107,9 @@ class Rank:
         self.variables = Variables(kept=orders.keep)
         self.names_told = Names(rank=-1, names=())
         self._names_are_told = False
+        self.casualties = Casualties(shell.namespace, frozenset(shell.namespace()))
+        self.raised: BaseException | None = None
+        """What the last job raised here."""
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
@@ -186,7 +191,7 @@ class Rank:
         self.link.send(Entered(rank=self.rank, phase=phase, device=self.device_name))
 
     def _work(self, dispatch: Dispatch) -> None:
-        self.phase = Phase.JOB
+        self.phase, self.raised = Phase.JOB, None
         self._names_are_told = False
         if self.outgoing is not None:
             # The value of the job before: the notebook has it, or this job would not be here.
@@ -212,7 +217,7 @@ class Rank:
         del parts
         payload.remember_received_classes()
         value = self._do(job, loaded)
-        self.link.end_job()
+        self.link.finish_job()
         # That a script has come to its end is all that its exit status says.
         seen = not isinstance(job, ScriptJob) or bool(job.pull)
         self._returned(value, seen=seen, cell=job if isinstance(job, CellJob) else None)
@@ -349,7 +354,7 @@ class Rank:
     def _failed(self, error: BaseException, exitcode: int) -> None:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         if self.orders.keep:
-            introspection.last_error = error
+            introspection.last_error = self.raised = error
         else:
             failure.write_error_file(error)
         ended = streams.end_job(keep=self.orders.keep)
@@ -378,12 +383,17 @@ class Rank:
     def _heal(self, number: int, *, reform: bool) -> None:
         """Be ready for another job."""
         error = ""
+        dead: tuple[DeadVariable, ...] = ()
         try:
             if reform:
+                found = self.casualties.find()
                 process_group.form_again(number, self.device)
+                dead = self.casualties.bury(found)
+            else:
+                dead = self.casualties.stumbled_over(self.raised)
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(Healed(rank=self.rank, number=number, error=error))
+        self.link.send(Healed(rank=self.rank, number=number, error=error, dead=dead))
 
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import json
 import os
 import sys
 from collections import Counter
@@ -21,15 +22,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 _STORE_TIMEOUT = timedelta(seconds=300)
+_NAMES_PER_HEAL = 1_000_000
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _original: Callable[..., None] = distributed_c10d.init_process_group
 _calls: Counter[str] = Counter()
 _ours: Any = None
 _agent_store: dist.Store | None = None
+_first_alive = 0
 _formed_with: dict[str, Any] | None = None
 """What the default group was made with, so that another one can take its place."""
 
@@ -56,9 +60,11 @@ def form_again(number: int, device: torch.device) -> None:
 
     Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one.
     """
-    global _ours
+    global _first_alive, _ours
     leave()
     _ours = None
+    # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
+    distributed_c10d._world.group_count = number * _NAMES_PER_HEAL  # noqa: SLF001 - all ranks count alike
     # What was raised in the old group holds it in cycles: its threads and connections stay until they go.
     gc.collect()
     if _formed_with is None:
@@ -67,6 +73,22 @@ def form_again(number: int, device: torch.device) -> None:
     _original(**arguments, store=_store("healed", number))
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+    # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
+    _first_alive = max((int(entry.get("pg_id", 0)) for entry in recorded() or ()), default=0)
+
+
+def recorded() -> list[dict[str, Any]] | None:
+    """Return what the flight recorder remembers, oldest first; None where there is none."""
+    try:
+        found: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
+    except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
+        return None
+    return list(found.get("entries", ()))
+
+
+def first_alive() -> int:
+    """Return the flight recorder's number of the oldest group that may still be alive."""
+    return _first_alive
 
 
 def prefer_loopback() -> None:

@@ -24,10 +24,13 @@ class Handle:
         self,
         perform: Callable[[threading.Event], Outcome],
         hand_over: Callable[[RunResult], None] | None = None,
+        *,
+        claim: Callable[[], None] | None = None,
     ) -> None:
         """Begin; `perform(cancelled)` runs on a thread of its own, and ends soon once `cancelled` is set.
 
-        `hand_over` gets the result, also that of a failed run.
+        `hand_over` gets the result, also that of a failed run. What `claim` takes, `perform` gives back; what
+        it raises is raised here.
         """
         self._future: Future[RunResult] = Future()
         self._cancelled = threading.Event()
@@ -37,9 +40,30 @@ class Handle:
         self._thread = threading.Thread(
             target=context.run, args=(self._run, perform), name="nblaunch-background", daemon=True
         )
-        self._thread.start()
+        self._claim = claim
+        self._claimed = threading.Event()
+        self._refusal: BaseException | None = None
+        try:
+            self._thread.start()
+            # The thread claims: nothing interrupts it between that and the `finally` that gives back.
+            self._claimed.wait()
+        except BaseException:
+            # Nobody gets this handle: what has begun must not go on without one.
+            self._cancelled.set()
+            raise
+        refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            raise refusal
 
     def _run(self, perform: Callable[[threading.Event], Outcome]) -> None:
+        try:
+            if self._claim is not None:
+                self._claim()
+        except BaseException as refusal:  # noqa: BLE001 - it is the caller's
+            self._refusal = refusal
+            return
+        finally:
+            self._claimed.set()
         try:
             finished = perform(self._cancelled)
             if finished.result is not None and self._hand_over is not None:

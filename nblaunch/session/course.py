@@ -30,12 +30,14 @@ from nblaunch._protocol import (
     RunEnded,
     ToRank,
 )
+from nblaunch._reports import format_ranks
 from nblaunch._state import RunState, State, advance
 from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.thread import AgentThread
 from nblaunch.session.departures import Departures
 from nblaunch.session.healing import Healing
 from nblaunch.session.hub import Hub
+from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.interruption import Interruption
 from nblaunch.session.job import Job
 from nblaunch.session.nodes import Nodes
@@ -44,6 +46,11 @@ from nblaunch.session.rank_logs import RankLogs
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
+# How long ranks that are seen to be at it may take to form their group again.
+HEAL_SECONDS = 60.0
+REFORMED = (
+    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
+)
 
 
 class Course:
@@ -77,9 +84,14 @@ class Course:
         self._error: BaseException | None = None
         self._launch_failure: tuple[str, str] | None = None
         self._restart_at: float | None = None
+        """When ranks that are being healed are taken for lost."""
+        self._late: Inquiry | None = None
+        self._heal_until = 0.0
         self._interruption = Interruption(self._send)
         self._healing = Healing(self._send)
         self._nodes: Nodes | None = None
+        self._replacing = False
+        """Whether the ranks of this attempt are being ended, and others are to take their place."""
         self._changing = False
         """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
         self._phases = Phases()
@@ -200,14 +212,42 @@ class Course:
             self._finish(job)
         else:
             self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
+            self._heal_until, self._late = time.monotonic() + HEAL_SECONDS, None
             self._healing.begin(self.state.ranks, self._interruption)
 
     def _free(self, job: Job) -> None:
         """Have the ranks that are still at work give up: a peer of theirs has."""
         if not self._interruption.begun:
             self._interruption.begin(job.state)
-        if self._restart_at is None:
-            self._restart_at = time.monotonic() + self.settings.grace
+
+    def _press(self, now: float) -> None:
+        """Replace the ranks of a kept group that have seen the interrupt twice, and do not end their job."""
+        job = self.job
+        if not self.keep or job is None or job.ended.is_set() or not job.dispatched:
+            return
+        self._interruption.press(now, self.settings.grace)
+        deaf = self._interruption.deaf(now)
+        if deaf and not self._replacing:
+            self._restart(
+                f"{format_ranks(deaf)} went on after two interrupts, --grace {self.settings.grace:g} s apart"
+            )
+
+    def _overdue(self, now: float) -> None:
+        """Replace ranks that do not come back, unless they are at it: a large heap takes time to collect."""
+        if self._restart_at is None or now < self._restart_at:
+            return
+        if self._late is None:
+            self._late = Inquiry(self._healing.awaited)
+            self._interruption.ask(self._late)
+            self._restart_at = now + 1.0
+            return
+        late, self._late = self._late, None
+        busy = late.missing | {rank for rank, where in late.answers.items() if where.frames}
+        if busy and now < self._heal_until:
+            self._restart_at = now + 1.0
+        else:
+            self._restart("ranks did not come back within the grace period")
+            self._note(f"{format_ranks(self._healing.awaited)} did not get ready for another job")
 
     def _heard(self) -> None:
         """Give ranks that are being healed, and speak, their time: a busy machine is slow, not broken."""
@@ -230,16 +270,17 @@ class Course:
             return
         job.interrupted = True
         self._interruption.begin(job.state)
-        if self.keep and job.dispatched:
-            self._restart_at = time.monotonic() + self.settings.grace
-        elif self.keep:
+        if job.dispatched:
+            return
+        if self.keep:
             self._finish(job)
-        elif not job.dispatched:
+        else:
             self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
 
     def _restart(self, reason: str) -> None:
         self._restart_at = None
         if not self.closed.is_set():
+            self._replacing = True
             self._note(reason)
             self._agent.restart()
 
@@ -279,10 +320,9 @@ class Course:
             self._restart(f"its process group could not be formed again ({outcome.failed})")
             return
         if outcome.reformed:
-            self._note(
-                "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) "
-                "are gone"
-            )
+            self._note(REFORMED)
+        if outcome.dead:
+            self._note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
         if job is not None and not job.ended.is_set():
             self._finish(job)
 

@@ -15,6 +15,7 @@ from nblaunch.session.answers import Answers
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.hang_watch import HangWatch
 from nblaunch.session.job import Job
+from nblaunch.session.waiting import Waiting
 
 _DRAW_SECONDS = 0.1
 # An agent that cannot be moved (uninterruptible ranks) must not hold the notebook for ever.
@@ -76,6 +77,8 @@ class Ending:
         self._watcher = watcher
         self._hang_watch = HangWatch(options.hang_after, group.where)
         self._answers = Answers(job, group.answer)
+        self._waiting = Waiting(group)
+        self._hurried = False
 
     def wait(self) -> BaseException | None:
         """Wait until all is over; return what ended it early: an interrupt or the timeout."""
@@ -86,6 +89,7 @@ class Ending:
             self._group.start()
             while not self._job.ended.wait(_DRAW_SECONDS):
                 self._watcher.draw(self._job.state)
+                self._waiting.look()
                 asked = time.monotonic()
                 if self._answers.give():
                     # Whoever types is not to be hurried by a limit for the ranks.
@@ -107,7 +111,7 @@ class Ending:
         report = self._group.where()
         self._group.looked_at(report)
         where = report.summary or _where(self._job.state)
-        self.ensure()
+        self.ensure(unattended=True)
         return RunTimeoutError(
             f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
             + "".join(f"\n{finding}" for finding in report.findings),
@@ -115,36 +119,70 @@ class Ending:
         )
 
     def _interrupted(self, interrupt: KeyboardInterrupt) -> BaseException:
-        """Give the ranks the grace period to end by themselves; a second interrupt skips it."""
-        where = _where(self._job.state)
+        """Give the ranks the time to end by themselves; a second interrupt ends them.
+
+        Fresh ranks have the grace period. Those of a session hold variables: a rank in C code is waited for.
+        """
+        where, lost = _where(self._job.state), ""
+        noticed = len(self._job.state.notices)
         try:
             report = self._group.where(_ASK_SECONDS)
             self._group.looked_at(report)
             where = report.summary or where
             self._group.interrupt(self._job)
-            if not self._drawing(self._options.grace):
-                self._group.hurry()
-            self._drawing(_END_SECONDS)
+            if self._group.keep:
+                self._until_ranks_end()
+            else:
+                if not self._drawing(self._options.grace):
+                    self._group.hurry()
+                self._drawing(_END_SECONDS)
         except KeyboardInterrupt:
+            self._hurried = True
             self._group.hurry()
-            self.ensure()
-        message = f"the run was interrupted: {where}"
+            if self._group.keep:
+                ranks = format_ranks(self._group.state.ranks)
+                lost = f"; it was interrupted again, so {ranks} were replaced and their variables are lost"
+            self._group.give_up(self._job)
+            self._drawing(self._options.grace + _END_SECONDS)
+        message = f"the run was interrupted: {where}{lost}"
         interrupt.args = (message,)
+        # There is no result where this is caught; a notebook shows these beside the output.
+        for notice in self._job.state.notices[noticed:]:
+            interrupt.add_note(notice)
         # IPython's own protocol; the frames of our waiting are no news.
         interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]
         return interrupt.with_traceback(None)
 
-    def ensure(self) -> None:
-        """End the job if it has not ended."""
+    def ensure(self, *, unattended: bool = False) -> None:
+        """End the job if it has not ended; if `unattended`, also where a rank's process is stopped."""
         if self._job.ended.is_set():
             return
         # An interrupt may have come before the group was given the job, which nobody else would end.
         self._group.give_up(self._job)
-        if self._group.keep:
+        if self._group.keep and not self._hurried:
             self._group.interrupt(self._job)
-        else:
+            self._until_ranks_end(unattended=unattended)
+            return
+        if not self._group.keep:
             self._group.stop()
         self._drawing(self._options.grace + _END_SECONDS)
+
+    def _until_ranks_end(self, *, unattended: bool = False) -> None:
+        """Wait for a session's ranks, as long as their C code takes, and say which these are."""
+        if self._cancelled is not None:
+            self._cancelled.clear()
+        while not self._job.ended.wait(_DRAW_SECONDS):
+            self._watcher.draw(self._job.state)
+            self._waiting.look()
+            if self._cancelled is not None and self._cancelled.is_set():
+                raise KeyboardInterrupt
+            stopped = [
+                rank for rank, seconds in self._waiting.stopped.items() if seconds > self._options.grace
+            ]
+            if unattended and stopped:
+                # Nobody may be there who would let it go on, and it is not in the middle of anything.
+                self._group.restart(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")
+                unattended = False
 
     def _drawing(self, seconds: float) -> bool:
         """Wait for the end, at most `seconds`, and show what happens meanwhile."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from nblaunch._protocol import (
     FromRank,
     Healed,
     Hello,
+    InterruptSeen,
     Measured,
     Names,
     Noticed,
@@ -37,9 +39,10 @@ from nblaunch._protocol import (
     Prepare,
     Raised,
     Returned,
+    Waiting,
     Where,
 )
-from nblaunch._reports import HangReport
+from nblaunch._reports import HangReport, format_ranks
 from nblaunch._state import RunState
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
@@ -131,6 +134,15 @@ class WorkerGroup(SpreadCourse):
         """Say something with the next job of which the user sees the result."""
         self._hub.call(lambda: self._note(text))
 
+    @property
+    def waited_for(self) -> Mapping[int, float]:
+        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
+        return self._interruption.waited_for
+
+    def waits_for(self, ranks: Mapping[int, str]) -> None:
+        """Show for each of these ranks what is said of it."""
+        self._hub.call(lambda: self._fold(Waiting(ranks=dict(ranks))))
+
     def answer(self, rank: int, answer: Answer) -> None:
         """Tell a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
@@ -159,7 +171,12 @@ class WorkerGroup(SpreadCourse):
         self._agent.hurry()
         self._hub.call(lambda: self._tell_nodes(wire.Hurry()))
         if self.keep:
-            self.restart("it was interrupted twice")
+            waited_for = self.waited_for
+            self.restart(
+                f"{format_ranks(waited_for)} had not ended when the job was interrupted again"
+                if waited_for
+                else "it was interrupted twice"
+            )
         else:
             self._agent.stop()
 
@@ -255,7 +272,7 @@ class WorkerGroup(SpreadCourse):
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names() | Arrived() | Asked() | Healed() | Where():
+            case Names() | Arrived() | Asked() | Healed() | Where() | InterruptSeen():
                 self._aside(message)
                 return
             case Returned():
@@ -275,7 +292,7 @@ class WorkerGroup(SpreadCourse):
                 self._phases.wait_without_limit(self.state.world_size)
         self._dispatch_when_ready()
 
-    def _aside(self, message: Names | Arrived | Asked | Healed | Where) -> None:
+    def _aside(self, message: Names | Arrived | Asked | Healed | Where | InterruptSeen) -> None:
         """Take what is no part of the fold."""
         match message:
             case Names():
@@ -291,6 +308,8 @@ class WorkerGroup(SpreadCourse):
                 self._on_healed(message)
             case Where():
                 self._answered(message)
+            case InterruptSeen():
+                self._interruption.seen(message)
 
     def _answered(self, message: Where) -> None:
         job = self.job
@@ -323,9 +342,9 @@ class WorkerGroup(SpreadCourse):
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self._settled(job)
         self._interruption.tick(job.state if job is not None else self.state, self.state, now)
+        self._press(now)
         self._healing.tick(now)
-        if self._restart_at is not None and now >= self._restart_at:
-            self._restart("ranks did not come back within the grace period")
+        self._overdue(now)
         failure = self._phases.overdue(now, self.state)
         if failure is not None:
             self._launch_failure = failure
@@ -346,7 +365,7 @@ class WorkerGroup(SpreadCourse):
         self.attempt = message.number
         self._ready, self.names, self.lost_keys = set(), {}, {}
         self._departures.forget()
-        self._changing = False
+        self._changing = self._replacing = False
         if self._nodes is not None:
             self._nodes.begin()
         self._restart_at = None

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nblaunch._protocol import Heal, Healed, ToRank, Where
-from nblaunch.session.inquiry import Inquiry
+from nblaunch._protocol import DeadVariable, FreeCollective, Heal, Healed, ToRank, Where
+from nblaunch._reports import format_ranks
+from nblaunch.session.inquiry import Inquiry, between_ranks
 from nblaunch.session.interruption import Interruption
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 _DEFAULT_GROUP = "default_pg"
 
 
@@ -26,6 +27,8 @@ class Outcome:
 
     reformed: bool
     failed: str = ""
+    dead: str = ""
+    """Which variables belong to a group that is gone, and what revives each; empty if there are none."""
 
 
 class Healing:
@@ -41,6 +44,7 @@ class Healing:
         self._reform = False
         self._waiting: set[int] = set()
         self._errors: dict[int, str] = {}
+        self._dead: dict[DeadVariable, list[int]] = {}
 
     @property
     def busy(self) -> bool:
@@ -55,6 +59,11 @@ class Healing:
         self._ask_until = time.monotonic() + _ANSWER_SECONDS
         interruption.ask(self._inquiry)
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """The ranks that have not said yet that they are ready."""
+        return self._members if self._inquiry is not None else frozenset(self._waiting)
+
     def abandon(self) -> None:
         """Expect no answer: the ranks are no more."""
         self._inquiry, self._waiting = None, set()
@@ -67,21 +76,38 @@ class Healing:
         self._inquiry = None
         self._number += 1
         self._reform = self._reform or not agree(inquiry.answers, self._members)
-        self._waiting, self._errors = set(self._members), {}
+        self._waiting, self._errors, self._dead = set(self._members), {}, {}
+        if self._reform:
+            # What still refers to a group that is gone must fail at once, not wait for peers in that group.
+            for rank, fds in between_ranks(inquiry.answers).items():
+                self._send(rank, FreeCollective(fds=fds, abort=False))
         for rank in self._members:
             self._send(rank, Heal(self._number, self._reform))
 
     def healed(self, message: Healed) -> Outcome | None:
-        """Take one rank's answer; return the outcome with the last of them."""
+        """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
         if message.number != self._number or message.rank not in self._waiting:
             return None
         self._waiting.discard(message.rank)
         if message.error:
             self._errors[message.rank] = message.error
+        for dead in message.dead:
+            self._dead.setdefault(dead, []).append(message.rank)
+        if self._errors:
+            # The others may wait for this one in the barrier, for as long as a group's timeout.
+            self._waiting = set()
         if self._waiting:
             return None
         failed = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self._errors.items()))
-        return Outcome(self._reform, failed)
+        return Outcome(self._reform, failed, self._named_dead())
+
+    def _named_dead(self) -> str:
+        by_rank = {
+            dead: "" if len(ranks) == len(self._members) else f" on {format_ranks(ranks)}"
+            for dead, ranks in self._dead.items()
+        }
+        named = [f"{dead.name}{where} ({dead.remedy})" for dead, where in by_rank.items()]
+        return ", ".join(named)
 
 
 def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:

@@ -19,7 +19,7 @@ from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
-from nblaunch._state import State
+from nblaunch._state import RankState, State
 from nblaunch.agent import descriptors, forkserver
 from nblaunch.job import payload
 from nblaunch.job.capture import RANK_NAMES, SHELL_NAMES, Captured, capture_call, capture_cell, capture_values
@@ -210,7 +210,7 @@ class LiveSession:
         return lambda cancelled: self._perform(job, brought, dataclasses.replace(wish, cancelled=cancelled))
 
     def claim(self) -> None:
-        """Take the ranks for a job in the background, before its thread begins; its end gives them back."""
+        """Take the ranks for a job in the background, on its thread; its end gives them back."""
         self._refuse_if(at_work=not self._busy.acquire(blocking=False))
 
     def _perform(
@@ -360,6 +360,7 @@ class LiveSession:
                     pid=known.pid,
                     device=known.device,
                     memory=own_memory(known.pid),
+                    waiting=_waiting(running.get(rank)),
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
@@ -449,7 +450,7 @@ class _Brought:
         waits = any(parcel.objects is not None and parcel.objects.wait for parcel in self._parcels)
         if not waits:
             session.remember(sent)
-        parcels = [_waiting(parcel) if waits else parcel for parcel in self._parcels]
+        parcels = [_made_to_wait(parcel) if waits else parcel for parcel in self._parcels]
         return dataclasses.replace(
             launch,
             captured=self.first,
@@ -459,7 +460,7 @@ class _Brought:
         )
 
 
-def _waiting(parcel: engine.Parcel) -> engine.Parcel:
+def _made_to_wait(parcel: engine.Parcel) -> engine.Parcel:
     """Have ranks that get nothing wait for those that do: the payload arrives on all of them, or on none."""
     objects = parcel.objects or Objects()
     return dataclasses.replace(parcel, objects=msgspec.structs.replace(objects, wait=True))
@@ -476,6 +477,10 @@ def _namespace_of(fn: Callable[..., Any]) -> dict[str, Any] | None:
     if globals_ is not None and globals_.get("__name__") == "__main__":
         return dict(globals_) if type(globals_) is not dict else globals_
     return notebook.namespace()
+
+
+def _waiting(known: RankState | None) -> str:
+    return "" if known is None or known.state.final else known.waiting
 
 
 def _end(group: WorkerGroup) -> None:

@@ -10,13 +10,17 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes."""
+    """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes.
+
+    `waiting` says since when a rank has been interrupted, and what it is in; empty unless a job waits for it.
+    """
 
     rank: int
     state: str
     pid: int | None
     device: str
     memory: int | None
+    waiting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,8 @@ class SessionStatus:
         lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
         for each in self.ranks:
             memory = f", {each.memory / 1e6:.0f} MB" if each.memory is not None else ""
-            lines.append(f"  rank {each.rank}: {each.state}, {each.device}{memory}")
+            waiting = f", {each.waiting}" if each.waiting else ""
+            lines.append(f"  rank {each.rank}: {each.state}, {each.device}{memory}{waiting}")
         return "\n".join(lines)
 
 

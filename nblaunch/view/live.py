@@ -16,7 +16,7 @@ from nblaunch._state import RunState, State
 from nblaunch._transcript import Display, Text, Transcript
 from nblaunch.view.aside import StepAside
 from nblaunch.view.held import Held
-from nblaunch.view.outcome import attempt_lines, hang_lines
+from nblaunch.view.outcome import AGAIN, attempt_lines, hang_lines, waits
 from nblaunch.view.output import display_text
 from nblaunch.view.text import prefixed
 
@@ -88,6 +88,7 @@ class Terminal:
         parts = [f"{counts[each]} {each.lower()}" for each in State if counts[each]]
         if state.earlier:
             parts.append(f"attempt {state.attempt.number}")
+        parts += [f"rank {rank} {said}" for rank, said in waits(state).items()]
         said = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
         bar = self._lines.unfinished
         return f"{said} | {bar}" if bar else said
@@ -133,6 +134,7 @@ class LiveLines:
         self._attempt = 0
         self._attempts_told = 0
         self._hang: HangReport | None = None
+        self._waited: set[int] = set()
         self._read: dict[int, int] = {}
         self._held: dict[tuple[int, Stream], Held] = {}
 
@@ -148,6 +150,11 @@ class LiveLines:
         if state.hang is not self._hang:
             self._hang = state.hang
             yield from hang_lines(state)
+        late = {rank: said for rank, said in waits(state).items() if rank not in self._waited}
+        if late:
+            self._waited |= late.keys()
+            yield from (prefixed((rank,), said) for rank, said in late.items())
+            yield f"[nblaunch] {AGAIN}"
 
     @property
     def unfinished(self) -> str:

@@ -24,6 +24,8 @@ _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
 # A number counts executions: another one each time the notebook is run.
 _CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
+AGAIN = "a second interrupt ends all ranks, and their variables are lost"
+"""What ends ranks that are waited for."""
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 
@@ -222,6 +224,15 @@ def _stack(frames: Iterable[FrameRecord]) -> str:
 def _own_words(text: str) -> str:
     """Leave out what differs from one machine to the next, and from run to run."""
     return _CELL_NUMBER.sub("Cell", _PLACES.sub("", plain(text)))
+
+
+def waits(state: RunState) -> dict[int, str]:
+    """Return since when each rank that has been interrupted is waited for, and what it is in."""
+    return {
+        rank: shortened(plain(known.waiting), REASON_COST)
+        for rank, known in sorted(state.ranks.items())
+        if known.waiting and not known.state.final
+    }
 
 
 def warning_lines(state: RunState) -> list[str]:

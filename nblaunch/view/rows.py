@@ -9,7 +9,7 @@ from nblaunch._state import RankState, RunState
 from nblaunch.view.cost import clipped, cost_of_text, shortened
 from nblaunch.view.header import Header
 from nblaunch.view.markup import ICONS
-from nblaunch.view.outcome import failure_of_each, failures, headline, reason_limit
+from nblaunch.view.outcome import AGAIN, failure_of_each, failures, headline, reason_limit, waits
 from nblaunch.view.stragglers import Stragglers
 from nblaunch.view.terminal import plain
 
@@ -74,6 +74,7 @@ class Rows:
     def news(self, state: RunState, now: float) -> RankNews | None:
         """Return what differs from the state seen last, or None; `now` is in seconds."""
         why, marks = self._failures(state), self._stragglers.marks(state, now)
+        marks |= {rank: f"{said}; {AGAIN}" for rank, said in waits(state).items()}
         rows: dict[str, Row] = {}
         values: dict[str, Value] = {}
         for rank, known in sorted(state.ranks.items()):

@@ -248,10 +248,14 @@ def test_a_group_of_the_users_own_is_gone_only_when_it_is_said_to_be(session):
     assert session.cell(use).values[:2] == [2.0, 2.0]
     assert failing(session, "1 / 0").result.warnings == ()
     assert session.cell(use).values[:2] == [2.0, 2.0]
-    assert failing(session, on_ranks({0}, fail)).result.warnings == (REFORMED,)
-    failing(session, use)
+    reformed, gone = failing(session, on_ranks({0}, fail)).result.warnings
+    assert reformed == REFORMED
+    where = "" if size(session) == 2 else " on ranks 0-1"
+    assert gone.endswith(f": mine{where} (mine = dist.new_group(ranks=[0, 1]))")
+    assert failing(session, use).result.warnings == (gone,)
     session.cell("mine = dist.new_group([0, 1])")
     assert session.cell(use).values[:2] == [2.0, 2.0]
+    session.cell("del mine")
     nothing_is_lost(session)
 
 

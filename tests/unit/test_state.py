@@ -23,6 +23,7 @@ from nblaunch._protocol import (
     FailureRecord,
     Healed,
     Hello,
+    InterruptSeen,
     Measured,
     Message,
     Names,
@@ -40,6 +41,7 @@ from nblaunch._protocol import (
     Stream,
     Switched,
     Usage,
+    Waiting,
     Where,
 )
 from nblaunch._state import RunState, State, advance
@@ -87,6 +89,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
     Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
     Healed: st.builds(Healed, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
+    InterruptSeen: st.builds(InterruptSeen, rank=RANKS, number=st.integers(0, 3)),
     Printed: st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=TEXTS),
     Exited: st.builds(
         Exited, rank=RANKS, exitcode=EXITCODES, time=TIMES, expected=st.booleans(), reason=TEXTS,
@@ -97,6 +100,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     ),
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
+    Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
     RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
 }  # fmt: skip
 MESSAGES = st.one_of(list(STRATEGIES.values()))

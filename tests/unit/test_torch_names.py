@@ -217,6 +217,8 @@ def a_typed_storage():
         (a_typed_storage(), "_untyped_storage"),
         (distributed_c10d, "_abort_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
+        (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
+        (type(distributed_c10d._world), "group_count"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),

@@ -1,0 +1,207 @@
+"""Variables that die with the process group they were made for, and the statement that revives each.
+
+When the default group is formed again, all groups of the old one are gone with it. A model that was wrapped
+before (DDP, FSDP) goes on referring to one of these, and so do groups of `new_group` and a `DeviceMesh`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from nblaunch._protocol import DeadVariable
+
+_MOST_MEMBERS = 200
+_MOST_NAMED = 20
+# Nothing that a program keeps its models in.
+_CLOSED = (str, bytes, int, float, torch.Tensor, types.ModuleType, type, types.FunctionType, types.MethodType)
+_OPTIONS = {
+    "broadcast_buffers": True,
+    "find_unused_parameters": False,
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+}
+_ABOUT_GROUPS = re.compile(r"process group|connection (closed|reset)|gloo|nccl|socket", re.IGNORECASE)
+_DISTRIBUTED = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
+
+
+class DeadModelError(RuntimeError):
+    """A wrapped model was used whose process group is gone; says what revives it."""
+
+
+class _Refusal:
+    """A forward pre-hook: a dead model would fail in a way that blames a peer, or wait for one."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+
+    def __call__(self, *_: object) -> None:
+        msg = (
+            "this model's process group is gone: it was formed again after an interrupt or a failure. "
+            f"Its parameters are kept. To revive it: {self._remedy}"
+        )
+        raise DeadModelError(msg)
+
+
+class _Successor:
+    """A forward pre-hook of a dead DDP's module: it is called by what revives it, since the dead one refuses.
+
+    The dead one may live on (the last traceback refers to it). From now on its hooks must not reduce
+    gradients; until now they must, so that a backward pass of the old graph fails and does not go on alone.
+    """
+
+    def __init__(self, dead: DistributedDataParallel) -> None:
+        self._dead = weakref.ref(dead)
+        self._handle = dead.module.register_forward_pre_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self._handle.remove()
+        dead = self._dead()
+        if dead is not None:
+            with contextlib.suppress(Exception):
+                dead.reducer._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
+
+
+_Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
+
+
+class Casualties:
+    """What in a namespace belongs to process groups; `find` before they go, `bury` when they are gone."""
+
+    def __init__(self, namespace: Callable[[], Mapping[str, Any]], hidden: frozenset[str]) -> None:
+        """Look into the variables of `namespace`, those of IPython's own left out."""
+        self._namespace = namespace
+        self._hidden = hidden
+        self._dead: _Found = []
+
+    def find(self) -> _Found:
+        """Return the variables that are alive, with what will revive them; asked of groups that still are."""
+        seen = {id(thing()) for _, thing in self._dead}
+        found: _Found = []
+        for path, thing in self._things():
+            if id(thing) in seen:
+                continue
+            # An object of the user's may raise anything when it is looked at, and must not end the session.
+            with contextlib.suppress(Exception):
+                remedy = self._remedy(path, thing)
+                if remedy is not None:
+                    seen.add(id(thing))
+                    found.append((DeadVariable(path, remedy), weakref.ref(thing)))
+        return found
+
+    def bury(self, found: _Found) -> tuple[DeadVariable, ...]:
+        """Note that these are dead now; have models say so when they are used."""
+        for dead, reference in found:
+            thing = reference()
+            if isinstance(thing, torch.nn.Module):
+                thing.register_forward_pre_hook(_Refusal(dead.remedy), prepend=True)
+            if isinstance(thing, DistributedDataParallel):
+                _Successor(thing)
+        self._dead += found
+        return tuple(dead for dead, _ in found)[:_MOST_NAMED]
+
+    def stumbled_over(self, error: BaseException | None) -> tuple[DeadVariable, ...]:
+        """Return what is dead still, if that may be why a job failed."""
+        present = dict(self._things()) if self._dead else {}
+        self._dead = [
+            (dead, thing)
+            for dead, thing in self._dead
+            if thing() is not None and present.get(dead.name) is thing()
+        ]
+        if error is None or not self._dead or not _is_about_groups(error):
+            return ()
+        return tuple(dead for dead, _ in self._dead)[:_MOST_NAMED]
+
+    def _things(self) -> Iterator[tuple[str, object]]:
+        """Yield the variables, their attributes and what they contain, one level down, by path."""
+        for name, value in list(self._namespace().items()):
+            if name in self._hidden or name.startswith("_"):
+                continue
+            yield name, value
+            for suffix, member in _members(value):
+                yield name + suffix, member
+
+    def _remedy(self, path: str, thing: object) -> str | None:
+        if isinstance(thing, DistributedDataParallel):
+            wrapper = self._name_of(DistributedDataParallel, "DDP")
+            return f"{path} = {wrapper}({path}.module{self._options(thing)})"
+        if isinstance(thing, torch.nn.Module):
+            again = "FSDP: build it and its optimizer again, from a checkpoint"
+            return again if _is_sharded(thing) else None
+        if isinstance(thing, DeviceMesh):
+            return f"{path} = {self._mesh(thing)}"
+        if isinstance(thing, dist.ProcessGroup):
+            distributed = self._name_of(dist, "dist")
+            if thing is dist.group.WORLD:
+                return f"{path} = {distributed}.group.WORLD"
+            with contextlib.suppress(Exception):
+                ranks = dist.get_process_group_ranks(thing)
+                return f"{path} = {distributed}.new_group(ranks={list(ranks)})"
+        return None
+
+    def _name_of(self, wanted: object, otherwise: str) -> str:
+        """Return what the program calls a class or a module."""
+        names = (
+            name for name, value in self._namespace().items() if value is wanted and not name.startswith("_")
+        )
+        return next(names, otherwise)
+
+    def _options(self, model: DistributedDataParallel) -> str:
+        chosen = [
+            f", {name}={value}"
+            for name, usual in _OPTIONS.items()
+            if (value := getattr(model, name, usual)) != usual
+        ]
+        if getattr(model, "device_ids", None):
+            chosen.insert(0, f", device_ids={model.device_ids}")
+        if model.process_group is not dist.group.WORLD:
+            group = next((path for path, thing in self._things() if thing is model.process_group), "...")
+            chosen.append(f", process_group={group}")
+        return "".join(chosen)
+
+    def _mesh(self, mesh: DeviceMesh) -> str:
+        names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+            init = self._name_of(dist.init_device_mesh, "init_device_mesh")
+            return f"{init}({mesh.device_type!r}, {tuple(mesh.mesh.shape)}{names})"
+        return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"
+
+
+def _members(value: object) -> Iterator[tuple[str, object]]:
+    with contextlib.suppress(Exception):  # a mapping or an object of the user's may raise anything
+        whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
+        if whole or _is_sharded(value):
+            return
+        if type(value) is dict:
+            found = [(f"[{key!r}]", member) for key, member in list(value.items())[:_MOST_MEMBERS]]
+        elif type(value) in {list, tuple}:
+            found = [(f"[{index}]", member) for index, member in enumerate(value[:_MOST_MEMBERS])]  # type: ignore[index]
+        elif isinstance(value, torch.nn.Module):
+            found = [(f".{name}", child) for name, child in value.named_children()]
+        else:
+            found = [(f".{name}", member) for name, member in list(vars(value).items())[:_MOST_MEMBERS]]
+        yield from found
+
+
+def _is_sharded(value: object) -> bool:
+    # By name: to import FSDP takes a rank time that only its users should pay.
+    return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
+
+
+def _is_about_groups(error: BaseException) -> bool:
+    if isinstance(error, DeadModelError):
+        return False  # it says so itself
+    if _ABOUT_GROUPS.search(f"{type(error).__name__}: {error}"):
+        return True
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(part in name for name in frames for part in _DISTRIBUTED)
