@@ -58,6 +58,12 @@ def _needed_by_rank(nproc: int) -> int:
     return _RANK_AT_ALL + _RANK_PER_PEER * nproc
 
 
+def room(used: int, hard: int) -> int:
+    """Return how many ranks this process can start under a hard limit: for itself, and for each of them."""
+    here = (hard - used - KERNEL_AT_ALL) // KERNEL_PER_RANK
+    return max(min(here, (hard - _RANK_AT_ALL) // _RANK_PER_PEER), 0)
+
+
 def in_use(limit: int) -> int:
     """Return how many descriptors this process has: `limit` if none is left to look with, 0 if unknown."""
     for listing in ("/proc/self/fd", "/dev/fd"):

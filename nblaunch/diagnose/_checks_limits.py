@@ -33,7 +33,7 @@ def open_files() -> Iterator[Finding]:
         yield ok("open files", "no limit")
         return
     used = descriptors.in_use(soft)
-    ranks = max(hard - used - descriptors.KERNEL_AT_ALL, 0) // descriptors.KERNEL_PER_RANK
+    ranks = descriptors.room(used, hard)
     summary = f"{used} of {hard} in use by this process"
     if soft < hard:
         summary += f" (the limit is {soft} until a run needs more)"
