@@ -26,7 +26,7 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -38,6 +38,7 @@ from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import run_sync
+from patience import PATIENCE, eventually
 
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=200, deadline=None)
@@ -51,9 +52,6 @@ for _signal, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 ROOT = Path(__file__).parents[1]
 MARK = "NBLAUNCH_TESTS"
 KERNEL_MARK = "NBLAUNCH_TEST_KERNEL"
-PATIENCE = 10.0
-"""Seconds that something which must happen may take; only a failure waits as long."""
-
 KERNEL_ENVIRONMENT = {
     "NBLAUNCH_DISPLAY": "text",  # one display per run, the same everywhere
     "CUDA_VISIBLE_DEVICES": "",  # GPUs have tests of their own, in tests/gpu
@@ -67,15 +65,6 @@ _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 _LEFT_TO_CI = {"browser", "notebooks", "programs"}
 _STARTS_ITS_OWN = {"script", "terminal", "start_kernel"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-def eventually(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    """Wait until `condition()` is true; fail, saying `what`, if it is not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:g} s: {what}")
-        time.sleep(0.01)
 
 
 @pytest.fixture(name="eventually", scope="session")

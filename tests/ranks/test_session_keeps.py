@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import eventually
-from programs import INTERRUPTER, said_by
+from patience import eventually
+from sources import INTERRUPTER, said_by
 
 import nblaunch
 
