@@ -15,6 +15,7 @@ Two things differ from plain cloudpickle:
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import io
@@ -57,10 +58,26 @@ class Packed:
         """Return the stream first, then the buffers."""
         return (self.stream, *self.buffers)
 
+    def is_same(self, other: Packed) -> bool:
+        """Return whether both are equal and refer to the same memory, so that one can be sent for both."""
+        places = [_address(buffer) for buffer in self.buffers]
+        return (
+            self.stream == other.stream
+            and None not in places
+            and places == [_address(buffer) for buffer in other.buffers]
+        )
+
     @property
     def size(self) -> int:
         """Bytes, all parts together."""
         return sum(part.nbytes for part in self.parts)
+
+
+def _address(buffer: memoryview) -> tuple[int, int] | None:
+    """Return where a buffer is in memory and its length, None for one that cannot be written to."""
+    if buffer.readonly or not buffer.nbytes:
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
 
 
 class _MainGlobals:

@@ -36,6 +36,8 @@ from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
+from nblaunch.job.payload import Packed
+from nblaunch.job.shared import Outgoing
 from nblaunch.session import hub, joining, notebook, outcome, process_options, recent, surroundings
 from nblaunch.session.ending import Ending, Watcher
 from nblaunch.session.group import WorkerGroup
@@ -337,9 +339,13 @@ def prepare_of(
 def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch]:
     """Write payloads, which `sent` frees; return what each rank is sent, under None for all others."""
     dispatches: dict[int | None, Dispatch] = {}
+    written: list[tuple[Packed, Outgoing]] = []
     for parcel in launch.parcels or (Parcel(frozenset(), launch.captured),):
         captured = parcel.captured
-        outgoing = sent.enter_context(shared.put(captured.packed, runtime.root))
+        outgoing = next((there for packed, there in written if packed.is_same(captured.packed)), None)
+        if outgoing is None:
+            outgoing = sent.enter_context(shared.put(captured.packed, runtime.root))
+            written.append((captured.packed, outgoing))
         dispatch = Dispatch(
             job=launch.job,
             payload=outgoing.payload,

@@ -396,3 +396,12 @@ def test_a_fresh_cell_notices_a_variable_of_a_ranks_own_name(kernel):
     ran = kernel.ok("%%distributed -n 1 --out res\nstr(reads())")
     assert "device: on the ranks this is the rank's own device" in ran.text
     assert kernel.value("res.values") == ["cpu"]
+
+
+def test_ranks_that_know_different_things_are_sent_a_large_value_once(notebook):
+    notebook("few = [1]\nimport numpy\nlarge = numpy.ones(4 << 20)")  # 32 MB
+    notebook.ranks("few; None", ranks=[0])
+    before = [each.memory for each in notebook.session.status().ranks]
+    assert notebook.both("large.sum()") == 4 << 20
+    grown = [after.memory - then for after, then in zip(notebook.session.status().ranks, before, strict=True)]
+    assert max(grown) < 16 << 20
