@@ -339,14 +339,14 @@ def spare_modules() -> None:
     gc.collect()
     if len(sys.modules) < getattr(sys, "modules_spared", 0) + 20:
         return
+    sys.modules_spared = len(sys.modules)  # type: ignore[attr-defined]
     deadline = time.monotonic() + 1
     while any(each.name.startswith(("nblaunch-agent", "Rendezvous")) for each in threading.enumerate()):
         if time.monotonic() > deadline:
-            return
+            return  # a session of the file's: its ranks stay until the last test
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
-    sys.modules_spared = len(sys.modules)  # type: ignore[attr-defined]
 
 
 def nothing_left(before: ThisProcess, *, logs: bool = True) -> None:
