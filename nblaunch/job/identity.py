@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from cloudpickle import cloudpickle as _cloudpickle
@@ -182,7 +182,7 @@ class ObjectTable:
             while self._drop(self._sole()):
                 pass
             if cycles:
-                self._drop([key for key, _ in _orphans(list(self._held.items()), 1)])
+                self._drop([key for key, _ in _orphans(list(self._held.items()), _referents)])
         finally:
             self._sweeping.release()
 
@@ -212,10 +212,10 @@ class ObjectTable:
             del self._keys[weak.address]
 
 
-def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]:
-    """Return which of the held objects nothing refers to but `holders` (besides `held`) and each other.
+def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[Any]]) -> list[tuple[int, Any]]:
+    """Return which of the held objects nothing refers to but one holder (besides `held`) and each other.
 
-    This is what the collector does, with the references of the holders left out: count the references from
+    This is what the collector does, with the references of the holder left out: count the references from
     within, and whatever has more than those is alive, with all that it reaches.
     """
     waiting = [obj for _, obj in held]
@@ -229,19 +229,19 @@ def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]
         if len(found) >= _MOST_VISITED:
             return []
         found[id(obj)] = obj
-        for each in _referents(obj):
+        for each in referents(obj):
             within[id(each)] += 1
             waiting.append(each)
     obj = each = None
     alive = []
     for address in list(found):  # not `.items()`, whose iterator refers to what it has just given
         obj = found[address]
-        own = _OWN_REFERENCES + (holders + 1 if address in addresses else 0)
+        own = _OWN_REFERENCES + (2 if address in addresses else 0)
         if sys.getrefcount(obj) - own > within[address]:
             alive.append(address)
     reached = set(alive)
     while alive:
-        for each in _referents(found[alive.pop()]):
+        for each in referents(found[alive.pop()]):
             # Another thread may have put something new into it meanwhile.
             if id(each) not in reached and id(each) in found:
                 reached.add(id(each))
@@ -250,6 +250,8 @@ def _orphans(held: list[tuple[int, Any]], holders: int) -> list[tuple[int, Any]]
 
 
 def _referents(obj: Any) -> Iterator[Any]:
+    if isinstance(obj, _STOPS):
+        return  # it leads everywhere; what it alone refers to is taken to be alive
     for each in gc.get_referents(obj):
         kind = type(each)
         if kind in _VALUE_TYPES and kind is not tuple:
@@ -267,7 +269,13 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     """
     held = list(memo.values())
     # The pickler refers to each, and so does the entry of its copy that stands for it.
-    temporary = {place for place, _ in _orphans(held, 1)}
+    addresses = {id(obj) for _, obj in held}
+    temporary = {
+        place
+        for place, _ in _orphans(
+            held, lambda obj: [each for each in gc.get_referents(obj) if id(each) in addresses]
+        )
+    }
     found = (
         entry
         for entry in held
