@@ -258,7 +258,16 @@ def _give_programs_pipes() -> None:
             stderr = _pipe_for(Stream.STDERR)
         return handles(self, stdin, stdout, stderr)
 
+    ended: Any = getattr(popen, "_handle_exitstatus", None)  # called once the exit status is known
+
+    def with_all_that_it_wrote(self: object, *status: Any, **keywords: Any) -> None:
+        ended(self, *status, **keywords)
+        with _writing.lock:
+            _writing.copy_pipes()  # what the rank writes from here on comes after it
+
     popen._get_handles = with_pipes  # noqa: SLF001 - see above
+    if ended is not None:
+        popen._handle_exitstatus = with_all_that_it_wrote  # noqa: SLF001 - see above
     os.system = _system
 
 
