@@ -80,6 +80,7 @@ def test_all_ranks_are_lost_with_the(who, nproc, tmp_path):
     must_work(nproc)
 
 
+@pytest.mark.full
 def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     usual(2)
 
@@ -98,6 +99,7 @@ def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     assert ["was lost with the fork server" in each.reason for each in first.failures] == [True, True]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
 @pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
 def test_the_next_run_starts_another(who, noticed):
@@ -292,6 +294,7 @@ def on_a_tiny_disk(tmp_path):
 NONE, ONES = len("None"), len("tensor([1., 1., 1.,  ..., 1., 1., 1.])")
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_is_an_error_that_says_so(on_a_tiny_disk):
     done = on_a_tiny_disk(FULL_DISK, "during")
     assert done.returncode == 0, done.stderr
@@ -320,6 +323,7 @@ def test_a_disk_that_is_full_from_the_beginning_is_passed_over(on_a_tiny_disk):
 # --- and all of it from a notebook -----------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_notebook_survives_the_death_of_all_of_its_processes(kernel):
     """One after the other: the ranks, the fork server, the keeper."""
     for victim in ("ranks", "server", "keeper"):

@@ -107,6 +107,7 @@ def test_sys_exit_without_a_code_ends_a_rank_well(nproc):
     assert {each.state for each in result.ranks} == {"SUCCEEDED"}
 
 
+@pytest.mark.full
 @SIZES
 def test_who_waits_for_a_rank_that_has_ended_well_is_told_so(nproc):
     """That a rank returns early is not a failure by itself."""

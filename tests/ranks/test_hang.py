@@ -132,6 +132,7 @@ def work_in_a_group():
         distributed.all_reduce(torch.ones(1), group=pair)
 
 
+@pytest.mark.full
 def test_a_group_of_the_programs_own_is_told_from_the_default_group():
     report, _ = hanging(work_in_a_group, 4)
     assert report.finished == (2, 3)
@@ -221,6 +222,7 @@ def count_in_c():
     distributed.barrier()
 
 
+@pytest.mark.full
 @SIZES
 def test_a_rank_whose_interpreter_is_held_is_shown_by_faulthandler(nproc):
     report, text = hanging(count_in_c, nproc)
@@ -233,6 +235,7 @@ def test_a_rank_whose_interpreter_is_held_is_shown_by_faulthandler(nproc):
     must_work(nproc)
 
 
+@pytest.mark.full
 @SIZES
 def test_a_rank_that_is_stopped_is_told_and_ended(nproc):
     report, text = hanging(on_ranks({1}, lambda: os.kill(os.getpid(), signal.SIGSTOP)), nproc)
@@ -242,6 +245,7 @@ def test_a_rank_that_is_stopped_is_told_and_ended(nproc):
     must_work(nproc)
 
 
+@pytest.mark.full
 def test_a_rank_that_answers_while_its_stacks_are_read_is_in_the_report_once():
     """The signal that asks for them ends the call that held the interpreter."""
     report, _ = hanging(hold_the_interpreter, 2)
@@ -252,6 +256,7 @@ def test_a_rank_that_answers_while_its_stacks_are_read_is_in_the_report_once():
 # --- through a notebook ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_cell_that_hangs_is_reported_in_lines_of_the_cell(kernel):
     kernel.ok("import time, torch, torch.distributed as dist")
     error = kernel.fails(
@@ -315,6 +320,7 @@ def compute_for_long():
     distributed.barrier()
 
 
+@pytest.mark.full
 def test_a_rank_that_only_computes_in_silence_is_no_hang():
     """All ranks do, and no collective is open."""
     result = nblaunch.run(compute_for_long, nproc=2, hang_after=0.3)

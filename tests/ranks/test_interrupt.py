@@ -244,6 +244,7 @@ RESIST = """
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "body", ["time.sleep(1000)", "sum(range(10**12))"], ids=["ignores signals", "holds the interpreter"]
 )

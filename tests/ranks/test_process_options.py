@@ -69,6 +69,7 @@ def about_itself():
     return total.item(), os.getpid(), os.getsid(0)
 
 
+@pytest.mark.full
 def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_knows():
     result = nblaunch.run(about_itself, nproc=2, start_method="spawn")
     for each in result.ranks:

@@ -99,6 +99,7 @@ def test_a_tqdm_bar_grows_on_one_line_of_its_rank(statement):
         assert view.final.ranks[rank].transcript.displays == ()
 
 
+@pytest.mark.full
 @NEEDS_RICH
 def test_a_rich_bar_grows_on_one_line_of_its_rank():
     view = watched(with_rich)

@@ -199,6 +199,7 @@ def test_completion_does_not_wait_for_a_rank_that_cannot_answer(session):
     assert session.cell("stopped_name", namespace={}).values == [1, 1]
 
 
+@pytest.mark.full
 def test_completion_does_not_wait_for_what_takes_long(session, eventually):
     slow = """
 import time

@@ -411,6 +411,7 @@ def wait_in_a_collective():
     distributed.barrier()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("action", [ignore_signals, stop_itself, wait_in_a_collective])
 def test_a_rank_that_cannot_be_asked_to_end_is_killed_after_the_grace_period(action):
     nblaunch.run(int, nproc=2)  # so that the time below is the ranks', not the fork server's

@@ -65,6 +65,7 @@ def test_python_native_code_and_child_processes_keep_their_order():
     assert err == ""
 
 
+@pytest.mark.full
 def test_nothing_of_200_000_lines_is_lost_or_moved():
     def job():
         rank = os.environ["RANK"]

@@ -127,6 +127,7 @@ def test_the_local_rank_stands_in_arguments_as_with_torchrun(write):
     assert result[1]["args"] == ["--log=1.log", "$HOME ${other} $", "1"]
 
 
+@pytest.mark.full
 def test_what_a_script_defines_can_be_pickled_and_reaches_its_worker_processes(write):
     write(
         {
@@ -298,6 +299,7 @@ def test_a_script_is_started_again_with_its_group(write):
     assert [attempt.reason for attempt in result.attempts] == ["started", "failure"]
 
 
+@pytest.mark.full
 def test_a_script_that_takes_too_long_says_where_it_was(write):
     write({"train.py": "import time\ntime.sleep(1000)"})
     with pytest.raises(nblaunch.RunTimeoutError) as caught:

@@ -762,6 +762,7 @@ def test_the_options_of_a_session_hold_for_all_of_its_jobs(tmp_path):
     assert any("said" in path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
 
 
+@pytest.mark.full
 def test_a_timeout_is_that_of_each_job_and_costs_no_variable():
     with nblaunch.Session(2, timeout=5) as session:
         session.cell("held = rank")

@@ -189,6 +189,7 @@ def test_a_rank_that_eats_all_its_memory_keeps_its_variables(session):
 # --- collectives that never end --------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_mismatched_collective_is_named_and_costs_nothing(session):
     source = """
     if rank == 0:
@@ -219,6 +220,7 @@ def failing_cell(
     return finished.error
 
 
+@pytest.mark.full
 def test_two_ranks_that_wait_for_each_other_are_freed_by_the_timeout(session):
     source = "if rank < 2:\n    dist.recv(torch.ones(1), src=1 - rank)"
     error = failing_cell(session, source, nblaunch.LaunchOptions(timeout=1))
@@ -228,6 +230,7 @@ def test_two_ranks_that_wait_for_each_other_are_freed_by_the_timeout(session):
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     """The others are idle, and would never come."""
     options = nblaunch.LaunchOptions(timeout=1)
@@ -242,6 +245,7 @@ def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_a_group_of_the_users_own_is_gone_only_when_it_is_said_to_be(session):
     session.cell("mine = dist.new_group([0, 1])")
     use = "t = torch.ones(1)\nif rank < 2: dist.all_reduce(t, group=mine)\nt.item()"
@@ -259,12 +263,14 @@ def test_a_group_of_the_users_own_is_gone_only_when_it_is_said_to_be(session):
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_a_group_that_the_user_has_made_anew_is_formed_again_too(session):
     session.cell("dist.destroy_process_group(); dist.init_process_group('gloo')")
     assert failing(session, on_ranks({0}, fail)).result.warnings == (REFORMED,)
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("times", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_many_heals_in_a_row(session, times):
     session.cell("trained = [0]")
@@ -388,6 +394,7 @@ print("done")
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [
@@ -407,6 +414,7 @@ def test_an_interrupt_of_idle_ranks_does_nothing(session):
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period(open_session, tmp_path, eventually):
     session = open_session(2, grace=0.5)
     source = """
@@ -447,6 +455,7 @@ def test_a_second_interrupt_skips_the_grace_period(open_session, eventually):
 # --- ranks that die --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("death", sampled(DEATHS, 3))
 def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(open_session, death):
     action, exitcode, name, reason, _ = DEATHS[death]
@@ -471,6 +480,7 @@ def test_a_job_for_some_ranks_right_after_a_death_is_for_those_alone(open_sessio
     works_with_empty_ranks(session)
 
 
+@pytest.mark.full
 def test_several_deaths_in_a_row(open_session):
     session = open_session(2)
     for number in range(3):
@@ -518,6 +528,7 @@ def test_an_idle_rank_that_dies_takes_the_job_of_the_others_along(open_session, 
     works_with_empty_ranks(session)
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_replaced_after_the_timeout(open_session):
     session = open_session(2, timeout=1, grace=0.5)
     with pytest.raises(nblaunch.RunTimeoutError, match=r"\[rank 1\]"):
@@ -625,6 +636,7 @@ def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(script, blow
     assert third == "[0, 0]"
 
 
+@pytest.mark.full
 def test_a_group_that_cannot_be_formed_again_is_replaced(open_session, monkeypatch):
     session = open_session(2)
     monkeypatch.setattr(Healing, "healed", lambda *_: None)  # as if a rank never came back

@@ -81,6 +81,7 @@ def test_where_nobody_can_be_asked_the_rank_is_told_so(dialogue):
     assert "EOFError: nobody could be asked" in dialogue.error
 
 
+@pytest.mark.full
 def test_the_time_that_the_user_takes_is_not_the_runs(dialogue):
     """The limit is for the ranks; it begins again where it stood."""
 

@@ -159,6 +159,7 @@ def test_an_interrupt_waits_for_c_calls_and_forms_no_group_again(session, releas
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_a_timeout_waits_for_c_calls_too(own_session, release):
     session = own_session(timeout=0.5)
     watch = release_after(session, release, [])
@@ -168,6 +169,7 @@ def test_a_timeout_waits_for_c_calls_too(own_session, release):
     nothing_is_lost(session)
 
 
+@pytest.mark.full
 def test_a_c_call_that_holds_the_interpreter_is_waited_for(session, release):
     said: list[str] = []
 
@@ -351,6 +353,7 @@ while True:
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_goes_on_after_the_grace_period_is_replaced_and_that_is_said(own_session, release):
     session = own_session()
     result = cell(session, STUBBORN, release)
@@ -373,6 +376,7 @@ def test_a_second_interrupt_ends_ranks_in_c_code_and_says_what_is_lost(own_sessi
     assert session.status().attempt == 1
 
 
+@pytest.mark.full
 def test_a_background_job_that_is_cancelled_twice_is_ended_too(own_session, release):
     session = own_session(grace=60)
     session.push({"path": str(release)})
@@ -391,6 +395,7 @@ def test_a_background_job_that_is_cancelled_twice_is_ended_too(own_session, rele
     assert session.cell("'trained' in globals()").values == [False, False]
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_waited_for_until_it_goes_on(session, release):
     pid = session.run(os.getpid).values[1]
     said: list[str] = []
@@ -447,6 +452,7 @@ print("done")
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("file", ["/nblaunch/session/background.py", "/nblaunch/_session_api.py"])
 def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path):
     assert said_by(SUBMIT, tmp_path, file) == "done\n"

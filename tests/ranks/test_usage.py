@@ -62,6 +62,7 @@ def burn(path):
         del held
 
 
+@pytest.mark.full
 def test_a_rank_that_computes_and_one_that_holds_memory_can_be_told_apart(tmp_path):
     end = tmp_path / "end"
 
@@ -129,6 +130,7 @@ def late(path):
     torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tmp_path):
     end = tmp_path / "end"
 
@@ -144,6 +146,7 @@ def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tm
     assert len(view.usages(1)) > 1
 
 
+@pytest.mark.full
 def test_ranks_of_a_session_are_measured_in_each_job():
     """What is said of a job is not what the session did before it."""
     view = Watching()
@@ -194,6 +197,7 @@ def test_a_process_that_is_gone_or_never_was_is_not_measured(process):
     assert meter.measure(1 << 22) is None
 
 
+@pytest.mark.full
 def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
     state = RunState(
         world_size=64,

@@ -114,6 +114,7 @@ def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
     assert "the end" in content["data"]["text/html"]
 
 
+@pytest.mark.full
 @pytest.mark.oldest
 def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
     messages = kernel.execute("run(2.0)")
