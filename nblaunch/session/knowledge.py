@@ -137,6 +137,8 @@ class Knowledge:
         with self._lock:
             if view.record not in self._records:
                 return  # of an attempt that is over
+            if not (sent.bound or sent.prints or sent.gone):
+                return  # ranks that were sent nothing still know what the others know
             record = view.record if view.ranks == view.record.ranks else self._apart(view.record, view.ranks)
             record.gone -= set(sent.gone)
             record.keys.update(sent.prints)

@@ -168,6 +168,12 @@ def test_what_the_ranks_bound_themselves_stays_and_a_notice_says_so_once(noteboo
     assert second.warnings == ()
 
 
+def test_what_one_rank_bound_stays_there_and_the_others_get_the_notebooks(notebook):
+    notebook("uneven = 'notebook'\ndef reads():\n    return uneven")
+    notebook.session.cell("if rank == 0:\n    uneven = 'own'", namespace={})
+    assert notebook.ranks("uneven, reads()").values == [("own", "own"), ("notebook", "notebook")]
+
+
 def test_a_push_wins_over_what_the_ranks_bound(notebook):
     notebook("lr = 0.1")
     notebook.ranks("lr = 5; None")
