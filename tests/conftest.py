@@ -392,6 +392,8 @@ def ends_with_the_session():
     engine = sys.modules.get("nblaunch.session.engine")
     if engine is not None:
         engine.close()
+    elif (forkserver := sys.modules.get("nblaunch.agent.forkserver")) is not None:
+        forkserver.server.stop()  # the doctor may have been all that used it
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []

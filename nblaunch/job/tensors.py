@@ -108,7 +108,7 @@ def is_tensor(obj: Any) -> bool:
 def is_plain_tensor(obj: Any) -> bool:
     """Return whether `obj` is a tensor or a parameter, and of no other class."""
     torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter)
+    return torch is not None and type(obj) in _plain(torch)
 
 
 def is_storage(obj: Any) -> bool:
@@ -123,10 +123,27 @@ def reduce_by_value(obj: Any) -> Any:
         return reduce(obj) if is_storage(obj) else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     import torch
 
-    copied = obj.detach().clone()
+    alone = _elsewhere(obj)
     if isinstance(obj, torch.nn.Parameter):
-        return torch.nn.Parameter, (copied, obj.requires_grad)
-    return copied.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return torch.nn.Parameter, (alone, obj.requires_grad)
+    return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _elsewhere(tensor: Any) -> Any:
+    """Return a tensor of the same elements over a storage that no other tensor is known to have.
+
+    It reads the memory of a contiguous tensor on the CPU where that is; any other is copied.
+    """
+    import torch
+
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
+        memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+        memory.tensor = tensor  # lives as long as the memory is read
+        alone = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    else:
+        alone = tensor.detach().clone()
+    return alone.requires_grad_() if tensor.requires_grad else alone
 
 
 def copy_content(target: Any, data: Any) -> None:
@@ -140,9 +157,33 @@ def copy_content(target: Any, data: Any) -> None:
     import torch
 
     with torch.no_grad():
-        target.copy_(data)
+        alike = target.device == data.device and target.stride() == data.stride()
+        if alike and target.layout is torch.strided and _is_sole_user(torch, target):
+            target.data = data.detach()  # the memory of the payload, not a copy of it
+            torch.autograd.graph.increment_version(target)
+        else:
+            target.copy_(data)
         if target.is_leaf:
             target.requires_grad_(data.requires_grad)
+
+
+def _is_sole_user(torch: Any, tensor: Any) -> bool:
+    """Return whether nothing but the Python object `tensor` leads to its memory.
+
+    A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
+    add to a count. What a new tensor counts differs between versions of torch.
+    """
+    return type(tensor) in _plain(torch) and _users(torch, tensor) == _users(torch, torch.empty(1))
+
+
+def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
+    storage = tensor.untyped_storage()
+    in_torch = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # noqa: SLF001 - no public counts
+    return (*in_torch, sys.getrefcount(storage))
+
+
+def _plain(torch: Any) -> tuple[type, type]:
+    return torch.Tensor, torch.nn.Parameter
 
 
 # --- what a pickle shows of its storages -----------------------------------------------------------

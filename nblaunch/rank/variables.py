@@ -76,6 +76,7 @@ class Variables:
 
     def keep(self, loaded: payload.Loaded, objects: Objects) -> None:
         """Take the objects that have arrived; can be begun again where it was interrupted."""
+        self.release()  # a payload that has been loaded has found what it refers to
         for fill in loaded.fills:
             fill()
         if objects.keys:
@@ -84,7 +85,6 @@ class Variables:
             for place, key in zip(places, keys, strict=True):
                 self._objects.add(memo[place], key)
         self._objects.discard(array("Q", objects.gone))
-        self.release()
 
     def bring(self, brought: Mapping[str, object]) -> None:
         """Take variables of the notebook, but for those that are the rank's own."""

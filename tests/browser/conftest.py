@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -57,18 +58,17 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="package")
-def chromium(home):
+def chromium():
     """Start headless Chromium."""
     from playwright.sync_api import sync_playwright
 
     path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
     if path is None:
         missing("Chromium")
-    scratch = home / "scratch"
-    scratch.mkdir()
-    with sync_playwright() as playwright:
+    # Chromium makes a socket below it, whose path must not be longer than 107 characters.
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory(prefix="c") as scratch:
         browser = playwright.chromium.launch(
-            executable_path=path, args=FLAGS, env={**os.environ, "TMPDIR": str(scratch)}
+            executable_path=path, args=FLAGS, env={**os.environ, "TMPDIR": scratch}
         )
         yield browser
         browser.close()

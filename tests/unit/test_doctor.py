@@ -396,9 +396,10 @@ def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
         assert only(_checks_storage.temporary_directory()).level is level
 
 
-def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch, tmp_path):
+def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch):
     monkeypatch.setattr(runtime, "_root", None)
-    monkeypatch.setattr(runtime, "_candidates", lambda: [str(tmp_path / "gone")])
+    gone = Path(tempfile.gettempdir()) / "gone"  # a short path, as a socket needs
+    monkeypatch.setattr(runtime, "_candidates", lambda: [str(gone)])
     found = only(_checks_storage.temporary_directory())
     assert found.level is Level.PROBLEM
     assert "No such file or directory" in found.summary

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nblaunch.job import payload
+from nblaunch.job import payload, tensors
 
 BIG = 1_000_000
 
@@ -188,3 +188,56 @@ class Leaves:
 def test_an_object_that_exits_while_it_is_loaded_is_one_that_cannot_be_loaded():
     with pytest.raises(pickle.UnpicklingError, match=r"SystemExit\(9\)"):
         payload.loads_plain(payload.dumps_plain(Leaves()))
+
+
+# --- what a push fills ------------------------------------------------------------------------------
+
+
+def a_graph_that_saved(tensor):
+    return (tensor.requires_grad_() ** 2).sum()
+
+
+def test_a_tensor_that_nothing_else_leads_to_takes_the_pushed_memory():
+    target, data = torch.zeros(4), torch.ones(4)
+    kept, version = [target], target._version
+    tensors.copy_content(target, data)
+    assert target.tolist() == [1.0] * 4
+    assert kept[0].data_ptr() == data.data_ptr()
+    assert target._version > version
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda tensor: tensor[1:],
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.untyped_storage(),
+        torch.utils.dlpack.to_dlpack,
+        a_graph_that_saved,
+    ],
+    ids=["view", "detached", "numpy", "storage", "dlpack", "graph"],
+)
+def test_a_tensor_whose_memory_others_use_is_filled_where_it_is(other):
+    target = torch.zeros(4)
+    memory, held = target.data_ptr(), other(target)
+    tensors.copy_content(target, torch.ones(4))
+    assert target.tolist() == [1.0] * 4
+    assert target.data_ptr() == memory
+    del held
+
+
+def test_a_tensor_of_other_strides_is_filled_where_it_is():
+    target = torch.zeros(2, 3).t()
+    tensors.copy_content(target, torch.ones(3, 2))
+    assert target.stride() == (1, 3)
+    assert target.sum() == 6
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_copy_by_value_keeps_what_the_tensor_requires(requires_grad):
+    tensor = torch.arange(5000.0, requires_grad=requires_grad)
+    rebuild, arguments, *_ = tensors.reduce_by_value(tensor)
+    copied = rebuild(*arguments)
+    assert copied.requires_grad is requires_grad
+    assert torch.equal(copied, tensor)
