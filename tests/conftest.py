@@ -389,11 +389,10 @@ def unchanged_process(request):
 def ends_with_the_session():
     """At the very end close what one process keeps (hub, fork server), and check that this ends it."""
     yield
-    engine = sys.modules.get("nblaunch.session.engine")
-    if engine is not None:
+    if "nblaunch.agent.forkserver" in sys.modules:  # also where the doctor was all that used it
+        from nblaunch.session import engine
+
         engine.close()
-    elif (forkserver := sys.modules.get("nblaunch.agent.forkserver")) is not None:
-        forkserver.server.stop()  # the doctor may have been all that used it
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []
