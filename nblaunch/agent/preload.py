@@ -35,8 +35,8 @@ def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
 
     isolate.server_pid = os.getpid()
     shell.prepare(root)
-    # Frozen objects are never visited by a rank's collector, so their pages stay shared.
-    gc.collect()
+    # Frozen objects are never visited by a rank's collector, so their pages stay shared. The garbage among
+    # them is small (8,000 objects), and to find it takes as long as to make the shell.
     gc.freeze()
     gc.enable()
     _ForkServer(socket.socket(fileno=requests_fd), alive_fd).run()
