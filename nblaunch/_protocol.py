@@ -19,7 +19,8 @@ from nblaunch._records import Phase as Phase  # noqa: PLC0414 - exported
 from nblaunch._records import ScriptJob as ScriptJob  # noqa: PLC0414 - exported
 from nblaunch._records import Stream as Stream  # noqa: PLC0414 - exported
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Raised with every change of a message: a node of another version is refused."""
 
 
 class ProtocolError(Exception):

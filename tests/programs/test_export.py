@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from sources import end_of_torchrun
 
+import nblaunch
 from nblaunch.magic.commands import command_completions
 
 pytest.importorskip("safetensors")
@@ -37,6 +39,18 @@ def torchrun(path: Path, *options: str) -> list[list[str]]:
         )
         assert status == 0, said[-5000:]
         texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+    return printed(texts)
+
+
+def run_script(path: Path) -> list[list[str]]:
+    """Run a script as torchrun does, which takes three more interpreters; return what `torchrun` returns."""
+    with contextlib.chdir(path.parent):
+        result = nblaunch.run(path.name, nproc=RANKS, backend="gloo", env={"CUDA_VISIBLE_DEVICES": ""})
+    return printed([rank.stdout for rank in result.ranks])
+
+
+def printed(texts: list[str]) -> list[list[str]]:
+    """Return the values that each rank has printed."""
     assert len(texts) == RANKS
     return [
         [line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith("[rank ")]
@@ -341,6 +355,10 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
+UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models")
+"""The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=[pytest.mark.quick] if each == "a collective" else []) for each in ROUND_TRIPS],
@@ -355,7 +373,8 @@ def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, na
     shown = kernel.ok("%distributed export train.py")
     assert "torchrun --standalone --nproc-per-node 2 train.py" in shown.result
     text = tidy_script(there / "train.py")
-    assert torchrun(there / "train.py") == [[value] for value in expected], text
+    launch = torchrun if name in UNDER_TORCHRUN else run_script
+    assert launch(there / "train.py") == [[value] for value in expected], text
 
 
 def tidy_lines(code: str) -> list[str]:
@@ -455,13 +474,13 @@ def test_a_cell_that_defines_main_keeps_it(kernel, there):
     text = exported(kernel, "def main():\n    return rank\n\nmain()")
     assert "def main():" in text
     assert "def main_() -> None:" in text
-    assert torchrun(there / "train.py") == [["0"], ["1"]]
+    assert run_script(there / "train.py") == [["0"], ["1"]]
 
 
 def test_variables_that_functions_of_the_notebook_use_are_the_modules(kernel, there):
     text = exported(kernel, "total: int = 5 + rank\nshow()", "def show():\n    return total")
     assert "    global total\n" in text
-    assert torchrun(there / "train.py") == [["5"], ["6"]]
+    assert run_script(there / "train.py") == [["5"], ["6"]]
 
 
 def test_an_environment_that_is_set_before_an_import_stays_before_it(kernel, there):
@@ -471,7 +490,7 @@ def test_an_environment_that_is_set_before_an_import_stays_before_it(kernel, the
         kernel, "import os\nos.environ['A_SWITCH'] = 'on'\nimport reads_switch\nreads_switch.switch"
     )
     assert "    import reads_switch\n" in text
-    assert torchrun(there / "train.py") == [["'on'"]] * 2
+    assert run_script(there / "train.py") == [["'on'"]] * 2
 
 
 def test_the_same_notebook_gives_the_same_bytes(kernel, there):
@@ -603,7 +622,7 @@ def test_a_range_of_cells_is_written_in_order_plain_ones_as_they_are(kernel, the
     text = tidy_script(there / "train.py")
     assert "    start = 2  # a beginning\n" in text
     assert text.count("import math") == 1
-    assert torchrun(there / "train.py") == [["2", "3"], ["3", "3"]]
+    assert run_script(there / "train.py") == [["2", "3"], ["3", "3"]]
 
 
 @pytest.mark.usefixtures("there")
@@ -628,7 +647,7 @@ def test_variables_of_a_sessions_ranks_are_exported_with_the_cells_that_made_the
             "# torchrun has no --timeout (50.0)",
             "torchrun --standalone --nproc-per-node 2 --role trainer train.py",
         ]
-        assert torchrun(there / "train.py") == [["1"], ["4"]]
+        assert run_script(there / "train.py") == [["1"], ["4"]]
     finally:
         kernel.ok("%distributed stop")
 
@@ -655,7 +674,7 @@ def test_the_option_writes_the_script_beside_running_the_cell(kernel, there):
     assert ran.stdout.splitlines()[:2] == ["train.py is written. It runs with:", command]
     assert kernel.value("res.values") == [1, 2]
     assert command in (there / "train.py").read_text()
-    assert torchrun(there / "train.py") == [["1"], ["2"]]
+    assert run_script(there / "train.py") == [["1"], ["2"]]
 
 
 def test_a_script_that_cannot_be_written_is_said_before_the_cell_runs(kernel, there):
