@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch._options import LaunchOptions, Script, is_script
+from nblaunch._options import LaunchOptions
 from nblaunch._results import RunResult
-from nblaunch.agent import forkserver
 from nblaunch.session import notebook
+from nblaunch.session import run as session_run
+from nblaunch.session.ending import SilentWatcher, Watcher
+from nblaunch.session.scripts import is_script
+from nblaunch.view.watch import watcher
 
 
 def run(  # noqa: PLR0913 - the options of a run
@@ -66,26 +68,8 @@ def run(  # noqa: PLR0913 - the options of a run
         options.setdefault("init_process_group", False)
     launch_options = LaunchOptions.from_keywords(script=script, **options)
     shown = notebook.shell() is not None if display is None else display
-    return _call(fn, args, kwargs, check=check, shown=shown, options=launch_options)
-
-
-def _call(  # noqa: PLR0913 - as `run`
-    fn: Callable[..., Any] | Script,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    check: bool,
-    shown: bool,
-    options: LaunchOptions,
-) -> RunResult:
-    if sys.platform != "win32" and notebook.inside_rank() is None:
-        # It loads torch while this process does, with the modules below.
-        forkserver.server.ensure_running()
-    from nblaunch.session import run as session_run
-    from nblaunch.session.ending import SilentWatcher, Watcher
-    from nblaunch.view.watch import watcher
 
     def watch(title: str, backend: str, note: str) -> Watcher:
         return watcher(title, backend, note) if shown else SilentWatcher()
 
-    return session_run.call(fn, args, kwargs, check=check, options=options, watch=watch)
+    return session_run.call(fn, args, kwargs, check=check, options=launch_options, watch=watch)

@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from nblaunch._errors import OptionError
 from nblaunch._option_kinds import (
@@ -35,13 +35,6 @@ MOST_RANKS_PER_NODE = 4096
 """More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
 
 _MOST = 2**31 - 1
-
-Script = str | os.PathLike[str]
-
-
-def is_script(target: object) -> TypeGuard[Script]:
-    """Return whether `target` is the path of a script, not something to call."""
-    return isinstance(target, str | os.PathLike) and not callable(target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch._errors import OptionError, RunFailedError
-from nblaunch._options import LaunchOptions, Script, is_script
+from nblaunch._options import LaunchOptions
 from nblaunch._protocol import FunctionJob
 from nblaunch._results import RunResult
 from nblaunch.job.capture import capture_call
 from nblaunch.session import engine, notebook, scripts
 from nblaunch.session.ending import Watcher
+from nblaunch.session.scripts import Script, is_script
 
 
 def call(  # noqa: PLR0913 - the options of a run

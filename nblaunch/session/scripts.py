@@ -12,16 +12,23 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
 from nblaunch._option_kinds import brief
 from nblaunch._option_row import nearest
-from nblaunch._options import LaunchOptions, Script
+from nblaunch._options import LaunchOptions
 from nblaunch._protocol import ScriptJob
 from nblaunch.job import payload
 from nblaunch.job.capture import Captured
 from nblaunch.session import engine
+
+Script = str | os.PathLike[str]
+
+
+def is_script(target: object) -> TypeGuard[Script]:
+    """Return whether `target` is the path of a script, not something to call."""
+    return isinstance(target, str | os.PathLike) and not callable(target)
 
 
 def launch(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
-from nblaunch._options import LaunchOptions, is_script
+from nblaunch._options import LaunchOptions
 from nblaunch._protocol import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch._reports import HangReport, format_ranks
 from nblaunch._results import RunResult
@@ -27,7 +27,7 @@ from nblaunch.session import engine, hub, joining, notebook, outcome
 from nblaunch.session.ending import SilentWatcher, Watcher
 from nblaunch.session.group import WorkerGroup
 from nblaunch.session.knowledge import Knowledge, Sent, View, notices
-from nblaunch.session.scripts import refuse_in_session
+from nblaunch.session.scripts import is_script, refuse_in_session
 from nblaunch.session.shown import with_those_of
 from nblaunch.session.status import RankStatus, SessionStatus, own_memory
 

@@ -232,11 +232,11 @@ def fill():
     os.close(descriptor)
 
 def prints():
-    print("x" * 10_000)
+    print("x" * 200_000)    # more room than anything else here can give back meanwhile
 
 def fills_and_prints():
     fill()
-    print("x" * 10_000)
+    prints()
 
 def silent(tensor):
     return tensor + 1

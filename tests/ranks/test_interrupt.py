@@ -117,9 +117,9 @@ print("done")
     ("seed", "lines", "file"),
     [
         (0, 6, "/nblaunch/"),
-        full((0, 25, "/nblaunch/")),
-        full((0, 40, "/nblaunch/session/ending.py")),
-        full((0, 40, "/nblaunch/session/engine.py")),
+        full((1, 12, "/nblaunch/")),
+        full((0, 15, "/nblaunch/session/ending.py")),
+        full((0, 15, "/nblaunch/session/engine.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )

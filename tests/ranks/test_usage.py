@@ -153,7 +153,7 @@ def test_ranks_of_a_session_are_measured_in_each_job():
     with nblaunch.Session(nproc=2) as session:
         session.run(time.sleep, (0.1,))
         session._live.watch = lambda *_: view
-        session.run(time.sleep, (1.5,))
+        session.run(time.sleep, (2.5,))
     assert view.usages(0)
     assert view.usages(1)[-1].cpu_percent < 50
 
