@@ -60,6 +60,8 @@ KERNEL_ENVIRONMENT = {
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
 _KEEPER = "nblaunch.agent.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
+_NOT_OURS = ("pytest-of-", "torchinductor_")
+"""What pytest makes, and torch once a user uses DDP on a CUDA build with Triton (`torchinductor_<user>`)."""
 _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 """Variables that would change what the tests, or a pytest that one of them starts, are about."""
 _LEFT_TO_CI = {"browser", "notebooks", "programs"}
@@ -204,7 +206,7 @@ def temporary_files() -> set[Path]:
     """Return what is in the temporary directory, and what runs keep in the runtime directories there."""
     here = Path(tempfile.gettempdir())
     kept = {path for each in _RUN_DIRECTORIES for path in here.glob(f"nblaunch-*/{each}*")}
-    return kept | {path for path in here.iterdir() if not path.name.startswith("pytest-of-")}
+    return kept | {path for path in here.iterdir() if not path.name.startswith(_NOT_OURS)}
 
 
 def is_plain_file(target: str) -> bool:
@@ -606,6 +608,12 @@ class Kernel:
 def kernel_client():
     """Make what jupyter_client keeps in a process (an event loop), before any test looks for leftovers."""
     run_sync(asyncio.sleep)(0)
+
+
+@pytest.fixture(scope="session")
+def kernels(kernel_client):  # noqa: ARG001 - the order matters
+    """Give the class itself, for a fixture that starts kernels of another kind."""
+    return Kernel
 
 
 @pytest.fixture(scope="module")

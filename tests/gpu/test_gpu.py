@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 
 import pytest
 import torch
@@ -10,31 +10,34 @@ import torch
 from nblaunch.session.usage import Gpus
 
 GPUS = torch.cuda.device_count()
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
-"""What the tests' kernels see; other tests' kernels see no GPU."""
-
 DEVICES = [f"cuda:{index}" for index in range(GPUS)]
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason=f"torch {torch.__version__} sees no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def module_used_kernel(kernels, visible):
+    """Start a kernel that has initialised CUDA; the module's other one has not."""
+    with contextlib.closing(kernels(CUDA_VISIBLE_DEVICES=visible)) as started:
+        started.ok("import torch; torch.cuda.init()")
+        yield started
 
 
 @pytest.fixture
-def kernel(start_kernel):
-    """Give a kernel of the test's own, that sees the GPUs and has imported torch."""
-    started = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="html")
-    started.ok("import os, torch")
-    return started
+def kernel(gpu_kernel):
+    """Give a kernel that sees the GPUs and has imported torch."""
+    gpu_kernel.ok("import os, torch")
+    yield gpu_kernel
+    gpu_kernel.forget()
 
 
 @pytest.fixture
-def used_kernel(kernel):
+def used_kernel(module_used_kernel):
     """Give a kernel that has initialised CUDA, and holds memory there."""
-    kernel.ok("mine = torch.arange(4.0, device='cuda')")
-    assert kernel.value("torch.cuda.is_initialized()") is True
-    return kernel
+    module_used_kernel.ok("import torch; mine = torch.arange(4.0, device='cuda')")
+    assert module_used_kernel.value("torch.cuda.is_initialized()") is True
+    yield module_used_kernel
+    module_used_kernel.forget()
 
 
 REDUCE = f"""
@@ -212,9 +215,6 @@ def test_gpus_can_be_hidden_from_the_ranks(kernel):
         "%%distributed -n 2 --env CUDA_VISIBLE_DEVICES= --out res\n(str(device), torch.cuda.device_count())"
     )
     assert kernel.value("res.values") == [["cpu", 0]] * 2
-    kernel.ok("os.environ['CUDA_VISIBLE_DEVICES'] = ''")
-    kernel.ok("%%distributed -n 2 --out res\n(str(device), torch.cuda.device_count())")
-    assert kernel.value("res.values") == [["cpu", 0]] * 2
 
 
 def test_ddp_trains_on_gpus_with_equal_parameters_in_the_end(kernel):
@@ -260,7 +260,7 @@ def test_after_a_device_side_assertion_the_next_cell_works(used_kernel):
     assert used_kernel.value("(mine + 1).tolist()") == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_function_on_gpus_from_a_plain_script(script):
+def test_a_function_on_gpus_from_a_plain_script(script, visible):
     done = script(
         f"""
         import nblaunch
@@ -278,7 +278,7 @@ def test_a_function_on_gpus_from_a_plain_script(script):
         result = nblaunch.run(job, args=(captured * 2,), nproc={GPUS}, backend="nccl")
         print([(same, str(total.device), total.tolist()) for same, total in result], result.devices)
         """,
-        env={"CUDA_VISIBLE_DEVICES": VISIBLE},
+        env={"CUDA_VISIBLE_DEVICES": visible},
     )
     assert done.returncode == 0, done.stderr
     expected = [(True, "cpu", [3.0 * GPUS] * 3)] * GPUS
@@ -297,9 +297,9 @@ def test_a_large_tensor_on_a_gpu_is_shown_by_its_statistics(kernel):
     assert "tensor(shape=(64, 64), dtype=float32, device=cuda, min=2, max=2, mean=2)" in ran.text
 
 
-def test_what_a_process_holds_on_its_gpu_is_measured_without_cuda(used_kernel):
+def test_what_a_process_holds_on_its_gpu_is_measured_without_cuda(used_kernel, visible):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    gpus = Gpus({"CUDA_VISIBLE_DEVICES": VISIBLE})
+    gpus = Gpus({"CUDA_VISIBLE_DEVICES": visible})
     used = gpus.of(used_kernel.pid, "cuda:0")
     gpus.close()
     assert used.memory is not None

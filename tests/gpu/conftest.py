@@ -1,0 +1,58 @@
+"""What the tests on GPUs share: how many GPUs a test needs, kernels and sessions that see them.
+
+The same tests run on real GPUs and on simulated ones (tests/simulated_gpu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import nblaunch
+
+SIMULATED = "FAKE_GPUS" in os.environ
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are: `pytest.mark.gpu` needs one, `pytest.mark.gpu(4)` four."""
+    needed = max((next(iter(mark.args), 1) for mark in item.iter_markers("gpu")), default=0)
+    found = torch.cuda.device_count()
+    if needed and not found:
+        pytest.skip(f"torch {torch.__version__} sees no CUDA device here")
+    if needed > found:
+        pytest.skip(f"needs {needed} GPUs, and torch sees {found} here")
+
+
+@pytest.fixture(scope="session")
+def visible():
+    """Give the CUDA_VISIBLE_DEVICES with which a kernel sees the GPUs: other tests' kernels see none."""
+    every = ",".join(str(index) for index in range(torch.cuda.device_count()))
+    return os.environ.get("CUDA_VISIBLE_DEVICES") or every
+
+
+@pytest.fixture
+def simulated():
+    """Skip on real GPUs what asks the simulator."""
+    if not SIMULATED:
+        pytest.skip("needs what only simulated GPUs tell (tests/simulated_gpu)")
+    return Path(os.environ["FAKE_DIR"])
+
+
+@pytest.fixture(scope="module")
+def gpu_kernel(kernels, visible):
+    """Start the kernel that sees the GPUs, and that the tests of one module share."""
+    with contextlib.closing(kernels(CUDA_VISIBLE_DEVICES=visible, NBLAUNCH_DISPLAY="html")) as started:
+        started.ok("import os, torch")
+        yield started
+
+
+@pytest.fixture(scope="module")
+def gpu_session():
+    """Open a session with a rank for each GPU, which the tests of one module share."""
+    with nblaunch.Session(torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", name="gpus") as session:
+        session.cell("import sys, torch, torch.distributed as dist; print(); print(file=sys.stderr)")
+        yield session
