@@ -111,8 +111,16 @@ class Shown(_FromRank, frozen=True):
     text: str
 
 
+DEFAULT_GROUP = "default_pg"
+"""What torch calls the default process group."""
+
+
 class Collective(msgspec.Struct, frozen=True):
-    """A collective that a rank has begun, as torch's flight recorder has it."""
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    `backend` is whose recorder that is, gloo's or NCCL's: within one group each counts by itself. `ranks` are
+    the members of the group, empty if these are not known.
+    """
 
     group: str
     sequence: int
@@ -120,6 +128,13 @@ class Collective(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     completed: bool = False
+    backend: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        """Return what is the same on all ranks for one group, and another for each group."""
+        return self.backend, self.group, () if self.group == DEFAULT_GROUP else self.ranks
 
 
 class Connection(msgspec.Struct, frozen=True):
@@ -144,6 +159,10 @@ class Where(_FromRank, frozen=True):
     """How many operations of process groups this rank has begun and not ended; None if that is not known."""
     inside: bool = False
     """Whether the main thread is inside a call of torch.distributed."""
+    nccl: bool = False
+    """Whether the default group uses NCCL: operations run on the GPU, whatever the main thread does."""
+    done: tuple[int, ...] = ()
+    """Of each group of NCCL's, the last operation that has ended: it moves while the GPUs are at work."""
 
 
 class Names(_FromRank, frozen=True):
@@ -204,6 +223,8 @@ class Healed(_FromRank, frozen=True):
     number: int
     error: str = ""
     dead: tuple[DeadVariable, ...] = ()
+    unusable: str = ""
+    """What CUDA says, if nothing more can be done with it in this process."""
 
 
 # --- seen by the kernel about a rank -------------------------------------------------------------
@@ -410,10 +431,9 @@ class ReportReached(msgspec.Struct, frozen=True, tag=True):
 
 
 class FreeCollective(msgspec.Struct, frozen=True, tag=True):
-    """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
+    """End the collective in which the main thread is stuck: abort NCCL, then shut these connections."""
 
     fds: tuple[int, ...] = ()
-    abort: bool = True
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -425,10 +445,15 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heal(msgspec.Struct, frozen=True, tag=True):
-    """Answer with `Healed`; with `reform`, form the default process group again before."""
+    """Answer with `Healed`; with `reform`, form the default process group again before.
+
+    `fds` are connections to other ranks that belong to the old groups. What still refers to one of these
+    groups must fail at once, and not wait for peers in it.
+    """
 
     number: int
     reform: bool
+    fds: tuple[int, ...] = ()
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

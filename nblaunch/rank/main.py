@@ -58,6 +58,7 @@ from nblaunch.rank import (
     introspection,
     orphans,
     process_group,
+    recorder,
     returning,
     script,
     shell,
@@ -142,8 +143,8 @@ class Rank:
                             self._guarded(functools.partial(self._prepare, prepare))
                         case Dispatch() as dispatch:
                             self._guarded(functools.partial(self._work, dispatch))
-                        case Heal(number=number, reform=reform):
-                            self._heal(number, reform=reform)
+                        case Heal() as order:
+                            self._heal(order)
                         case Leave(exitcode=exitcode):
                             return exitcode
                 except KeyboardInterrupt:
@@ -175,7 +176,7 @@ class Rank:
         if self.orders.virtual_local_rank:
             environment.see_one_device_only()
         process_group.prefer_loopback()
-        inspection.record_collectives()
+        recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
@@ -380,20 +381,24 @@ class Rank:
             self.names_told = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
-    def _heal(self, number: int, *, reform: bool) -> None:
+    def _heal(self, order: Heal) -> None:
         """Be ready for another job."""
-        error = ""
+        error = unusable = ""
         dead: tuple[DeadVariable, ...] = ()
+        cut = inspection.cutting(order.fds)
         try:
-            if reform:
+            if order.reform:
                 found = self.casualties.find()
-                process_group.form_again(number, self.device)
+                process_group.form_again(order.number, self.device, cut)
                 dead = self.casualties.bury(found)
             else:
+                process_group.check_context(self.device)
                 dead = self.casualties.stumbled_over(self.raised)
+        except process_group.UnusableError as caught:
+            unusable = str(caught)[:_ERROR_CHARACTERS]
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(Healed(rank=self.rank, number=number, error=error, dead=dead))
+        self.link.send(Healed(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable))
 
     def _leave(self, exitcode: int) -> None:
         self.phase = Phase.LEAVE

@@ -317,7 +317,7 @@ class Course:
             return
         job, self._restart_at = self.job, None
         if outcome.failed:
-            self._restart(f"its process group could not be formed again ({outcome.failed})")
+            self._restart(outcome.failed)
             return
         if outcome.reformed:
             self._note(REFORMED)
