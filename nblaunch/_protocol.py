@@ -286,9 +286,13 @@ class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Which ranks an ending job waits for, and in what they are: one line for each."""
+    """Which ranks an ending job waits for, and in what they are: one line for each.
 
-    ranks: dict[int, str]
+    `doing` is what all of them do when the job itself is over.
+    """
+
+    ranks: dict[int, str] = {}
+    doing: str = ""
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -164,7 +164,9 @@ class Casualties:
             if (value := getattr(model, name, usual)) != usual
         ]
         if getattr(model, "device_ids", None):
-            chosen.insert(0, f", device_ids={model.device_ids}")
+            own = model.device_ids == [getattr(self._namespace().get("device"), "index", None)]
+            # One line for all ranks, where they have done the same.
+            chosen.insert(0, f", device_ids={'[device.index]' if own else model.device_ids}")
         if not process_group.is_default(model.process_group):
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
             chosen.append(f", process_group={group}")

@@ -30,7 +30,7 @@ from nblaunch.rank import recorder
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_HEAL = 1_000_000
 # An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
-_ABORT_SECONDS = 15.0
+_ABORT_SECONDS = 10.0
 _SYNCHRONIZE_SECONDS = 5.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

@@ -29,6 +29,7 @@ from nblaunch._protocol import (
     ReportReached,
     RunEnded,
     ToRank,
+    Waiting,
 )
 from nblaunch._reports import format_ranks
 from nblaunch._state import RunState, State, advance
@@ -46,6 +47,9 @@ from nblaunch.session.rank_logs import RankLogs
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
+# Who waits for less than this needs no explanation.
+_SAY_SECONDS = 1.0
+REFORMING = "re-forming the process group"
 # How long ranks that are seen to be at it may take to form their group again.
 HEAL_SECONDS = 60.0
 REFORMED = (
@@ -226,11 +230,21 @@ class Course:
         if not self.keep or job is None or job.ended.is_set() or not job.dispatched:
             return
         self._interruption.press(now, self.settings.grace)
+        unfreed = self._interruption.unfreed(now)
+        if unfreed and not self._replacing:
+            self._restart(f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective")
         deaf = self._interruption.deaf(now)
         if deaf and not self._replacing:
             self._restart(
                 f"{format_ranks(deaf)} went on after two interrupts, --grace {self.settings.grace:g} s apart"
             )
+
+    def _say_what_takes_long(self, now: float) -> None:
+        """Show that ranks re-form their process group: on GPUs that may take seconds."""
+        job = self.job
+        reforming = self._healing.reforming_since
+        if job is not None and reforming is not None and now >= reforming + _SAY_SECONDS:
+            job.fold(Waiting(doing=REFORMING))
 
     def _overdue(self, now: float) -> None:
         """Replace ranks that do not come back, unless they are at it: a large heap takes time to collect."""
@@ -257,6 +271,8 @@ class Course:
     def _finish(self, job: Job) -> None:
         """End the job: its result can be made."""
         job.error, job.launch_failure = job.error or self._error, self._launch_failure
+        if job.state.doing:
+            job.fold(Waiting())
         if not job.state.finished:
             job.fold(RunEnded(time=time.time(), stopped=job.error is None))
         job.ended.set()

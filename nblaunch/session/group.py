@@ -344,6 +344,7 @@ class WorkerGroup(SpreadCourse):
         self._interruption.tick(job.state if job is not None else self.state, self.state, now)
         self._press(now)
         self._healing.tick(now)
+        self._say_what_takes_long(now)
         self._overdue(now)
         failure = self._phases.overdue(now, self.state)
         if failure is not None:

@@ -42,6 +42,7 @@ class Healing:
         self._inquiry: Inquiry | None = None
         self._ask_until = 0.0
         self._reform = False
+        self._began = 0.0
         self._waiting: set[int] = set()
         self._errors: dict[int, str] = {}
         self._dead: dict[DeadVariable, list[int]] = {}
@@ -60,9 +61,9 @@ class Healing:
         interruption.ask(self._inquiry)
 
     @property
-    def reforming(self) -> bool:
-        """Whether ranks are forming their process group again."""
-        return self._reform and bool(self._waiting)
+    def reforming_since(self) -> float | None:
+        """Since when ranks are forming their process group again (monotonic); None if they are not."""
+        return self._began if self._reform and self._waiting else None
 
     @property
     def awaited(self) -> frozenset[int]:
@@ -80,6 +81,7 @@ class Healing:
             return
         self._inquiry = None
         self._number += 1
+        self._began = now
         self._reform = self._reform or not agree(inquiry.answers, self._members)
         self._waiting, self._errors, self._dead = set(self._members), {}, {}
         shared_ends = between_ranks(inquiry.answers) if self._reform else {}
