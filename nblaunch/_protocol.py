@@ -96,6 +96,8 @@ class Returned(_FromRank, frozen=True):
     html: str = ""
     not_sent: str = ""
     offsets: Offsets = Offsets()
+    open: bool = False
+    """Whether NCCL has operations that have not ended."""
 
 
 class Raised(_FromRank, frozen=True):
@@ -461,9 +463,10 @@ class Heal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """End the process with this exit code."""
+    """End the process with this exit code; with `abort`, without waiting for what NCCL still does."""
 
     exitcode: int = 0
+    abort: bool = False
 
 
 ToRank = (

@@ -134,7 +134,7 @@ class Rank:
 
     def live(self) -> int:
         """Follow the hub's orders until it says leave; return the exit code."""
-        exitcode = 1
+        exitcode, abort = 1, False
         try:
             while True:
                 try:
@@ -145,14 +145,14 @@ class Rank:
                             self._guarded(functools.partial(self._work, dispatch))
                         case Heal() as order:
                             self._heal(order)
-                        case Leave(exitcode=exitcode):
+                        case Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
                     # It was sent while the job was still at work, and comes when that has ended.
                     if not self.orders.keep:
                         raise
         finally:
-            self._leave(exitcode)
+            self._leave(exitcode, abort=abort)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do one step; whatever it raises becomes this rank's failure."""
@@ -339,6 +339,7 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(sent.warning),
                 offsets=streams.end_job(keep=self.orders.keep),
+                open=not self.orders.keep and process_group.uses_nccl() and recorder.is_busy(),
             )
         )
 
@@ -400,14 +401,14 @@ class Rank:
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
         self.link.send(Healed(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable))
 
-    def _leave(self, exitcode: int) -> None:
+    def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = Phase.LEAVE
         try:
             streams.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
                 # A rank that failed closes its connections by dying: leaving in order could wait for peers.
-                process_group.leave()
+                process_group.leave(abort=abort)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 # The job may have closed them, or put anything in their place.

@@ -32,6 +32,8 @@ _NAMES_PER_HEAL = 1_000_000
 # An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
 _ABORT_SECONDS = 10.0
 _SYNCHRONIZE_SECONDS = 5.0
+# The process ends in any case.
+_LEAVE_SECONDS = 3.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -239,9 +241,14 @@ def prefer_loopback() -> None:
         os.environ.setdefault(name, _LOOPBACK)
 
 
-def leave() -> None:
-    """Leave the default process group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
+def leave(*, abort: bool = False) -> None:
+    """Leave the default process group, if there is one; `abort` what NCCL still does in it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if abort and _uses_nccl():
+        begin_abort()
+        end_abort(_LEAVE_SECONDS)
+    elif not abort:
         dist.destroy_process_group()
 
 

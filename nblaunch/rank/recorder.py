@@ -70,6 +70,17 @@ def nccl_status() -> Status:
     return Status(done, any(enqueued != completed for enqueued, completed in alive.values()))
 
 
+def is_busy() -> bool:
+    """Whether NCCL has operations that have not ended, as far as can be told."""
+    if not nccl_status().busy:
+        return False
+    # Its watchdog looks ten times a second, and the status is its word: the events know better.
+    entries = _nccl_entries()
+    return entries is None or any(
+        not _completed(each) for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[NCCL]
+    )
+
+
 def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
     """Return what both recorders remember of groups that may be alive.
 

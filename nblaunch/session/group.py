@@ -314,6 +314,8 @@ class WorkerGroup(SpreadCourse):
     def _answered(self, message: Where) -> None:
         job = self.job
         self._interruption.answered(message, job.state if job is not None else self.state)
+        if job is not None and job.inquiry is not None and job.inquiry.complete.is_set() and not job.settled:
+            self._settled(job)
 
     # --- on the hub's thread: what the agent says ------------------------------------------------
 

@@ -60,12 +60,10 @@ def pair() -> Iterator[nblaunch.Session]:
         yield session
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def quad() -> Iterator[nblaunch.Session]:
     with nblaunch.Session(4, timeout=60) as session:
         session.cell(SETUP, namespace={})
-        # What this makes in the process stays: files of torch's, and those that the session keeps open.
-        session.cell(WARM, namespace={})
         yield session
 
 
