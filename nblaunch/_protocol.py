@@ -97,6 +97,8 @@ class Returned(_FromRank, frozen=True):
     html: str = ""
     not_sent: str = ""
     offsets: Offsets = Offsets()
+    open: bool = False
+    """Whether NCCL has operations that have not ended."""
 
 
 class Raised(_FromRank, frozen=True):
@@ -112,8 +114,16 @@ class Shown(_FromRank, frozen=True):
     text: str
 
 
+DEFAULT_GROUP = "default_pg"
+"""What torch calls the default process group."""
+
+
 class Collective(msgspec.Struct, frozen=True):
-    """A collective that a rank has begun, as torch's flight recorder has it."""
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    `backend` is whose recorder that is, gloo's or NCCL's: within one group each counts by itself. `ranks` are
+    the members of the group, empty if these are not known.
+    """
 
     group: str
     sequence: int
@@ -121,6 +131,13 @@ class Collective(msgspec.Struct, frozen=True):
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     completed: bool = False
+    backend: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        """Return what is the same on all ranks for one group, and another for each group."""
+        return self.backend, self.group, () if self.group == DEFAULT_GROUP else self.ranks
 
 
 class Connection(msgspec.Struct, frozen=True):
@@ -145,6 +162,10 @@ class Where(_FromRank, frozen=True):
     """How many operations of process groups this rank has begun and not ended; None if that is not known."""
     inside: bool = False
     """Whether the main thread is inside a call of torch.distributed."""
+    nccl: bool = False
+    """Whether the default group uses NCCL: operations run on the GPU, whatever the main thread does."""
+    done: tuple[int, ...] = ()
+    """Of each group of NCCL's, the last operation that has ended: it moves while the GPUs are at work."""
 
 
 class Names(_FromRank, frozen=True):
@@ -205,6 +226,8 @@ class Healed(_FromRank, frozen=True):
     number: int
     error: str = ""
     dead: tuple[DeadVariable, ...] = ()
+    unusable: str = ""
+    """What CUDA says, if nothing more can be done with it in this process."""
 
 
 # --- seen by the kernel about a rank -------------------------------------------------------------
@@ -266,9 +289,13 @@ class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Which ranks an ending job waits for, and in what they are: one line for each."""
+    """Which ranks an ending job waits for, and in what they are: one line for each.
 
-    ranks: dict[int, str]
+    `doing` is what all of them do when the job itself is over.
+    """
+
+    ranks: dict[int, str] = {}
+    doing: str = ""
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -411,10 +438,9 @@ class ReportReached(msgspec.Struct, frozen=True, tag=True):
 
 
 class FreeCollective(msgspec.Struct, frozen=True, tag=True):
-    """End the collective in which the main thread is stuck: shut these connections, abort NCCL."""
+    """End the collective in which the main thread is stuck: abort NCCL, then shut these connections."""
 
     fds: tuple[int, ...] = ()
-    abort: bool = True
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -426,16 +452,22 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Heal(msgspec.Struct, frozen=True, tag=True):
-    """Answer with `Healed`; with `reform`, form the default process group again before."""
+    """Answer with `Healed`; with `reform`, form the default process group again before.
+
+    `fds` are connections to other ranks that belong to the old groups. What still refers to one of these
+    groups must fail at once, and not wait for peers in it.
+    """
 
     number: int
     reform: bool
+    fds: tuple[int, ...] = ()
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """End the process with this exit code."""
+    """End the process with this exit code; with `abort`, without waiting for what NCCL still does."""
 
     exitcode: int = 0
+    abort: bool = False
 
 
 ToRank = (

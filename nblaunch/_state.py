@@ -126,6 +126,8 @@ class RunState:
     notices: tuple[str, ...] = ()
     hang: HangReport | None = None
     """Where the ranks were when they were last asked."""
+    doing: str = ""
+    """What all ranks do before the job is over for the user, though it has ended on each."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
@@ -281,6 +283,8 @@ def _waiting(state: RunState, message: Waiting) -> RunState:
         for rank, known in state.ranks.items()
         if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
     }
+    if message.doing != state.doing:
+        state = replace(state, doing=message.doing)
     return replace(state, ranks={**state.ranks, **news}) if news else state
 
 

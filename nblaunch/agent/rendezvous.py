@@ -40,6 +40,8 @@ from nblaunch.agent import stores
 from nblaunch.agent.contract import AgentSettings, Meeting
 
 _LOOPBACK = "127.0.0.1"
+# Where NCCL's watchdog notes in a store that a collective has timed out, without the prefix of a group.
+_NCCL_TIMED_OUT = "exception_dump"
 _STEP = 0.2
 _JOIN_SECONDS = 600
 # torch's own 5 s and 3 attempts: a node that was killed would hold up the others for a quarter of a minute.
@@ -163,6 +165,9 @@ class LoopbackRendezvous(_Handler):
         holder = self._state_holder
         if holder.state.round == 0:
             holder.state.round = 1
+        # A new store for each attempt. NCCL's watchdog notes a timeout there under a name of its own, and the
+        # monitors of a later attempt would take that for theirs, and end healthy ranks.
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
         return super().next_rendezvous()
 
     def _free_port(self, announced: int) -> int:
@@ -281,7 +286,14 @@ class StaticRendezvous(StaticTCPRendezvous):
         super().__init__(meeting.host, store.port, meeting.node_rank, meeting.most, run_id, seconds)
         store.set_timeout(timedelta(seconds=seconds))
         self._store = store
+        self._hosting = meeting.hosting
         self._posted = self._read = 0
+
+    def next_rendezvous(self) -> Any:
+        """Meet the other nodes, in a store without what NCCL's watchdog has noted in an earlier attempt."""
+        if self._hosting:
+            self._store.delete_key(_NCCL_TIMED_OUT)
+        return super().next_rendezvous()
 
     def rejoin(self) -> None:
         """Do nothing: its nodes never change."""

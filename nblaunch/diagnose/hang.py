@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from nblaunch._protocol import Collective, FrameRecord, Where
+from nblaunch._protocol import DEFAULT_GROUP, Collective, FrameRecord, Where
 from nblaunch._reports import HangReport, StackGroup, format_ranks
 from nblaunch._results import in_notebook, not_installed, place
 
-_DEFAULT_GROUP = "default_pg"
+_Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
@@ -71,19 +71,20 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
 
 def _differences(recent: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
     """Say of each group in which collective its ranks first disagreed."""
-    together: dict[tuple[str, int], dict[int, Collective]] = {}
+    together: dict[tuple[_Key, int], dict[int, Collective]] = {}
     for rank, known in recent.items():
         for collective in known:
-            together.setdefault((collective.group, collective.sequence), {})[rank] = collective
+            together.setdefault((collective.key, collective.sequence), {})[rank] = collective
     told = set()
-    for (group, sequence), ranks in sorted(together.items()):
-        difference = _difference(ranks) if group not in told else None
+    for (key, sequence), ranks in sorted(together.items()):
+        difference = difference_of(ranks) if key not in told else None
         if difference is not None:
-            told.add(group)
-            yield f"collective #{sequence}{_of(group)} differs in {difference}"
+            told.add(key)
+            yield f"collective #{sequence}{_of(key)} differs in {difference}"
 
 
-def _difference(ranks: Mapping[int, Collective]) -> str | None:
+def difference_of(ranks: Mapping[int, Collective]) -> str | None:
+    """Say in what one collective differs from rank to rank; None if it does not."""
     for what, values in (
         ("operation", {rank: each.operation for rank, each in ranks.items()}),
         ("shape", {rank: _sizes(each) for rank, each in ranks.items() if _same_on_all_ranks(each)}),
@@ -96,16 +97,7 @@ def _difference(ranks: Mapping[int, Collective]) -> str | None:
 
 def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
     """Say of each group who waits in a collective that others have not started."""
-    by_group: dict[str, dict[int, Collective]] = {}
-    for rank, known in collectives.items():
-        for collective in known:
-            by_group.setdefault(collective.group, {})[rank] = collective
-    default = by_group.get(_DEFAULT_GROUP)
-    if default is not None:
-        # A rank that has begun none at all is behind as well.
-        for rank in collectives:
-            default.setdefault(rank, Collective(group=_DEFAULT_GROUP, sequence=0, operation=""))
-    for group, last in sorted(by_group.items()):
+    for key, last in sorted(by_group(collectives).items()):
         newest = max(collective.sequence for collective in last.values())
         ahead = {rank: each for rank, each in last.items() if each.sequence == newest}
         behind = [rank for rank, each in last.items() if each.sequence < newest]
@@ -113,9 +105,23 @@ def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str
         if behind and waiting:
             yield (
                 f"{format_ranks(waiting)} {_in(waiting)} in {ahead[waiting[0]].operation} #{newest}"
-                f"{_of(group)}, which {format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} "
+                f"{_of(key)}, which {format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} "
                 "not started"
             )
+
+
+def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[_Key, dict[int, Collective]]:
+    """Return the last collective of each rank, group by group; a member that has begun none is at 0."""
+    found: dict[_Key, dict[int, Collective]] = {}
+    for rank, known in collectives.items():
+        for collective in known:
+            found.setdefault(collective.key, {})[rank] = collective
+    for (backend, group, ranks), last in found.items():
+        for rank in collectives:
+            if group == DEFAULT_GROUP or rank in ranks:
+                none = Collective(group=group, sequence=0, operation="", backend=backend, ranks=ranks)
+                last.setdefault(rank, none)
+    return found
 
 
 def _same_on_all_ranks(collective: Collective) -> bool:
@@ -124,8 +130,8 @@ def _same_on_all_ranks(collective: Collective) -> bool:
     return not any(word in collective.operation for word in uneven)
 
 
-def _of(group: str) -> str:
-    return "" if group == _DEFAULT_GROUP else f" of group {group}"
+def _of(key: _Key) -> str:
+    return "" if key[1] == DEFAULT_GROUP else f" of group {key[1]}"
 
 
 def _in(ranks: list[int]) -> str:

@@ -7,6 +7,7 @@ before (DDP, FSDP) goes on referring to one of these, and so do groups of `new_g
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 import types
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch._protocol import DeadVariable
+from nblaunch.rank import process_group
 
 _MOST_MEMBERS = 200
 _MOST_NAMED = 20
@@ -142,11 +144,10 @@ class Casualties:
             return f"{path} = {self._mesh(thing)}"
         if isinstance(thing, dist.ProcessGroup):
             distributed = self._name_of(dist, "dist")
-            if thing is dist.group.WORLD:
+            if process_group.is_default(thing):
                 return f"{path} = {distributed}.group.WORLD"
-            with contextlib.suppress(Exception):
-                ranks = dist.get_process_group_ranks(thing)
-                return f"{path} = {distributed}.new_group(ranks={list(ranks)})"
+            ranks = process_group.ranks_of(thing)
+            return None if ranks is None else f"{path} = {distributed}.new_group(ranks={list(ranks)})"
         return None
 
     def _name_of(self, wanted: object, otherwise: str) -> str:
@@ -163,15 +164,17 @@ class Casualties:
             if (value := getattr(model, name, usual)) != usual
         ]
         if getattr(model, "device_ids", None):
-            chosen.insert(0, f", device_ids={model.device_ids}")
-        if model.process_group is not dist.group.WORLD:
+            own = model.device_ids == [getattr(self._namespace().get("device"), "index", None)]
+            # One line for all ranks, where they have done the same.
+            chosen.insert(0, f", device_ids={'[device.index]' if own else model.device_ids}")
+        if not process_group.is_default(model.process_group):
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
             chosen.append(f", process_group={group}")
         return "".join(chosen)
 
     def _mesh(self, mesh: DeviceMesh) -> str:
         names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-        if mesh.mesh.flatten().tolist() == list(range(dist.get_world_size())):
+        if mesh.mesh.flatten().tolist() == list(range(int(os.environ["WORLD_SIZE"]))):
             init = self._name_of(dist.init_device_mesh, "init_device_mesh")
             return f"{init}({mesh.device_type!r}, {tuple(mesh.mesh.shape)}{names})"
         return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import linecache
 import os
 import re
@@ -13,22 +12,16 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from nblaunch._frames import is_ours
-from nblaunch._protocol import Collective, Connection, FrameRecord, Where
-from nblaunch.rank import failure, process_group
+from nblaunch._protocol import Connection, FrameRecord, Where
+from nblaunch.rank import failure, process_group, recorder
 
-RECORDER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-_RECORDER_ENTRIES = "256"
-# Ranks that disagreed in one collective may have begun a few more before they hang.
-_RECENT = 64
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _WAITS = re.compile(r"\.wait\(")
@@ -52,18 +45,20 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
-        entries = process_group.recorded()
-        if entries is not None:
-            entries = [entry for entry in entries if entry.get("pg_id", 0) >= process_group.first_alive()]
-        recent = _collectives(entries)
+        nccl = process_group.uses_nccl()
+        status = recorder.nccl_status()
+        known = recorder.recorded(process_group.members())
         return Where(
             rank=self._rank,
             frames=tuple(self._frames()),
-            collectives=tuple({each.group: each for each in recent}.values()),
-            recent=recent,
+            collectives=tuple({each.key: each for each in known.recent}.values()),
+            recent=known.recent,
             connections=tuple(_connections()),
-            pending=None if entries is None else sum(not _completed(entry) for entry in entries),
-            inside=self._inside(),
+            pending=known.pending,
+            # The device is waited for in any call that needs a result, `.item()` for one.
+            inside=(nccl and (status.busy or known.pending is None)) or self._inside(),
+            nccl=nccl,
+            done=status.done,
         )
 
     def collectives(self) -> int | None:
@@ -74,16 +69,13 @@ class RankInspector:
         # As torch's own debug wrapper does.
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
 
-    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
-        """Shut connections to other ranks: a gloo collective that waits on one raises at once.
-
-        With `abort` end those of NCCL too; its abort may wait for the device, so it runs beside this thread.
-        """
-        for fd in (*fds, *self._waiting_for_store()):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-        if abort and _uses_nccl():
-            threading.Thread(target=_abort, name="nblaunch-abort", daemon=True).start()
+    def free(self, fds: tuple[int, ...]) -> None:
+        """Abort what NCCL does, and shut connections to other ranks: a gloo collective that waits raises."""
+        cut = cutting((*fds, *self._waiting_for_store()))
+        if process_group.uses_nccl():
+            process_group.begin_abort(cut)
+        else:
+            cut()
 
     def _waiting_for_store(self) -> Iterator[int]:
         """Yield the connection to the agent's store, if a group is being formed whose members do not come."""
@@ -101,9 +93,6 @@ class RankInspector:
         if frame is None:
             return False
         # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
-        if _uses_nccl():
-            # The device is waited for in any call that needs a result, `.item()` for one.
-            return _nccl_is_busy()
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
         return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
@@ -122,9 +111,19 @@ class RankInspector:
                 )
 
 
-def record_collectives() -> None:
-    """Have torch's flight recorder remember the last collectives, unless the user chose its size."""
-    os.environ.setdefault(RECORDER_VARIABLE, _RECORDER_ENTRIES)
+def cutting(fds: tuple[int, ...]) -> Callable[[], None]:
+    """Return what shuts these connections, also when their numbers belong to others by then."""
+    connections = []
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            connections.append(socket.socket(fileno=os.dup(fd)))
+
+    def cut() -> None:
+        for connection in connections:
+            with contextlib.suppress(OSError), connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    return cut
 
 
 def fatal_path(directory: str, rank: int) -> Path:
@@ -142,41 +141,6 @@ def dump_on_signal(directory: str, rank: int) -> None:
     faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
 
 
-def _completed(entry: Mapping[str, Any]) -> bool:
-    return bool(entry.get("retired")) or entry.get("state") == "completed"
-
-
-def _collectives(entries: list[dict[str, Any]] | None) -> tuple[Collective, ...]:
-    """Return the collectives among these, oldest first."""
-    by_group: dict[str, list[Collective]] = {}
-    newest: dict[str, int] = {}
-    for entry in entries or ():
-        if entry.get("is_p2p"):
-            continue
-        collective, number = _collective(entry), int(entry.get("pg_id", 0))
-        known = by_group.setdefault(collective.group, [])
-        if number < newest.setdefault(collective.group, number):
-            continue  # a group of this name that is gone, used by an object that still refers to it
-        if number > newest[collective.group] or (known and collective.sequence <= known[-1].sequence):
-            # The program has replaced the group by one that counts anew.
-            known.clear()
-        newest[collective.group] = number
-        known.append(collective)
-    return tuple(collective for known in by_group.values() for collective in known[-_RECENT:])
-
-
-def _collective(entry: Mapping[str, Any]) -> Collective:
-    number, description = entry.get("process_group") or ("", "")
-    return Collective(
-        group=str(description if description not in ("", "undefined") else number),
-        sequence=int(entry.get("collective_seq_id", 0)),
-        operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
-        sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
-        dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
-        completed=_completed(entry),
-    )
-
-
 def _connections() -> Iterator[Connection]:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process()
@@ -185,23 +149,3 @@ def _connections() -> Iterator[Connection]:
         for known in list_connections("tcp"):
             if known.status == psutil.CONN_ESTABLISHED and known.raddr and known.fd >= 0:
                 yield Connection(local=tuple(known.laddr), remote=tuple(known.raddr), fd=known.fd)
-
-
-def _uses_nccl() -> bool:
-    if not distributed_c10d.is_initialized():
-        return False
-    return "nccl" in str(distributed_c10d.get_backend_config())
-
-
-def _nccl_is_busy() -> bool:
-    """Whether NCCL has operations that have not ended, or cannot say."""
-    try:
-        recorded = json.loads(_distributed_c10d._dump_nccl_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - a torch without NCCL's flight recorder
-        return True
-    return any(not _completed(entry) for entry in recorded.get("entries", ()))
-
-
-def _abort() -> None:
-    with contextlib.suppress(Exception):  # a group that is broken already cannot be broken off
-        distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call

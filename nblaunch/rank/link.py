@@ -56,7 +56,7 @@ class Inspector(Protocol):
     def collectives(self) -> int | None:
         """Return how many collectives have been begun, None where there is no process group."""
 
-    def free(self, fds: tuple[int, ...], *, abort: bool) -> None:
+    def free(self, fds: tuple[int, ...]) -> None:
         """End the collective in which the main thread is stuck."""
 
 
@@ -216,7 +216,7 @@ class Link:
                     self.on_answer(message)
             case FreeCollective():
                 with contextlib.suppress(Exception):
-                    self._inspector.free(message.fds, abort=message.abort)
+                    self._inspector.free(message.fds)
             case Proceed():
                 self.proceed.set()
             case Dispatch():

@@ -58,6 +58,7 @@ from nblaunch.rank import (
     introspection,
     orphans,
     process_group,
+    recorder,
     returning,
     script,
     shell,
@@ -133,7 +134,7 @@ class Rank:
 
     def live(self) -> int:
         """Follow the hub's orders until it says leave; return the exit code."""
-        exitcode = 1
+        exitcode, abort = 1, False
         try:
             while True:
                 try:
@@ -142,16 +143,16 @@ class Rank:
                             self._guarded(functools.partial(self._prepare, prepare))
                         case Dispatch() as dispatch:
                             self._guarded(functools.partial(self._work, dispatch))
-                        case Heal(number=number, reform=reform):
-                            self._heal(number, reform=reform)
-                        case Leave(exitcode=exitcode):
+                        case Heal() as order:
+                            self._heal(order)
+                        case Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
                     # It was sent while the job was still at work, and comes when that has ended.
                     if not self.orders.keep:
                         raise
         finally:
-            self._leave(exitcode)
+            self._leave(exitcode, abort=abort)
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do one step; whatever it raises becomes this rank's failure."""
@@ -175,7 +176,7 @@ class Rank:
         if self.orders.virtual_local_rank:
             environment.see_one_device_only()
         process_group.prefer_loopback()
-        inspection.record_collectives()
+        recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
@@ -338,6 +339,7 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(sent.warning),
                 offsets=streams.end_job(keep=self.orders.keep),
+                open=not self.orders.keep and process_group.uses_nccl() and recorder.is_busy(),
             )
         )
 
@@ -380,29 +382,33 @@ class Rank:
             self.names_told = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
-    def _heal(self, number: int, *, reform: bool) -> None:
+    def _heal(self, order: Heal) -> None:
         """Be ready for another job."""
-        error = ""
+        error = unusable = ""
         dead: tuple[DeadVariable, ...] = ()
+        cut = inspection.cutting(order.fds)
         try:
-            if reform:
+            if order.reform:
                 found = self.casualties.find()
-                process_group.form_again(number, self.device)
+                process_group.form_again(order.number, self.device, cut)
                 dead = self.casualties.bury(found)
             else:
+                process_group.check_context(self.device)
                 dead = self.casualties.stumbled_over(self.raised)
+        except process_group.UnusableError as caught:
+            unusable = str(caught)[:_ERROR_CHARACTERS]
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(Healed(rank=self.rank, number=number, error=error, dead=dead))
+        self.link.send(Healed(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable))
 
-    def _leave(self, exitcode: int) -> None:
+    def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = Phase.LEAVE
         try:
             streams.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
                 # A rank that failed closes its connections by dying: leaving in order could wait for peers.
-                process_group.leave()
+                process_group.leave(abort=abort)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 # The job may have closed them, or put anything in their place.

@@ -8,42 +8,81 @@ a prefix of its own: keys of a group that is gone (an earlier attempt, an earlie
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
-import json
 import os
 import sys
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
+
+from nblaunch.rank import recorder
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_HEAL = 1_000_000
+# An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
+_ABORT_SECONDS = 10.0
+_SYNCHRONIZE_SECONDS = 5.0
+# The process ends in any case.
+_LEAVE_SECONDS = 3.0
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class AbortError(RuntimeError):
+    """NCCL does not give up its operations."""
+
+
+class UnusableError(RuntimeError):
+    """The CUDA context of this process is broken: every call fails from now on."""
+
+
+class _Groups:
+    """The groups that there are at some moment: their names and ranks."""
+
+    def __init__(self) -> None:
+        # A rank that is about to be replaced has nothing to tell.
+        world = distributed_c10d._world  # noqa: SLF001 - what `get_process_group_ranks` reads, one by one
+        self.default = dist.group.WORLD
+        self.uses_nccl = _uses_nccl()
+        self.ranks = {group: tuple(ranks) for group, ranks in list(world.pg_group_ranks.items())}
+        self.names = {str(name): self.ranks.get(group, ()) for group, name in list(world.pg_names.items())}
+
 
 _original: Callable[..., None] = distributed_c10d.init_process_group
 _calls: Counter[str] = Counter()
 _ours: Any = None
 _agent_store: dist.Store | None = None
-_first_alive = 0
+_timeout: timedelta | None = None
 _formed_with: dict[str, Any] | None = None
 """What the default group was made with, so that another one can take its place."""
+_aborting: threading.Thread | None = None
+_aborted: _Groups | None = None
+"""The groups as they were before an abort, with which torch forgets them."""
 
 
 def form(backend: str, device: torch.device, timeout: float | None = None) -> None:
-    """Form the default group of all ranks over the agent's store."""
-    global _formed_with, _ours
+    """Form the default group of all ranks over the agent's store.
+
+    `device_id` has NCCL connect the ranks here and now. That costs every run the connection (a second or so,
+    and some hundred MB of each GPU), also one without a collective. It is worth it: in its first collective
+    NCCL would connect inside the call, where a rank whose peers do not come cannot be told which collective
+    it is in, nor freed. With it that collective is recorded and can be aborted like any other, and what is
+    wrong with NCCL ends the launch before the user's code begins. The price beside the time: torch makes
+    other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for all ranks.
+    """
+    global _formed_with, _ours, _timeout
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if timeout is not None:
-        keywords["timeout"] = timedelta(seconds=timeout)
+        _timeout = keywords["timeout"] = timedelta(seconds=timeout)
     _original(
         backend=backend,
         store=_store("default", 0),
@@ -55,14 +94,22 @@ def form(backend: str, device: torch.device, timeout: float | None = None) -> No
     _formed_with = {"backend": backend, **keywords}
 
 
-def form_again(number: int, device: torch.device) -> None:
+def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> None:
     """Replace the default group, which may be broken, by a new one of the same kind; check it.
 
-    Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one.
+    Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one; `cut` cuts
+    their connections. Raises `AbortError` if NCCL does not let go of the old ones, `UnusableError` if CUDA
+    cannot be used any more.
     """
-    global _first_alive, _ours
+    global _aborted, _ours
+    check_context(device, wait=False)
+    _end_nccl()
+    # Only now: NCCL takes a connection that breaks for an error, which its watchdog answers with an abort().
+    cut()
+    check_context(device)
     leave()
-    _ours = None
+    recorder.bury()
+    _aborted = _ours = None
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_HEAL  # noqa: SLF001 - all ranks count alike
     # What was raised in the old group holds it in cycles: its threads and connections stay until they go.
@@ -71,24 +118,121 @@ def form_again(number: int, device: torch.device) -> None:
         return
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     _original(**arguments, store=_store("healed", number))
+    _know_all_ranks()
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    _first_alive = max((int(entry.get("pg_id", 0)) for entry in recorded() or ()), default=0)
+    recorder.bury_older_than_newest()
 
 
-def recorded() -> list[dict[str, Any]] | None:
-    """Return what the flight recorder remembers, oldest first; None where there is none."""
+def uses_nccl() -> bool:
+    """Whether the default group uses NCCL, or did so until it was aborted."""
+    return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
+
+
+def members() -> Mapping[str, tuple[int, ...]]:
+    """Return the ranks of each group by its name."""
+    return (_aborted or _Groups()).names
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """Return the ranks of a group, also of one that has been aborted since; None if it is gone otherwise."""
+    return (_aborted or _Groups()).ranks.get(group)
+
+
+def is_default(group: object) -> bool:
+    """Whether this is the default group, or was until it was aborted."""
+    return group is not None and group is (_aborted or _Groups()).default
+
+
+def begin_abort(then: Callable[[], None] = lambda: None) -> None:
+    """Have NCCL end all operations of all groups, without waiting for it: it may wait for the device.
+
+    Does nothing while such an abort is under way.
+    """
+    global _aborted, _aborting
+    if _aborting is not None and _aborting.is_alive():
+        return
+    if _aborted is None and dist.is_initialized():
+        _aborted = _Groups()
+    _aborting = threading.Thread(target=_abort, args=(then,), name="nblaunch-abort", daemon=True)
+    _aborting.start()
+
+
+def end_abort(seconds: float = _ABORT_SECONDS) -> bool:
+    """Wait for an abort that is under way; return whether it has come to its end."""
+    if _aborting is not None:
+        _aborting.join(seconds)
+        return not _aborting.is_alive()
+    return True
+
+
+def check_context(device: torch.device, *, wait: bool = True) -> None:
+    """Raise `UnusableError` if CUDA cannot be used any more; `wait` a moment for what is under way there."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return
+    found: list[str] = []
+    if wait:
+        # A device-side assertion is known when the kernel has run, and that may take any time.
+        thread = threading.Thread(
+            target=lambda: found.append(_cuda_error(lambda: torch.cuda.synchronize(device))),
+            name="nblaunch-synchronize",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(_SYNCHRONIZE_SECONDS)
+    else:
+        found.append(_cuda_error(lambda: torch.cuda.current_stream(device).query()))
+    if found and found[0]:
+        raise UnusableError(found[0])
+
+
+def _cuda_error(call: Callable[[], object]) -> str:
+    """Return what CUDA says of a call, in one line; empty if it did as it was told."""
     try:
-        found: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - an older torch, or no recorder: the stacks are enough
-        return None
-    return list(found.get("entries", ()))
+        call()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return ""
 
 
-def first_alive() -> int:
-    """Return the flight recorder's number of the oldest group that may still be alive."""
-    return _first_alive
+def _end_nccl() -> None:
+    """Have NCCL let go of all groups: `destroy_process_group` would wait for what is open, for ever."""
+    if _uses_nccl():
+        begin_abort()
+    if not end_abort():
+        msg = f"NCCL did not abort the old one within {_ABORT_SECONDS:g} s"
+        raise AbortError(msg)
+    if _uses_nccl():
+        # The abort that was waited for was of a group that the program has replaced since.
+        begin_abort()
+        end_abort()
+
+
+def _abort(then: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):  # a group that is broken already cannot be broken off
+        distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
+    then()
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and "nccl" in str(distributed_c10d.get_backend_config())
+
+
+def _know_all_ranks() -> None:
+    """Tell the default group who its members are.
+
+    torch (pytorch#192106; 2.13 still does) takes only the first NCCL or gloo group of a process for the one
+    of all ranks. To split another one, as `init_device_mesh` does, ends in a SIGSEGV.
+    """
+    default = dist.group.WORLD
+    if not isinstance(default, dist.ProcessGroup):
+        return
+    for kind in getattr(default, "_device_types", ()):
+        with contextlib.suppress(Exception):  # backends that others register may have no such options
+            options = default._get_backend(kind).options  # noqa: SLF001
+            if not options.global_ranks_in_group:
+                options.global_ranks_in_group = list(range(default.size()))
 
 
 def prefer_loopback() -> None:
@@ -97,9 +241,14 @@ def prefer_loopback() -> None:
         os.environ.setdefault(name, _LOOPBACK)
 
 
-def leave() -> None:
-    """Leave the default process group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
+def leave(*, abort: bool = False) -> None:
+    """Leave the default process group, if there is one; `abort` what NCCL still does in it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if abort and _uses_nccl():
+        begin_abort()
+        end_abort(_LEAVE_SECONDS)
+    elif not abort:
         dist.destroy_process_group()
 
 
@@ -111,12 +260,15 @@ def accept_user_calls() -> None:
 
 @functools.wraps(_original)
 def _init_process_group(*args: object, **keywords: object) -> None:
-    global _formed_with, _ours
+    global _aborted, _formed_with, _ours
     if _ours is not None:
         if dist.is_initialized() and dist.group.WORLD is _ours:
             dist.destroy_process_group()
         _ours = None
     call = inspect.signature(_original).bind(*args, **keywords)
+    if _timeout is not None and call.arguments.get("timeout") is None:
+        # In a session a collective may wait for somebody who reads a debugger's prompt.
+        call.arguments["timeout"] = _timeout
     address = _address(call.arguments)
     if address is not None:
         where, rank, world_size = address
@@ -125,6 +277,8 @@ def _init_process_group(*args: object, **keywords: object) -> None:
         call.arguments["rank"], call.arguments["world_size"] = rank, world_size
         _calls[where] += 1
     _original(*call.args, **call.kwargs)
+    _aborted = None
+    _know_all_ranks()
     same = ("backend", "timeout", "pg_options", "device_id")
     _formed_with = {name: call.arguments[name] for name in same if name in call.arguments}
 

@@ -29,11 +29,13 @@ from nblaunch._protocol import (
     ReportReached,
     RunEnded,
     ToRank,
+    Waiting,
 )
 from nblaunch._reports import format_ranks
 from nblaunch._state import RunState, State, advance
 from nblaunch.agent.contract import AgentSettings
 from nblaunch.agent.thread import AgentThread
+from nblaunch.diagnose import hang
 from nblaunch.session.departures import Departures
 from nblaunch.session.healing import Healing
 from nblaunch.session.hub import Hub
@@ -46,6 +48,11 @@ from nblaunch.session.rank_logs import RankLogs
 
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
+# Only a rank that holds its interpreter does not answer.
+_LEFT_OPEN_SECONDS = 2.0
+# Who waits for less than this needs no explanation.
+_SAY_SECONDS = 1.0
+REFORMING = "re-forming the process group"
 # How long ranks that are seen to be at it may take to form their group again.
 HEAL_SECONDS = 60.0
 REFORMED = (
@@ -183,6 +190,8 @@ class Course:
         if self.keep:
             self._settled_and_kept(job)
             return
+        if job.succeeded and not self._have_ended(job):
+            return
         job.settled, job.settle_at = True, None
         others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
         self._agent.release(succeeded=job.succeeded, others=others)
@@ -196,6 +205,22 @@ class Course:
         elif job.succeeded:
             # All values are here: the ranks leave while the user goes on.
             self._finish(job)
+
+    def _have_ended(self, job: Job) -> bool:
+        """Whether what NCCL still does will end; looks at it first where a rank has left something open."""
+        if not job.open or job.unmatched:
+            return True
+        if job.inquiry is None:
+            job.inquiry = Inquiry(self.state.ranks)
+            self._interruption.ask(job.inquiry)
+            job.settle_at = time.monotonic() + _LEFT_OPEN_SECONDS
+        elif job.inquiry.complete.is_set() or time.monotonic() >= (job.settle_at or 0.0):
+            left = hang.report(job.inquiry.answers).findings
+            job.unmatched = bool(left)
+            for each in left:
+                job.fold(Noticed(text=f"the run ended with a collective open, which was aborted: {each}"))
+            return True
+        return False
 
     def _settled_and_kept(self, job: Job) -> None:
         job.settle_at = None
@@ -226,11 +251,21 @@ class Course:
         if not self.keep or job is None or job.ended.is_set() or not job.dispatched:
             return
         self._interruption.press(now, self.settings.grace)
+        unfreed = self._interruption.unfreed(now)
+        if unfreed and not self._replacing:
+            self._restart(f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective")
         deaf = self._interruption.deaf(now)
         if deaf and not self._replacing:
             self._restart(
                 f"{format_ranks(deaf)} went on after two interrupts, --grace {self.settings.grace:g} s apart"
             )
+
+    def _say_what_takes_long(self, now: float) -> None:
+        """Show that ranks re-form their process group: on GPUs that may take seconds."""
+        job = self.job
+        reforming = self._healing.reforming_since
+        if job is not None and reforming is not None and now >= reforming + _SAY_SECONDS:
+            job.fold(Waiting(doing=REFORMING))
 
     def _overdue(self, now: float) -> None:
         """Replace ranks that do not come back, unless they are at it: a large heap takes time to collect."""
@@ -257,6 +292,8 @@ class Course:
     def _finish(self, job: Job) -> None:
         """End the job: its result can be made."""
         job.error, job.launch_failure = job.error or self._error, self._launch_failure
+        if job.state.doing:
+            job.fold(Waiting())
         if not job.state.finished:
             job.fold(RunEnded(time=time.time(), stopped=job.error is None))
         job.ended.set()
@@ -303,13 +340,17 @@ class Course:
 
     def _send_leave(self, only: Collection[int] | None = None) -> None:
         job = self.job
-        for rank in job.state.ranks.values() if job is not None else ():
+        if job is None:
+            return
+        # A rank that waits for what a failed one has not begun would wait for ever.
+        abort = job.unmatched or not job.succeeded
+        for rank in job.state.ranks.values():
             if only is not None and rank.rank not in only:
                 continue
             if rank.state is State.FAILED and rank.failure is not None:
-                self._send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode)))
+                self._send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode), abort=abort))
             elif rank.state.final:
-                self._send(rank.rank, Leave())
+                self._send(rank.rank, Leave(abort=abort))
 
     def _on_healed(self, message: Healed) -> None:
         outcome = self._healing.healed(message)
@@ -317,7 +358,7 @@ class Course:
             return
         job, self._restart_at = self.job, None
         if outcome.failed:
-            self._restart(f"its process group could not be formed again ({outcome.failed})")
+            self._restart(outcome.failed)
             return
         if outcome.reformed:
             self._note(REFORMED)

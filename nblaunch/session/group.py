@@ -314,6 +314,8 @@ class WorkerGroup(SpreadCourse):
     def _answered(self, message: Where) -> None:
         job = self.job
         self._interruption.answered(message, job.state if job is not None else self.state)
+        if job is not None and job.inquiry is not None and job.inquiry.complete.is_set() and not job.settled:
+            self._settled(job)
 
     # --- on the hub's thread: what the agent says ------------------------------------------------
 
@@ -344,6 +346,7 @@ class WorkerGroup(SpreadCourse):
         self._interruption.tick(job.state if job is not None else self.state, self.state, now)
         self._press(now)
         self._healing.tick(now)
+        self._say_what_takes_long(now)
         self._overdue(now)
         failure = self._phases.overdue(now, self.state)
         if failure is not None:

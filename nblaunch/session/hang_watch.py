@@ -10,7 +10,7 @@ from nblaunch._protocol import Collective
 from nblaunch._reports import HangReport
 from nblaunch._state import RankState, RunState
 
-_Begun = tuple[tuple[str, int], ...]
+_Begun = tuple[tuple[tuple[str, str, tuple[int, ...]], int], ...]
 
 
 class HangWatch:
@@ -56,7 +56,7 @@ class HangWatch:
 
 def _begun(collectives: tuple[Collective, ...]) -> _Begun:
     """Return the collectives that a rank has begun and not ended."""
-    return tuple((known.group, known.sequence) for known in collectives if not known.completed)
+    return tuple((known.key, known.sequence) for known in collectives if not known.completed)
 
 
 def silent_between(before: RunState, after: RunState) -> bool:

@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from nblaunch._protocol import DeadVariable, FreeCollective, Heal, Healed, ToRank, Where
+from nblaunch._protocol import DeadVariable, Heal, Healed, ToRank, Where
 from nblaunch._reports import format_ranks
+from nblaunch.diagnose.hang import by_group
 from nblaunch.session.inquiry import Inquiry, between_ranks
 from nblaunch.session.interruption import Interruption
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
 _ANSWER_SECONDS = 5.0
-_DEFAULT_GROUP = "default_pg"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of it; `failed` is why a rank could not, empty if all could."""
+    """What became of it; `failed` says which rank could not and why, empty if all could."""
 
     reformed: bool
     failed: str = ""
@@ -42,6 +42,7 @@ class Healing:
         self._inquiry: Inquiry | None = None
         self._ask_until = 0.0
         self._reform = False
+        self._began = 0.0
         self._waiting: set[int] = set()
         self._errors: dict[int, str] = {}
         self._dead: dict[DeadVariable, list[int]] = {}
@@ -60,6 +61,11 @@ class Healing:
         interruption.ask(self._inquiry)
 
     @property
+    def reforming_since(self) -> float | None:
+        """Since when ranks are forming their process group again (monotonic); None if they are not."""
+        return self._began if self._reform and self._waiting else None
+
+    @property
     def awaited(self) -> frozenset[int]:
         """The ranks that have not said yet that they are ready."""
         return self._members if self._inquiry is not None else frozenset(self._waiting)
@@ -75,22 +81,26 @@ class Healing:
             return
         self._inquiry = None
         self._number += 1
+        self._began = now
         self._reform = self._reform or not agree(inquiry.answers, self._members)
         self._waiting, self._errors, self._dead = set(self._members), {}, {}
-        if self._reform:
-            # What still refers to a group that is gone must fail at once, not wait for peers in that group.
-            for rank, fds in between_ranks(inquiry.answers).items():
-                self._send(rank, FreeCollective(fds=fds, abort=False))
+        shared_ends = between_ranks(inquiry.answers) if self._reform else {}
         for rank in self._members:
-            self._send(rank, Heal(self._number, self._reform))
+            self._send(rank, Heal(self._number, self._reform, shared_ends.get(rank, ())))
 
     def healed(self, message: Healed) -> Outcome | None:
         """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
         if message.number != self._number or message.rank not in self._waiting:
             return None
         self._waiting.discard(message.rank)
-        if message.error:
-            self._errors[message.rank] = message.error
+        if message.unusable:
+            self._errors[message.rank] = (
+                f"the GPU context of rank {message.rank} is unusable: {message.unusable}"
+            )
+        elif message.error:
+            self._errors[message.rank] = (
+                f"the process group could not be formed again on rank {message.rank}: {message.error}"
+            )
         for dead in message.dead:
             self._dead.setdefault(dead, []).append(message.rank)
         if self._errors:
@@ -98,7 +108,7 @@ class Healing:
             self._waiting = set()
         if self._waiting:
             return None
-        failed = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(self._errors.items()))
+        failed = "; ".join(error for _, error in sorted(self._errors.items()))
         return Outcome(self._reform, failed, self._named_dead())
 
     def _named_dead(self) -> str:
@@ -118,8 +128,5 @@ def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
     """
     if answers.keys() != members or any(answer.pending != 0 for answer in answers.values()):
         return False
-    done: dict[str, dict[int, int]] = {_DEFAULT_GROUP: dict.fromkeys(members, 0)}
-    for rank, answer in answers.items():
-        for collective in answer.collectives:
-            done.setdefault(collective.group, {})[rank] = collective.sequence
-    return all(len(set(ranks.values())) == 1 for ranks in done.values())
+    last = by_group({rank: answer.collectives for rank, answer in answers.items()})
+    return all(len({each.sequence for each in ranks.values()}) == 1 for ranks in last.values())

@@ -25,6 +25,7 @@ from nblaunch._protocol import (
 from nblaunch._state import RunState
 from nblaunch.diagnose.root_cause import blames_a_peer
 from nblaunch.session.inquiry import Inquiry, between_ranks
+from nblaunch.session.steps import Steps
 
 # Python code answers an interrupt within milliseconds; a rank that does not is in C code.
 _FREE_SECONDS = 0.25
@@ -34,6 +35,8 @@ _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0
 # A large collective that all ranks are in ends by itself.
 _IN_STEP_SECONDS = 2.0
+# An abort takes NCCL a second or two, and a program may have many groups.
+_ABORT_SECONDS = 15.0
 # How long a rank may take to end after the last interrupt.
 _LAST_SECONDS = 2.0
 
@@ -72,10 +75,14 @@ class Interruption:
         self._pause = _FREE_SECONDS
         self._look: tuple[Inquiry, float] | None = None
         self._silent: set[int] = set()
+        self._steps = Steps()
+        self._grace = 0.0
+        self._aborted_at: float | None = None
 
     def reset(self) -> None:
         """Begin uninterrupted: another job."""
         self.begun = self.cut = False
+        self._steps, self._aborted_at = Steps(), None
         self._interrupted, self.waited_for, self._silent = {}, {}, set()
         self._look_at = self._look = None
 
@@ -138,6 +145,7 @@ class Interruption:
 
     def press(self, now: float, grace: float) -> None:
         """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
+        self._grace = grace
         for rank, known in self._interrupted.items():
             if known.seen is not None and not known.last and now >= known.seen + grace:
                 self._number += 1
@@ -155,6 +163,12 @@ class Interruption:
                 if known.last and known.seen is not None and now >= known.seen + _LAST_SECONDS
             )
         )
+
+    def unfreed(self, now: float) -> tuple[int, ...]:
+        """Return the ranks that do not come back although NCCL was to abort what they wait for."""
+        if self._aborted_at is None or now < self._aborted_at + _ABORT_SECONDS:
+            return ()
+        return tuple(sorted(rank for rank, known in self._interrupted.items() if known.seen is None))
 
     def _note_whom(self) -> None:
         self.waited_for = {rank: known.since for rank, known in self._interrupted.items()}
@@ -174,13 +188,26 @@ class Interruption:
         self._pause = _FREE_SECONDS if waiting or handled else min(2 * self._pause, _LOOK_SECONDS)
         self._look_at = now + self._pause if self._interrupted else None
         # Ranks that save something may do so with collectives: what others wait in may be one of these.
-        if handled or (_in_step(answers, state) and now < self._since + _IN_STEP_SECONDS):
+        if not waiting or handled:
             return
-        shared_ends = between_ranks(answers)
-        for rank in waiting:
-            if rank in state.ranks and not state.ranks[rank].state.final:
-                self.cut = True
-                self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
+        if any(answer.nccl for answer in answers.values()):
+            if self._steps.stuck(answers, state, now, self._grace):
+                self._abort(inquiry)
+        elif not _in_step(answers, state) or now >= self._since + _IN_STEP_SECONDS:
+            shared_ends = between_ranks(answers)
+            for rank in waiting:
+                if rank in state.ranks and not state.ranks[rank].state.final:
+                    self.cut = True
+                    self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
+
+    def _abort(self, inquiry: Inquiry) -> None:
+        """Have all ranks abort NCCL: where only some do, that hangs, or frees memory that others write to."""
+        if self._aborted_at is not None:
+            return
+        self.cut, self._aborted_at = True, time.monotonic()
+        shared_ends = between_ranks(inquiry.answers)
+        for rank in sorted(inquiry.answers.keys() | inquiry.missing):
+            self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
 
     @property
     def _since(self) -> float:

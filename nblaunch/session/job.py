@@ -27,6 +27,7 @@ from nblaunch._protocol import (
 from nblaunch._reports import HangReport
 from nblaunch._state import RunState, State, advance, looked_at
 from nblaunch.job import shared
+from nblaunch.session.inquiry import Inquiry
 from nblaunch.session.rank_logs import Logs
 from nblaunch.session.shown import EVERYTHING, Shown
 
@@ -69,6 +70,12 @@ class Job:
         self.interrupted = False
         self.settle_at: float | None = None
         self.settled = False
+        self.open = False
+        """Whether a rank has returned while NCCL had operations that had not ended."""
+        self.inquiry: Inquiry | None = None
+        """Where the ranks were then."""
+        self.unmatched = False
+        """Whether these operations wait for a rank that has returned without them."""
 
     @property
     def titles(self) -> dict[str, str]:
@@ -99,6 +106,7 @@ class Job:
         """Map a value while its rank still holds it; return what is to be folded for it."""
         if self.ended.is_set():
             return None
+        self.open = self.open or message.open
         try:
             self.values[message.rank] = shared.get(message.value, private=False)
         except (FileNotFoundError, ProcessLookupError):
@@ -138,4 +146,5 @@ class Job:
     def begin_again(self) -> None:
         """Forget what the attempt before this one has left undone."""
         self.settle_at, self.settled, self.dispatched = None, False, False
+        self.open, self.inquiry, self.unmatched = False, None, False
         self.values = {}

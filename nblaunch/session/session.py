@@ -348,6 +348,7 @@ class LiveSession:
         """Return what each rank is doing, and the memory that is its own."""
         members, job = self.group.state, self.group.job
         running = job.state.ranks if job is not None and not job.ended.is_set() else {}
+        doing = job.state.doing if job is not None and running else ""
         return SessionStatus(
             name=self.name,
             world_size=self.world_size,
@@ -360,7 +361,7 @@ class LiveSession:
                     pid=known.pid,
                     device=known.device,
                     memory=own_memory(known.pid),
-                    waiting=_waiting(running.get(rank)),
+                    waiting=_waiting(running.get(rank)) or doing,
                 )
                 for rank, known in sorted(members.ranks.items())
             ),

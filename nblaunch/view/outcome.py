@@ -227,7 +227,9 @@ def _own_words(text: str) -> str:
 
 
 def waits(state: RunState) -> dict[int, str]:
-    """Return since when each rank that has been interrupted is waited for, and what it is in."""
+    """Return what each rank that is waited for does, and since when it has been interrupted."""
+    if state.doing:
+        return dict.fromkeys(sorted(state.ranks), state.doing)
     return {
         rank: shortened(plain(known.waiting), REASON_COST)
         for rank, known in sorted(state.ranks.items())

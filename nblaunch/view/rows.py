@@ -74,7 +74,7 @@ class Rows:
     def news(self, state: RunState, now: float) -> RankNews | None:
         """Return what differs from the state seen last, or None; `now` is in seconds."""
         why, marks = self._failures(state), self._stragglers.marks(state, now)
-        marks |= {rank: f"{said}; {AGAIN}" for rank, said in waits(state).items()}
+        marks |= {rank: said if state.doing else f"{said}; {AGAIN}" for rank, said in waits(state).items()}
         rows: dict[str, Row] = {}
         values: dict[str, Value] = {}
         for rank, known in sorted(state.ranks.items()):

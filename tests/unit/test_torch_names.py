@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import atexit
 import inspect
+import json
 import sys
 from multiprocessing import context, forkserver, popen_forkserver, process, resource_tracker, util
 from pathlib import Path
@@ -222,6 +223,10 @@ def a_typed_storage():
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
         (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
         (type(distributed_c10d._world), "group_count"),
+        (type(distributed_c10d._world), "pg_group_ranks"),
+        (type(distributed_c10d._world), "pg_names"),
+        (distributed_c10d.ProcessGroup, "_get_backend"),
+        (distributed_c10d.ProcessGroup, "_device_types"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
@@ -233,6 +238,13 @@ def a_typed_storage():
 def test_torch_still_has(owner, name):
     whose = getattr(owner, "__name__", type(owner).__name__)
     assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA")
+def test_a_build_with_cuda_still_has_the_flight_recorder_of_nccl():
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    assert dump is not None, f"torch {torch.__version__} broke _dump_nccl_trace_json, which nblaunch uses"
+    assert "pg_status" in json.loads(dump(includeCollectives=False))
 
 
 def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):

@@ -1,0 +1,192 @@
+"""What torch's flight recorders know of this rank's collectives: gloo has one, NCCL has another.
+
+NCCL's asks CUDA about the events of collectives that are open, and holds the GIL meanwhile. The status of its
+groups needs no CUDA call, so that is read first, and the entries are read on a thread of their own, which is
+waited for with a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+from nblaunch._protocol import Collective
+
+GLOO, NCCL = "gloo", "nccl"
+_DUMPS = {GLOO: "_dump_fr_trace_json", NCCL: "_dump_nccl_trace_json"}
+SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""torch takes the first of these that is set."""
+_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ENTRIES = "256"
+_FILE = "nccl_trace_rank_"
+# Ranks that disagreed in one collective may have begun a few more before they hang.
+_RECENT = 64
+# The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
+_ANSWER_SECONDS = 0.5
+
+_oldest_alive: dict[str, int] = {GLOO: 0, NCCL: 0}
+"""The number of the oldest group that may still be alive: each recorder counts groups by itself."""
+_asking: threading.Thread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far NCCL is: the groups' last completed operations, and whether any has more than that."""
+
+    done: tuple[int, ...]
+    busy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The collectives that are remembered, oldest first; how many operations are open, if that is known."""
+
+    recent: tuple[Collective, ...]
+    pending: int | None
+
+
+def record_collectives() -> None:
+    """Have the flight recorders remember the last collectives, unless the user chose their size.
+
+    NCCL's writes a file when a collective times out: that goes to the rank's log files, and with them.
+    """
+    if not any(name in os.environ for name in SIZE_VARIABLES):
+        os.environ[SIZE_VARIABLES[0]] = _ENTRIES
+    logs = os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))  # noqa: PTH120 - may be empty
+    if logs and not any(name in os.environ for name in _FILE_VARIABLES):
+        os.environ[_FILE_VARIABLES[0]] = os.path.join(logs, _FILE)  # noqa: PTH118 - torch adds the rank
+
+
+def nccl_status() -> Status:
+    """Return how far NCCL is, without a call of CUDA."""
+    alive = {number: each for number, each in _statuses(NCCL).items() if number >= _oldest_alive[NCCL]}
+    done = tuple(completed for _, (_, completed) in sorted(alive.items()))
+    return Status(done, any(enqueued != completed for enqueued, completed in alive.values()))
+
+
+def is_busy() -> bool:
+    """Whether NCCL has operations that have not ended, as far as can be told."""
+    if not nccl_status().busy:
+        return False
+    # Its watchdog looks ten times a second, and the status is its word: the events know better.
+    entries = _nccl_entries()
+    return entries is None or any(
+        not _completed(each) for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[NCCL]
+    )
+
+
+def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
+    """Return what both recorders remember of groups that may be alive.
+
+    `members` has the ranks of each group by its name.
+    """
+    recent: list[Collective] = []
+    pending: int | None = 0
+    for backend in _DUMPS:
+        entries = _entries(backend) if backend == GLOO else _nccl_entries()
+        if entries is None:
+            pending = None
+            continue
+        entries = [each for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[backend]]
+        recent += _collectives(entries, backend, members)
+        if pending is not None:
+            pending += sum(not _completed(each) for each in entries)
+    return Recorded(tuple(recent), pending)
+
+
+def bury() -> None:
+    """Ignore all groups that there have been: what an aborted one has open stays open in the recorder."""
+    for backend in _DUMPS:
+        known = _statuses(backend).keys()
+        if known:
+            _oldest_alive[backend] = max(_oldest_alive[backend], max(known) + 1)
+
+
+def bury_older_than_newest() -> None:
+    """Ignore all groups but the newest, which has just had a collective."""
+    for backend in _DUMPS:
+        _oldest_alive[backend] = max(_oldest_alive[backend], max(_statuses(backend), default=0))
+
+
+def _statuses(backend: str) -> dict[int, tuple[int, int]]:
+    """Return (last enqueued, last completed) for the number of each group that has had a collective."""
+    try:
+        dump = getattr(_distributed_c10d, _DUMPS[backend])
+        told: dict[str, dict[str, str]] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+        return {
+            int(number): (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+            for number, each in told.items()
+        }
+    except Exception:  # noqa: BLE001 - a torch without NCCL, an older one: the stacks are enough
+        return {}
+
+
+def _entries(backend: str) -> list[dict[str, Any]] | None:
+    """Return what a recorder remembers, oldest first; None where there is no such recorder."""
+    try:
+        found: dict[str, Any] = json.loads(getattr(_distributed_c10d, _DUMPS[backend])())
+    except Exception:  # noqa: BLE001 - as above; or the CUDA context is broken
+        return None
+    return list(found.get("entries", ()))
+
+
+def _nccl_entries() -> list[dict[str, Any]] | None:
+    """Return what NCCL's recorder remembers; None if it does not answer in time."""
+    global _asking
+    if not any(number >= _oldest_alive[NCCL] for number in _statuses(NCCL)):
+        return []  # nothing has been asked of NCCL
+    if _asking is not None and _asking.is_alive():
+        return None
+    found: list[list[dict[str, Any]] | None] = []
+    _asking = threading.Thread(
+        target=lambda: found.append(_entries(NCCL)), name="nblaunch-recorder", daemon=True
+    )
+    _asking.start()
+    _asking.join(_ANSWER_SECONDS)
+    return found[0] if found else None
+
+
+def _completed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _collectives(
+    entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Iterator[Collective]:
+    """Yield the collectives among these, oldest first."""
+    by_group: dict[tuple[object, ...], list[Collective]] = {}
+    newest: dict[tuple[object, ...], int] = {}
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        collective, number = _collective(entry, backend, members), int(entry.get("pg_id", 0))
+        known = by_group.setdefault(collective.key, [])
+        if number < newest.setdefault(collective.key, number):
+            continue  # a group of this name that is gone, used by an object that still refers to it
+        if number > newest[collective.key] or (known and collective.sequence <= known[-1].sequence):
+            # The program has replaced the group by one that counts anew.
+            known.clear()
+        newest[collective.key] = number
+        known.append(collective)
+    for known in by_group.values():
+        yield from known[-_RECENT:]
+
+
+def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:
+    number, description = entry.get("process_group") or ("", "")
+    return Collective(
+        group=str(description if description not in ("", "undefined") else number),
+        sequence=int(entry.get("collective_seq_id", 0)),
+        operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+        sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
+        dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
+        completed=_completed(entry),
+        backend=backend,
+        ranks=members.get(str(number), ()),
+    )

@@ -1,0 +1,377 @@
+"""A session's ranks on GPUs after an NCCL collective went wrong: right numbers, or a word of what is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import nblaunch
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
+]
+four_gpus = pytest.mark.skipif(GPUS < 4, reason=f"4 GPUs are needed, there are {GPUS}")
+
+REFORMED = (
+    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
+)
+DEAD = "made for a process group that is gone, with what revives each: "
+ANEW = "the ranks were started anew: all of their variables are gone"
+SETUP = """
+import os, time, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as DDP
+keep = 123
+
+def reduced(value=1.0, group=None, on=None):
+    t = torch.full((1,), value, device=on or device)
+    dist.all_reduce(t, group=group)
+    return t.item()
+
+def over(mesh, name):
+    return reduced(group=mesh[name].get_group())
+"""
+WARM = """
+import sys
+reduced()
+model = DDP(torch.nn.Linear(2, 1).to(device), device_ids=[device.index])
+model(torch.ones(1, 2, device=device)).sum().backward()
+del model
+print(); print(file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[nblaunch.Session]:
+    with nblaunch.Session(2, timeout=60) as session:
+        session.cell(SETUP, namespace={})
+        # What these make in the process stays: files of torch's, and those that the session keeps open.
+        session.cell(WARM, namespace={})
+        yield session
+
+
+@pytest.fixture
+def quad() -> Iterator[nblaunch.Session]:
+    with nblaunch.Session(4, timeout=60) as session:
+        session.cell(SETUP, namespace={})
+        yield session
+
+
+@pytest.fixture
+def session(pair: nblaunch.Session) -> Iterator[nblaunch.Session]:
+    """Give two ranks that are the same processes after the test, and compute rightly."""
+    before = {each.pid for each in pair.status().ranks}
+    yield pair
+    assert cell(pair, "(reduced(2.0), keep)").values == [(4.0, 123)] * 2
+    assert {each.pid for each in pair.status().ranks} == before
+
+
+def cell(session: nblaunch.Session, source: str) -> nblaunch.RunResult:
+    return session.cell(textwrap.dedent(source), namespace={}, check=False)
+
+
+def seconds(started: float) -> float:
+    return time.monotonic() - started
+
+
+# --- unmatched, stuck, interrupted -----------------------------------------------------------------
+
+
+def test_a_collective_that_a_failed_rank_never_began_gives_no_wrong_number_later(session):
+    failed = cell(
+        session,
+        """
+        kept = torch.full((3,), float(rank), device=device)
+        y = torch.full((1,), 100.0, device=device)
+        if rank == 1: raise ValueError("before its collective")
+        dist.all_reduce(y)
+        """,
+    )
+    assert [each.rank for each in failed.failures if each.consequence_of is None] == [1]
+    assert REFORMED in failed.warnings
+    assert cell(session, "(reduced(1.0), kept.tolist())").values == [
+        (2.0, [float(rank)] * 3) for rank in range(2)
+    ]
+
+
+def test_a_rank_that_waits_on_its_gpu_for_a_failed_one_is_freed(session):
+    started = time.monotonic()
+    failed = cell(
+        session,
+        """
+        if rank == 1: raise ValueError("not me")
+        reduced()
+        """,
+    )
+    assert failed.root_cause.rank == 1
+    assert failed.root_cause.message == "not me"
+    assert REFORMED in failed.warnings
+    assert seconds(started) < 10
+    assert cell(session, "reduced(5.0)").values == [10.0, 10.0]
+
+
+def test_an_interrupt_ends_a_collective_that_a_peer_does_not_come_to(session):
+    interrupt_once(lambda: waits(session, 0))
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        session.cell("if rank == 0: reduced()\nelse: time.sleep(600)", namespace={})
+    assert seconds(started) < 15
+    assert REFORMED in caught.value.__notes__
+
+
+def test_ranks_that_have_done_a_different_number_are_put_right(session):
+    """A broadcast ends on its source without the others."""
+    failed = cell(
+        session,
+        """
+        t = torch.full((1,), 7.0, device=device)
+        if rank == 1: raise ValueError("before the broadcast")
+        dist.broadcast(t, 0)
+        """,
+    )
+    assert failed.root_cause.rank == 1
+    assert REFORMED in failed.warnings
+
+
+def test_the_groups_of_one_default_group_count_apart(session):
+    """gloo and NCCL are both in it; an ordinary mistake costs no group then."""
+    for _ in range(3):
+        reduced = cell(session, "(reduced(on='cpu'), reduced(), reduced(on='cpu'))")
+        assert reduced.values == [(2.0, 2.0, 2.0)] * 2
+    failed = cell(session, "reduced(); raise ValueError('on all ranks')")
+    assert failed.root_cause.message == "on all ranks"
+    assert failed.warnings == ()
+
+
+def test_after_a_heal_an_ordinary_mistake_costs_no_group(session):
+    """What the aborted group had open stays open in torch's recorder."""
+    cell(session, "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))")
+    failed = cell(session, "reduced(); reduced(on='cpu'); raise ValueError('on all ranks')")
+    assert failed.warnings == ()
+
+
+@pytest.mark.parametrize("takes", [1, 3])
+def test_an_interrupt_in_a_healthy_step_costs_no_group(session, takes):
+    cell(session, "group = dist.new_group([0, 1]); reduced(group=group); seen = 0")
+    interrupt_once(lambda: cell_is_in(session, "t.item()"))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        session.cell(step_of(takes), namespace={})
+    assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    assert cell(session, "reduced(group=group)").values == [2.0, 2.0]
+    cell(session, "del group")
+
+
+def step_of(seconds: float) -> str:
+    """Return a cell of steps, each of which computes for so long and ends with a collective of a group."""
+    return f"""
+cycles = int({seconds}e9) if os.environ.get("FAKE_GPUS") else int({seconds} * 1.7e9)
+for _ in range(100):
+    t = torch.ones(1, device=device)
+    torch.cuda._sleep(cycles)
+    dist.all_reduce(t, group=group)
+    t.item()
+"""
+
+
+# --- what is gone is named -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["posted", "stuck"])
+def test_variables_that_died_with_the_groups_are_named(session, waits):
+    cell(
+        session,
+        """
+        group = dist.new_group([0, 1])
+        mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("data",))
+        model = DDP(torch.nn.Linear(2, 1).to(device), device_ids=[device.index])
+        reduced(group=group) + over(mesh, "data")
+        """,
+    )
+    end = "; torch.cuda.synchronize()" if waits else ""
+    failed = cell(
+        session, f"if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device)){end}"
+    )
+    said = next(each for each in failed.warnings if each.startswith(DEAD))
+    assert "group (group = dist.new_group(ranks=[0, 1]))" in said
+    assert "mesh (mesh = init_device_mesh('cuda', (2,), mesh_dim_names=('data',)))" in said
+    assert "model (model = DDP(model.module, device_ids=[device.index]))" in said
+    used = cell(session, "model(torch.ones(1, 2, device=device))")
+    assert "To revive it: model = DDP(model.module" in used.root_cause.message
+    revived = cell(
+        session,
+        """
+        group = dist.new_group(ranks=[0, 1])
+        mesh = init_device_mesh('cuda', (2,), mesh_dim_names=('data',))
+        model = DDP(model.module, device_ids=[device.index])
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        (reduced(group=group), over(mesh, "data"))
+        """,
+    )
+    assert revived.values == [(2.0, 2.0)] * 2
+    cell(session, "del group, mesh, model")
+
+
+@four_gpus
+def test_meshes_splits_and_new_groups_can_be_made_after_a_heal(quad):
+    for _ in range(2):
+        failed = cell(
+            quad,
+            "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))",
+        )
+        assert REFORMED in failed.warnings
+        assert cell(quad, "(reduced(), keep)").values == [(4.0, 123)] * 4
+        made = cell(
+            quad,
+            """
+            mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "model"))
+            split = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+            pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+            sums = [reduced(float(rank), group) for group in (split, pairs[rank % 2])]
+            (*sums, over(mesh, "data"), over(mesh, "model"))
+            """,
+        )
+        assert made.values == [(1.0, 2.0, 2, 2), (1.0, 4.0, 2, 2), (5.0, 2.0, 2, 2), (5.0, 4.0, 2, 2)]
+
+
+@four_gpus
+def test_a_collective_of_a_part_of_the_ranks_is_compared_among_these_alone(quad):
+    cell(quad, "mesh = init_device_mesh('cuda', (2, 2), mesh_dim_names=('data', 'model'))")
+    failed = cell(
+        quad,
+        """
+        for _ in range(1 + rank // 2):
+            over(mesh, "model")
+        raise ValueError("on all ranks")
+        """,
+    )
+    assert failed.warnings == ()
+
+
+def own_group_and_a_mesh() -> float:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=device)
+    world_size = dist.get_world_size()
+    shape = (2, world_size // 2)
+    mesh = init_device_mesh("cuda", shape)
+    one = torch.ones(1, device=device)
+    dist.all_reduce(one, group=mesh.get_group(0))
+    return one.item()
+
+
+def test_a_program_that_brings_its_own_group_can_split_it():
+    assert nblaunch.run(own_group_and_a_mesh, nproc=GPUS // 2 * 2).values == [2.0] * (GPUS // 2 * 2)
+
+
+def test_a_programs_own_group_in_a_session_waits_as_long_as_the_sessions_own(session):
+    told = cell(
+        session,
+        """
+        def seconds():
+            return dist.group.WORLD._get_backend(device).options._timeout.total_seconds()
+        before = seconds()
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        (before, seconds())
+        """,
+    )
+    assert told.values == [(86_400.0, 86_400.0)] * 2
+
+
+# --- where it cannot be healed ---------------------------------------------------------------------
+
+
+def test_a_broken_gpu_context_is_replaced_and_the_rank_is_named():
+    with nblaunch.Session(2, timeout=60) as session:
+        cell(session, SETUP)
+        failed = cell(session, BREAK_CONTEXT)
+        assert failed.root_cause.rank == 1
+        (why,) = [each for each in failed.warnings if "GPU context" in each]
+        assert why.startswith("the GPU context of rank 1 is unusable: CUDA error: device-side assert")
+        assert ANEW in failed.warnings
+        cell(session, SETUP)
+        assert cell(session, "reduced()").values == [2.0, 2.0]
+
+
+BREAK_CONTEXT = """
+import ctypes
+if rank == 1:
+    if os.environ.get("FAKE_GPUS"):
+        ctypes.CDLL("libcudart.so.13").fakecuda_poison()
+    else:
+        torch.zeros(2, device=device)[torch.tensor([5], device=device)]
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="only a simulated NCCL can be told to hang")
+def test_ranks_whose_abort_does_not_end_are_replaced():
+    with nblaunch.Session(2, timeout=60, grace=1) as session:
+        cell(session, SETUP + "os.environ['FAKE_NCCL_ABORT_MS'] = '600000'")
+        started = time.monotonic()
+        failed = cell(
+            session, "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))"
+        )
+        assert seconds(started) < 40
+        assert failed.root_cause.message == "x"
+        (why,) = [each for each in failed.warnings if "NCCL did not abort" in each]
+        assert "on rank" in why
+        assert ANEW in failed.warnings
+
+
+@pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="only a simulated NCCL can be told to be slow")
+def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_says_what_it_does():
+    with nblaunch.Session(2, timeout=60, grace=0.5) as session:
+        cell(session, SETUP + "os.environ['FAKE_NCCL_ABORT_MS'] = '2500'")
+        said = []
+        ended = threading.Event()
+
+        def listen() -> None:
+            while not ended.wait(0.05):
+                said.append(str(session.status()))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            failed = cell(
+                session, "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))"
+            )
+        finally:
+            ended.set()
+            listener.join()
+        assert REFORMED in failed.warnings
+        assert any("re-forming the process group" in each for each in said)
+        assert cell(session, "(reduced(), keep)").values == [(2.0, 123)] * 2
+
+
+# --- helpers ---------------------------------------------------------------------------------------
+
+
+def waits(session: nblaunch.Session, rank: int) -> bool:
+    return any(f"rank {rank} is in all_reduce" in each for each in session.stacks().findings)
+
+
+def cell_is_in(session: nblaunch.Session, call: str) -> bool:
+    report = session.stacks()
+    return bool(report.groups) and all(call in group.headline for group in report.groups)
+
+
+def interrupt_once(condition: Callable[[], bool]) -> None:
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not condition():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch).start()
