@@ -321,6 +321,7 @@ class Rank:
         if self.orders.keep:
             # Before the value, with which the job ends: the next one is made of what is known then.
             self._tell_names()
+        freed = self.link.times_freed
         text, html = shell.prepare().describe(value) if seen else ("", "")
         if cell is None:
             sent = returning.send(value, self._spill)
@@ -329,6 +330,9 @@ class Rank:
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
         self.outgoing = sent.outgoing
+        if self.device.type != "cpu" and self.link.times_freed > freed:
+            # The value waited for a collective that was then aborted: its numbers are not those of the job.
+            raise KeyboardInterrupt
         self.link.send(
             Returned(
                 rank=self.rank,

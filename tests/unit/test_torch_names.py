@@ -225,6 +225,7 @@ def a_typed_storage():
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
+        (torch._tensor_str, "_str"),
         (FileTimerServer, "_reap_worker"),
         (FileTimerServer, "_watchdog_loop"),
     ],
