@@ -173,7 +173,7 @@ class Rank:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare)
         if self.orders.virtual_local_rank:
-            environment.see_one_device_only()
+            environment.see_one_device_only(prepare.accelerators)
         process_group.prefer_loopback()
         inspection.record_collectives()
         self.device = environment.choose_device(prepare)

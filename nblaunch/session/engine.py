@@ -117,7 +117,9 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         _wait_for_groups(lambda group: _leaves(group, meeting))
         meetings.refuse_taken(meeting)
         environ |= meetings.network_variables(meeting, environ.__contains__)
-    placement = devices.place(options.nproc_per_node, options.backend, environ)
+    placement = devices.place(
+        options.nproc_per_node, options.backend, environ, virtual_local_rank=options.virtual_local_rank
+    )
     process_options.check(options, placement, environ)
     return placement, environ
 
@@ -126,6 +128,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
     forkserver.server.ensure_running()
     wait_for_gpus(launch.placement)
+    if launch.placement.warning:
+        launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
     options = launch.options
     settings = settings_of(options, launch.placement)
     settings = joining.with_key(settings)
