@@ -56,6 +56,7 @@ from nblaunch.rank import (
     fresh,
     inspection,
     introspection,
+    numa,
     orphans,
     process_group,
     returning,
@@ -90,6 +91,8 @@ class Orders:
     """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
     virtual_local_rank: bool = False
     """Whether it is to see one GPU only, as local rank 0."""
+    numa_binding: str | None = None
+    """How it is to be bound to the CPUs near its GPU."""
 
 
 class Rank:
@@ -174,6 +177,9 @@ class Rank:
         environment.apply(prepare)
         if self.orders.virtual_local_rank:
             environment.see_one_device_only(prepare.accelerators)
+        if self.orders.numa_binding is not None:
+            # Not before: it asks CUDA, which reads the environment once.
+            numa.bind(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
         process_group.prefer_loopback()
         inspection.record_collectives()
         self.device = environment.choose_device(prepare)
