@@ -44,7 +44,7 @@ from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
 from nblaunch.session.shown import Shown
 from nblaunch.session.standby import Seat, Standby
-from nblaunch.session.usage import measuring
+from nblaunch.session.usage import Seen, measuring
 from nblaunch.session.verdict import verdict
 
 _END_SECONDS = 30.0
@@ -201,7 +201,8 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:
-            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage):
+            seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
+            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
                 error = ending.wait()
             try:
                 result = _collect(group, job, launch, private)
