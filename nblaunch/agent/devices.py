@@ -1,4 +1,4 @@
-"""Which devices and which backend a run gets; counts GPUs without initialising CUDA."""
+"""How many ranks a run gets, on which devices and with which backend."""
 
 from __future__ import annotations
 
@@ -11,41 +11,34 @@ from importlib import metadata
 
 from nblaunch._errors import OptionError
 from nblaunch._option_row import nearest
+from nblaunch.agent import gpus
 
 _DEFAULT_CPU_RANKS = 2
 # Those of torch itself; what is not built into this one is found out where torch is loaded.
 _TORCHS_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "fake")
 _PLUGINS = "torch.backends"
 """Entry points that torch loads when it is imported; they may register backends of their own."""
+_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Has NCCL 2.30 and later take several ranks on one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How many ranks, on what, with which backend (None: no process group)."""
+    """How many ranks, on what, with which backend."""
 
     nproc: int
     backend: str
     device_type: str
     accelerators: int
     note: str = ""
+    """Why they are there, for the panel of a run."""
+    warning: str = ""
+    """The same where it is hardly what was meant, for the result."""
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many CUDA devices ranks with this environment will see."""
-    import torch
-
-    # Counts through NVML where it can, so that the kernel's CUDA state stays as it is.
-    count = torch.cuda.device_count()
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None and chosen != os.environ.get("CUDA_VISIBLE_DEVICES"):
-        # The ranks' own choice; a kernel that was kept off the GPUs sees none of those they may use.
-        named = len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
-        installed = count
-        with contextlib.suppress(Exception):  # no NVML
-            # No public name counts them all.
-            installed = max(torch.cuda._raw_device_count_nvml(), count)  # noqa: SLF001
-        count = min(named, installed)
-    return count
+    """Return how many CUDA devices (ROCm's among them) ranks with this environment will see."""
+    return gpus.count(environ)
 
 
 def check_backend(backend: str, environ: Mapping[str, str]) -> None:
@@ -86,43 +79,122 @@ def known_backends() -> tuple[str, ...]:
     )
 
 
-def place(nproc: int | str, backend: str, environ: Mapping[str, str]) -> Placement:
+def place(
+    nproc: int | str, backend: str, environ: Mapping[str, str], *, virtual_local_rank: bool = False
+) -> Placement:
     """Decide the number of ranks, their devices and the backend.
 
     Raises `OptionError` for more nccl ranks than GPUs, or for GPUs where there are none.
     """
-    gpus = visible_gpus(environ)
-    note = ""
+    there = _accelerator(environ, each_alone=virtual_local_rank)
+    usable = there.count if there.backend else 0
+    count, note = _count(nproc, usable, there)
+    wanted, shared = _wants(backend, there), _may_share(backend, there, environ)
+    if backend == "auto":
+        wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
+    elif wanted and (not usable or (count > usable and not shared)):
+        raise OptionError(_too_many(count, backend, usable))
+    if wanted:
+        if count > usable:
+            note = f"{count} ranks share {_gpus(usable)}"
+        # gloo beside it: a collective on a CPU tensor works there as it does without an accelerator.
+        automatic = f"cpu:gloo,{there.kind}:{there.backend}"
+        return Placement(count, automatic if backend == "auto" else backend, there.kind, usable, note)
+    warning = ""
+    if backend == "auto" and 0 < usable < count and nproc != "cpu":
+        share = ", or --backend cpu:gloo,cuda:gloo to share" if there.kind == "cuda" else ""
+        warning = (
+            f"{count} ranks were asked for and {_gpus(usable)} {'is' if usable == 1 else 'are'} visible: all "
+            f"ranks are on the CPU, since {there.backend} takes one rank for each GPU (-n {usable}{share})"
+        )
+    return Placement(count, "gloo" if backend == "auto" else backend, "cpu", 0, warning or note, warning)
+
+
+@dataclass(frozen=True, slots=True)
+class _Accelerator:
+    """What this torch computes on beside the CPU: kind, number, and backend if there is one."""
+
+    kind: str
+    count: int
+    backend: str
+
+
+def _accelerator(environ: Mapping[str, str], *, each_alone: bool) -> _Accelerator:
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    kind = "cuda" if current is None else current.type
+    if kind == "cuda":
+        seen = gpus.count(environ, each_alone=True) if each_alone else visible_gpus(environ)
+        return _Accelerator(kind, seen, "nccl")
+    seen = 0
+    with contextlib.suppress(Exception):  # a plugin's own module may raise anything
+        seen = torch.get_device_module(kind).device_count()
+    return _Accelerator(kind, seen, _backend_of(kind))
+
+
+def _backend_of(kind: str) -> str:
+    """Return the backend that torch has for a kind of device; nothing where it cannot take its tensors.
+
+    For mps torch names gloo, which knows the CPU and CUDA.
+    """
+    from torch import distributed
+
+    with contextlib.suppress(Exception):  # none registered, or a torch without torch.distributed
+        name = distributed.get_default_backend_for_device(kind)
+        if kind in distributed.Backend.backend_capability.get(name, ()):
+            return name
+    return ""
+
+
+def _count(nproc: int | str, usable: int, there: _Accelerator) -> tuple[int, str]:
+    """Return the number of ranks, and a note where it was not asked for."""
     match nproc:
-        case "gpu" if gpus == 0:
+        case "gpu" if not usable:
             msg = "nproc='gpu' was asked for, but no GPU is visible here. Use nproc=2 (gloo on the CPU)."
             raise OptionError(msg)
-        case "gpu":
-            count = gpus
         case "cpu":
-            count = os.cpu_count() or 1
+            return os.cpu_count() or 1, ""
         case int():
-            count = nproc
-        case _ if gpus:
-            count = gpus
+            return nproc, ""
+        case _ if usable:
+            return usable, ""
         case _:
-            count = _DEFAULT_CPU_RANKS
-            note = f"no GPU is visible: {count} ranks on the CPU (set -n for another number)"
-    uses_nccl = "nccl" in backend or (backend == "auto" and 0 < count <= gpus and nproc != "cpu")
-    if uses_nccl and count > gpus:
-        msg = (
-            f"{count} ranks with backend nccl were asked for, but only {gpus} "
-            f"GPU{'s are' if gpus != 1 else ' is'} visible here, and nccl needs one for each rank. "
-            f"Lower nproc{f' to {gpus}' if gpus else ''}, or pass backend='gloo' to run on the CPU."
-        )
-        raise OptionError(msg)
-    # On GPUs with gloo beside nccl: a collective on a CPU tensor works there as it does without a GPU.
-    automatic = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
-    chosen = automatic if backend == "auto" else backend
-    return Placement(
-        nproc=count,
-        backend=chosen,
-        device_type="cuda" if uses_nccl else "cpu",
-        accelerators=gpus if uses_nccl else 0,
-        note=note,
+            why = f"torch has no backend for {there.kind}" if there.count else "no GPU is visible"
+            number = _DEFAULT_CPU_RANKS
+            return number, f"{why}: {number} ranks on the CPU (set -n for another number)"
+
+
+def _by_device(backend: str) -> dict[str, str]:
+    """Return the backend of each device; one that is for all devices under the empty name."""
+    parts = (part.strip().rpartition(":") for part in backend.split(","))
+    return {device: name for device, _, name in parts}
+
+
+def _wants(backend: str, there: _Accelerator) -> bool:
+    """Whether ranks with this backend are on the accelerator; gloo alone means the CPU."""
+    chosen = _by_device(backend)
+    return there.kind in chosen or (there.backend != "" and there.backend in chosen.values())
+
+
+def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) -> bool:
+    """Whether several ranks may have one device: gloo has no objection, nor has NCCL that was told so."""
+    chosen = _by_device(backend).get(there.kind)
+    if chosen is not None and chosen != there.backend:
+        return True
+    return there.backend == "nccl" and environ.get(_SHARING, "0").strip() not in ("", "0")
+
+
+def _too_many(count: int, backend: str, usable: int) -> str:
+    name = "nccl" if "nccl" in backend else backend
+    needs = "at least one" if "cuda:gloo" in backend else "one for each rank"
+    return (
+        f"{count} ranks with backend {name} were asked for, but only {_gpus(usable)} "
+        f"{'are' if usable != 1 else 'is'} visible here, and {name} needs {needs}. "
+        f"Lower nproc{f' to {usable}' if usable else ''}, or pass backend='gloo' to run on the CPU"
+        f"{', or cpu:gloo,cuda:gloo to share GPUs' if usable else ''}."
     )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"

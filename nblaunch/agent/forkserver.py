@@ -259,9 +259,20 @@ def _working_directory() -> str:
         return os.sep  # it has been removed, which is for others to refuse
 
 
+_CALLS_CUDA = "KINETO_USE_DAEMON"
+"""Has torch initialise CUDA when it is imported, which no fork survives."""
+
+
 def _environment() -> dict[str, str]:
     # torchrun's rule: more than one rank on a machine, and nobody said how many threads: one each.
-    return {"OMP_NUM_THREADS": "1", **os.environ}
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    environ.pop(_CALLS_CUDA, None)
+    return environ
+
+
+def loaded_under() -> dict[str, str]:
+    """Return the environment under which the fork server has loaded torch, or will."""
+    return server.environ or _environment()
 
 
 class RankPopen(popen_forkserver.Popen):

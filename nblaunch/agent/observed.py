@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import record
 
-from nblaunch.agent import numa, runtime
+from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentEvents, AgentSettings
 from nblaunch.agent.events import EventStream
 from nblaunch.agent.log_files import FilteredLines, KeptLogs
@@ -35,8 +35,6 @@ class ObservedAgent(LocalElasticAgent):
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
         spec.event_log_handler = self._stream.name
-        for name, value in numa.spec_options(wanted.numa_binding).items():
-            setattr(spec, name, value)
         super().__init__(spec, self._kept_logs, **keywords)
 
     def run(self, *arguments: Any, **keywords: Any) -> RunResult:

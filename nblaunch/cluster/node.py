@@ -209,6 +209,7 @@ class NodeRelay:
             str(self._directory),
             fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
             virtual_local_rank=self._processes.virtual_local_rank,
+            numa_binding=self._processes.numa_binding,
         )
         return (orders,)
 

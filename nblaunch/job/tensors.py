@@ -11,11 +11,12 @@ import ctypes
 import pickle
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 _arrival = threading.local()
+_departure = threading.local()
 
 
 def reduce(obj: Any) -> Any:
@@ -31,9 +32,27 @@ def reduce(obj: Any) -> Any:
         return _with_typed_storage(torch, obj)
     if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
         kind = obj.device.type
+        _refuse_unreadable(obj)
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
+
+
+@contextmanager
+def only_from(readable: Callable[[Any], bool]) -> Iterator[None]:
+    """Within the block, a storage on a device that is not `readable` raises `PicklingError`."""
+    _departure.readable = readable
+    try:
+        yield
+    finally:
+        del _departure.readable
+
+
+def _refuse_unreadable(storage: Any) -> None:
+    readable = getattr(_departure, "readable", None)
+    if readable is not None and not readable(storage.device):
+        msg = f"a tensor on {storage.device} cannot be read: the device is busy, or of no use any more"
+        raise pickle.PicklingError(msg)
 
 
 def refuse_bound(obj: Any) -> None:

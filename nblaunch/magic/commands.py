@@ -34,9 +34,10 @@ def _start(line: str, _: Namespace) -> object:
     options = parse_line(line).options
     session = sessions.start(options)
     given = f" --session {session.name}" if session.name != sessions.DEFAULT else ""
+    warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
     return Said(
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
-        f"variables; %%distributed{given} cells run on them until %distributed stop{given}"
+        f"variables; %%distributed{given} cells run on them until %distributed stop{given}{warning}"
     )
 
 

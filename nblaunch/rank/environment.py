@@ -15,6 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from nblaunch import _visible
 from nblaunch._protocol import Prepare
 
 # What torchelastic's agent sets; the kernel's own values of these never reach a rank.
@@ -92,15 +93,14 @@ def _limit(which: int, soft: int, hard: int) -> None:
             resource.setrlimit(which, (soft, resource.getrlimit(which)[1]))
 
 
-def see_one_device_only() -> None:
-    """Be local rank 0 with one GPU to see, as torchrun's --virtual-local-rank has it, also without GPUs."""
+def see_one_device_only(accelerators: int = 0) -> None:
+    """Be local rank 0 with one GPU to see, as torchrun's --virtual-local-rank has it, also without GPUs.
+
+    Where there are fewer `accelerators` than ranks, these share them.
+    """
     local_rank = int(os.environ["LOCAL_RANK"])
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = chosen.split(",") if chosen is not None else []
-    if chosen is None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)
-    elif chosen.strip():
-        os.environ["CUDA_VISIBLE_DEVICES"] = named[local_rank].strip()
+    place = local_rank % accelerators if accelerators else local_rank
+    os.environ.update(_visible.one_alone(os.environ, place, hip=torch.version.hip is not None))
     os.environ["LOCAL_RANK"] = "0"
 
 

@@ -16,6 +16,7 @@ from nblaunch._frames import is_ours
 from nblaunch._protocol import FailureRecord, FrameRecord, Phase
 from nblaunch.job import payload
 from nblaunch.rank import shell
+from nblaunch.rank.unwaited import by_shape, unwaited
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
@@ -26,8 +27,7 @@ class _ShortRepr(reprlib.Repr):
     def repr_Tensor(self, value: Any, level: int) -> str:  # noqa: N802 - reprlib looks for the type's name
         if value.device.type == "cpu":
             return self.repr_instance(value, level)
-        # Its numbers may wait for a collective that never ends; the failure must not.
-        return f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}, device={str(value.device)!r})"
+        return by_shape(value)
 
     repr_Parameter = repr_Tensor  # noqa: N815 - see above
 
@@ -45,16 +45,17 @@ def record(
     """
     # First: who failed first is told by the clock, and to pickle and print a large exception takes time.
     now = time.time()
-    return FailureRecord(
-        type=_qualified_name(type(error)),
-        message=encodable(shorten(_text(error))),
-        traceback=encodable(shorten(_format(error, titles))),
-        frames=tuple(_frames(error, titles)),
-        exception=_pickled(error),
-        exitcode=exitcode,
-        time=now,
-        phase=phase,
-    )
+    with unwaited():
+        return FailureRecord(
+            type=_qualified_name(type(error)),
+            message=encodable(shorten(_text(error))),
+            traceback=encodable(shorten(_format(error, titles))),
+            frames=tuple(_frames(error, titles)),
+            exception=_pickled(error),
+            exitcode=exitcode,
+            time=now,
+            phase=phase,
+        )
 
 
 def _text(error: BaseException) -> str:
@@ -102,7 +103,8 @@ def shown(error: BaseException) -> str:
         first = error.__traceback__
         while first is not None and is_ours(first.tb_frame.f_code.co_filename):
             first = first.tb_next
-        return encodable(shorten(shell.prepare().colored_traceback(error, first)))
+        with unwaited():
+            return encodable(shorten(shell.prepare().colored_traceback(error, first)))
     except Exception:  # noqa: BLE001 - the plain text says the same
         return ""
 
@@ -169,5 +171,8 @@ def write_error_file(error: BaseException) -> None:
     """Write torchelastic's `error.json`, as its `@record` does."""
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
-        with contextlib.suppress(Exception):  # for torch's own tools; the notebook hears it from us
+        with (
+            contextlib.suppress(Exception),
+            unwaited(),
+        ):  # for torch's own tools; the notebook hears it from us
             handlers.get_error_handler().record_exception(error)

@@ -74,6 +74,8 @@ class Link:
         """Takes answers to questions; called on the control thread."""
         self.proceed = threading.Event()
         """Set once the payload of the job that was dispatched last has arrived on every rank."""
+        self.times_freed = 0
+        """How often collectives of this rank have been ended from outside."""
         self._working = False
         self._finishing = False
         self._interrupted = False
@@ -215,6 +217,7 @@ class Link:
                 if self.on_answer is not None:
                     self.on_answer(message)
             case FreeCollective():
+                self.times_freed += 1
                 with contextlib.suppress(Exception):
                     self._inspector.free(message.fds)
             case Proceed():

@@ -56,6 +56,7 @@ from nblaunch.rank import (
     fresh,
     inspection,
     introspection,
+    numa,
     orphans,
     process_group,
     recorder,
@@ -91,6 +92,8 @@ class Orders:
     """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
     virtual_local_rank: bool = False
     """Whether it is to see one GPU only, as local rank 0."""
+    numa_binding: str | None = None
+    """How it is to be bound to the CPUs near its GPU."""
 
 
 class Rank:
@@ -174,7 +177,10 @@ class Rank:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare)
         if self.orders.virtual_local_rank:
-            environment.see_one_device_only()
+            environment.see_one_device_only(prepare.accelerators)
+        if self.orders.numa_binding is not None:
+            # Not before: it asks CUDA, which reads the environment once.
+            numa.bind(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
         process_group.prefer_loopback()
         recorder.record_collectives()
         self.device = environment.choose_device(prepare)
@@ -322,6 +328,7 @@ class Rank:
         if self.orders.keep:
             # Before the value, with which the job ends: the next one is made of what is known then.
             self._tell_names()
+        freed = self.link.times_freed
         text, html = shell.prepare().describe(value) if seen else ("", "")
         if cell is None:
             sent = returning.send(value, self._spill)
@@ -330,6 +337,9 @@ class Rank:
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
         self.outgoing = sent.outgoing
+        if self.device.type != "cpu" and self.link.times_freed > freed:
+            # The value waited for a collective that was then aborted: its numbers are not those of the job.
+            raise KeyboardInterrupt
         self.link.send(
             Returned(
                 rank=self.rank,

@@ -44,7 +44,7 @@ from nblaunch.session.group import WorkerGroup
 from nblaunch.session.job import Job
 from nblaunch.session.shown import Shown
 from nblaunch.session.standby import Seat, Standby
-from nblaunch.session.usage import measuring
+from nblaunch.session.usage import Seen, measuring
 from nblaunch.session.verdict import verdict
 
 _END_SECONDS = 30.0
@@ -117,7 +117,9 @@ def place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         _wait_for_groups(lambda group: _leaves(group, meeting))
         meetings.refuse_taken(meeting)
         environ |= meetings.network_variables(meeting, environ.__contains__)
-    placement = devices.place(options.nproc_per_node, options.backend, environ)
+    placement = devices.place(
+        options.nproc_per_node, options.backend, environ, virtual_local_rank=options.virtual_local_rank
+    )
     process_options.check(options, placement, environ)
     return placement, environ
 
@@ -126,6 +128,8 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
     """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
     forkserver.server.ensure_running()
     wait_for_gpus(launch.placement)
+    if launch.placement.warning:
+        launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
     options = launch.options
     settings = settings_of(options, launch.placement)
     settings = joining.with_key(settings)
@@ -197,7 +201,8 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:
-            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage):
+            seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
+            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
                 error = ending.wait()
             try:
                 result = _collect(group, job, launch, private)

@@ -230,6 +230,7 @@ class WorkerGroup(SpreadCourse):
             keep=self.keep,
             fresh=wanted.environ if wanted.start_method == "spawn" else None,
             virtual_local_rank=wanted.virtual_local_rank,
+            numa_binding=wanted.numa_binding,
         )
         return (orders,)
 

@@ -90,6 +90,8 @@ class LiveSession:
         self.group = WorkerGroup(hub.get(), settings, keep=True)
         engine.keep(self.group)
         engine.warn_of_unheeded(self.group, environ)
+        if self.placement.warning:
+            self.group.note(self.placement.warning)
         self._finalizer = weakref.finalize(self, _end, self.group)
         try:
             self._start()

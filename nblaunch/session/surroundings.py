@@ -74,6 +74,27 @@ def encoded(environ: Mapping[str, str]) -> tuple[bytes, ...]:
     return tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items())
 
 
+_ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_KINETO = "KINETO_USE_DAEMON"
+
+
+def needs_new_python(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> bool:
+    """Return whether a fork of the server would fail under `environ`, or CUDA be initialised too soon there.
+
+    torch takes its allocator for CUDA when it is loaded, and raises where the variable is another one later.
+    Kineto's daemon initialises CUDA when torch is loaded.
+    """
+    return environ.get(_KINETO) != loaded_under.get(_KINETO) or any(
+        _backend_of(environ.get(name, "")) != _backend_of(loaded_under.get(name, "")) for name in _ALLOCATORS
+    )
+
+
+def _backend_of(settings: str) -> str:
+    """Return which allocator the settings ask for; all others of them are read when CUDA is initialised."""
+    pairs = (part.partition(":") for part in settings.replace(" ", "").split(","))
+    return next((value for name, _, value in pairs if name == "backend"), "native")
+
+
 def unheeded(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> str:
     """Return a warning about variables that forks of the server do not heed; empty if there are none."""
     changed = sorted(

@@ -14,12 +14,13 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import psutil
 
-from nblaunch._protocol import Measured, Usage
+from nblaunch import _visible
+from nblaunch._protocol import Measured, Prepare, Usage
 from nblaunch._state import RankState, RunState
 
 _SECONDS = 1.0
@@ -31,17 +32,21 @@ _YOUNG_SECONDS = 5.0
 
 @contextlib.contextmanager
 def measuring(
-    state: Callable[[], RunState], tell: Callable[[Measured], None], *, wanted: bool
+    state: Callable[[], RunState],
+    tell: Callable[[Measured], None],
+    *,
+    wanted: bool,
+    seen: Seen | None = None,
 ) -> Iterator[None]:
     """Measure the ranks that `state()` names while the block lasts, and `tell` what they use.
 
-    `tell` is called on another thread.
+    `tell` is called on another thread. `seen` says which GPUs the ranks see.
     """
     if not wanted:
         yield
         return
     ended = threading.Event()
-    arguments = (state, tell, ended)
+    arguments = (state, tell, ended, seen or Seen())
     threading.Thread(target=_measure, args=arguments, name="nblaunch-usage", daemon=True).start()
     try:
         yield
@@ -50,12 +55,14 @@ def measuring(
         ended.set()
 
 
-def _measure(state: Callable[[], RunState], tell: Callable[[Measured], None], ended: threading.Event) -> None:
+def _measure(
+    state: Callable[[], RunState], tell: Callable[[Measured], None], ended: threading.Event, seen: Seen
+) -> None:
     meter: Meter | None = None
     pause = _FIRST_SECONDS
     while not ended.wait(pause):
         began = time.monotonic()
-        meter = meter or Meter()
+        meter = meter or Meter(seen)
         usages = {}
         for rank in _measurable(state()):
             usage, cost = _timed(meter, rank)
@@ -83,7 +90,7 @@ def _measurable(state: RunState) -> list[RankState]:
 
 def _timed(meter: Meter, rank: RankState) -> tuple[Usage | None, float]:
     began = time.monotonic()
-    usage = meter.measure(rank.pid or 0, rank.device)
+    usage = meter.measure(rank.pid or 0, rank.device, rank.local_rank)
     return usage, time.monotonic() - began
 
 
@@ -103,12 +110,12 @@ class Meter:
     a life before this job) is measured from the second look on.
     """
 
-    def __init__(self) -> None:
-        """Begin with no process."""
-        self.gpus = Gpus()
+    def __init__(self, seen: Seen | None = None) -> None:
+        """Begin with no process; `seen` says which GPUs the processes see."""
+        self.gpus = Gpus(seen=seen)
         self._known: dict[int, _Process] = {}
 
-    def measure(self, pid: int, device: str = "") -> Usage | None:
+    def measure(self, pid: int, device: str = "", local_rank: int = 0) -> Usage | None:
         """Return what a process uses, None if it cannot be told; `device` is the one it has been given."""
         try:
             known = self._known.get(pid)
@@ -125,7 +132,7 @@ class Meter:
         now = time.time()
         percent = 100 * (seconds - known.seconds) / max(now - known.at, 0.01)
         known.seconds, known.at = seconds, now
-        gpu = self.gpus.of(pid, device)
+        gpu = self.gpus.of(pid, device, local_rank)
         # In whole percents: a rank that waits looks the same from one second to the next, and is not redrawn.
         return Usage(
             cpu_percent=float(round(max(percent, 0))),
@@ -145,6 +152,28 @@ def _computed(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which GPUs ranks see: their environment, and whether each sees only one of these, of `gpus` in all."""
+
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    alone: bool = False
+    gpus: int = 0
+
+    @classmethod
+    def by(cls, prepare: Prepare, *, alone: bool) -> Self:
+        """Return what ranks see that are told `prepare`, whose environment may not be this process's."""
+        told = (os.fsdecode(each).partition("=") for each in prepare.environ)
+        environ = {name: value for name, _, value in told if name in _visible.VARIABLES}
+        return cls(environ, alone, prepare.accelerators)
+
+    def place(self, index: int, local_rank: int) -> int:
+        """Return where what a rank calls `index` is among those of its environment."""
+        if not self.alone:
+            return index
+        return local_rank % self.gpus if self.gpus else local_rank
+
+
 @dataclass(slots=True)
 class _Gpu:
     """One GPU, or a process's part in GPUs."""
@@ -156,17 +185,17 @@ class _Gpu:
 class Gpus:
     """The GPUs of this machine, as NVML knows them: it leaves CUDA alone. None where it is not installed."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, *, seen: Seen | None = None) -> None:
         """Begin to talk to the driver, if there is one; `environ` is that of the ranks."""
         self._nvml: Any = None
-        self._visible = environ.get("CUDA_VISIBLE_DEVICES")
+        self._seen = seen or Seen(os.environ if environ is None else environ)
         self._by_pid: dict[int, _Gpu] | None = None
         with contextlib.suppress(Exception):  # no module, no driver, no permission
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             self._nvml = nvml
 
-    def of(self, pid: int, device: str) -> _Gpu:
+    def of(self, pid: int, device: str, local_rank: int = 0) -> _Gpu:
         """Return what a process uses of its GPUs."""
         if self._nvml is None:
             return _Gpu()
@@ -176,7 +205,9 @@ class Gpus:
             return self._by_pid[pid]
         # In a container the driver names processes by other numbers: then it is the whole device.
         kind, _, index = device.partition(":")
-        return self._device(int(index)) if kind == "cuda" and index.isdecimal() else _Gpu()
+        if kind != "cuda" or not index.isdecimal():
+            return _Gpu()
+        return self._device(self._seen.place(int(index), local_rank))
 
     def forget(self) -> None:
         """Look anew the next time."""
@@ -207,7 +238,7 @@ class Gpus:
                     known.percent = max(known.percent or 0, percent)
 
     def _device(self, index: int) -> _Gpu:
-        """Return the GPU that CUDA calls `index` in a rank."""
+        """Return the GPU that is number `index` of those that the ranks may see."""
         found = _Gpu()
         with contextlib.suppress(Exception):  # what the driver does not say is not shown
             handle = self._handle(index)
@@ -216,7 +247,8 @@ class Gpus:
         return found
 
     def _handle(self, index: int) -> Any:
-        name = str(index) if self._visible is None else self._visible.split(",")[index].strip()
+        visible = _visible.chosen(self._seen.environ, hip=False)
+        name = str(index) if visible is None else _visible.names(visible)[index]
         if name.isdecimal():
             # CUDA's own order is by speed; where the GPUs are equal, it is NVML's.
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))

@@ -14,6 +14,7 @@ import torch
 
 import nblaunch
 from nblaunch.agent import numa, start_methods
+from nblaunch.rank import numa as binding_of_ranks
 
 
 def local():
@@ -169,10 +170,16 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     from torch.numa.binding import NumaOptions
 
     numa.check(binding, gpus=2, nproc=2)
-    told = numa.spec_options(binding)["numa_options"]
+    told = binding_of_ranks.options(binding)
     assert isinstance(told, NumaOptions)
     assert told.affinity_mode.value == binding
-    assert numa.spec_options(None) == {}
+
+
+@pytest.mark.parametrize("binding", ["exclusive", "core-complex"])
+def test_cpus_are_not_divided_among_gpus_that_a_rank_cannot_see(binding):
+    with pytest.raises(nblaunch.OptionError, match=r"virtual_local_rank each rank sees one GPU only\. Use"):
+        numa.check(binding, gpus=2, nproc=2, virtual_local_rank=True)
+    numa.check("node", gpus=2, nproc=2, virtual_local_rank=True)
 
 
 def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel):

@@ -298,6 +298,26 @@ def test_a_process_that_the_driver_calls_by_another_number_has_its_devices(drive
     assert asked(77, device, visible) == expected
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus", "local_rank", "expected"),
+    [
+        (None, 2, 1, (9000, 90)),
+        ("1,0", 2, 0, (9000, 90)),
+        ("1,0", 2, 1, (1000, 10)),
+        ("GPU-b", 1, 1, (9000, 90)),  # shared
+    ],
+)
+def test_a_virtual_local_rank_is_measured_on_the_gpu_that_it_sees(
+    driver, visible, gpus, local_rank, expected
+):
+    driver(4_000_077)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    measured = Gpus(seen=usage.Seen(environ, alone=True, gpus=gpus))
+    found = measured.of(77, "cuda:0", local_rank)
+    assert (found.memory, found.percent) == expected
+    measured.close()
+
+
 def test_without_a_driver_there_is_nothing_to_say(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert asked(77, "cuda:0") == (None, None)

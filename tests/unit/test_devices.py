@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import types
 
 import pytest
 import torch
 
-from nblaunch import OptionError
+from nblaunch import OptionError, _visible
 from nblaunch.agent import devices
+from nblaunch.agent import gpus as counting
 from nblaunch.agent.devices import place, visible_gpus
 
 
@@ -70,6 +72,8 @@ def test_a_given_backend_is_taken_as_it_is(gpus):
 def test_cpu_means_a_rank_for_each_cpu_and_no_gpu(gpus):
     gpus(2)
     assert chosen("cpu") == (os.cpu_count(), "gloo", "cpu", 0)
+    with pytest.raises(OptionError, match="with backend nccl"):
+        place("cpu", "nccl", {}) if (os.cpu_count() or 1) > 2 else place(3, "nccl", {})
 
 
 def test_gpu_means_a_rank_for_each_gpu(gpus):
@@ -112,8 +116,128 @@ def test_the_count_follows_what_the_ranks_will_see(monkeypatch):
             {"CUDA_VISIBLE_DEVICES": ""},
             {"CUDA_VISIBLE_DEVICES": "-1"},
             {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"},
+            {"CUDA_VISIBLE_DEVICES": "0,9,1"},
+            {"CUDA_VISIBLE_DEVICES": "1,1"},
         )
     ]
-    assert seen == [4, 2, 1, 0, 0, 4]
+    assert seen == [4, 2, 1, 0, 0, 4, 1, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == 4
+
+
+def test_of_mig_instances_a_process_has_one_and_virtual_local_ranks_have_one_each(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    environ = {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}
+    assert visible_gpus(environ) == 1
+    assert place("auto", "auto", environ).nproc == 1
+    placement = place("auto", "auto", environ, virtual_local_rank=True)
+    assert (placement.nproc, placement.device_type, placement.accelerators) == (2, "cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("instances", "environ", "seen"),
+    [
+        ([None, None], {}, 2),
+        ([7, None], {}, 1),
+        ([7, 7], {"CUDA_VISIBLE_DEVICES": "0,1"}, 1),
+        ([0, None, None], {}, 2),
+        ([None, 3, None], {"CUDA_VISIBLE_DEVICES": "0,2"}, 2),
+        ([0, 0], {}, 0),
+    ],
+)
+def test_cards_in_mig_mode_count_as_cuda_enumerates_them(monkeypatch, instances, environ, seen):
+    """One instance and nothing else where there is one; a card without instances is not there."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(instances))
+    monkeypatch.setattr(counting, "_mig_instances", lambda: instances)
+    assert visible_gpus(environ) == seen
+
+
+def test_on_rocm_its_own_variables_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert visible_gpus({"HIP_VISIBLE_DEVICES": "0,2"}) == 2
+    assert visible_gpus({"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0,1,2"}) == 1
+    assert visible_gpus({"ROCR_VISIBLE_DEVICES": "0,1,2"}) == 3
+    assert visible_gpus({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "hip", "expected"),
+    [
+        ({}, 1, False, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "3, 1"}, 1, False, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, 1, False, {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 1, False, {}),
+        ({}, 1, True, {"HIP_VISIBLE_DEVICES": "1"}),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, 1, True, {"HIP_VISIBLE_DEVICES": "0"}),
+        ({"CUDA_VISIBLE_DEVICES": "2,0"}, 0, True, {"CUDA_VISIBLE_DEVICES": "2"}),
+        ({"ROCR_VISIBLE_DEVICES": "2,3"}, 1, True, {"HIP_VISIBLE_DEVICES": "1"}),
+    ],
+)
+def test_a_virtual_local_rank_sees_the_gpu_of_its_place(environ, place, hip, expected):
+    assert _visible.one_alone(environ, place, hip=hip) == expected
+
+
+def test_more_ranks_than_gpus_go_to_the_cpu_with_a_warning(gpus):
+    gpus(1)
+    placement = place(2, "auto", {})
+    assert placement.device_type == "cpu"
+    assert placement.warning == placement.note
+    assert "2 ranks were asked for and 1 GPU is visible: all ranks are on the CPU" in placement.warning
+    assert place(1, "auto", {}).warning == place("cpu", "auto", {}).warning == ""
+    assert place(2, "gloo", {}).warning == ""  # that is what was asked for
+    gpus(0)
+    assert place(2, "auto", {}).warning == ""
+
+
+@pytest.mark.parametrize("nproc", [2, 5])
+def test_ranks_share_gpus_where_nccl_has_been_told_so(gpus, nproc):
+    gpus(1)
+    for backend in ("auto", "nccl", "cpu:gloo,cuda:nccl"):
+        placement = place(nproc, backend, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        assert (placement.nproc, placement.device_type, placement.accelerators) == (nproc, "cuda", 1)
+        assert placement.note == f"{nproc} ranks share 1 GPU"
+        assert placement.warning == ""
+    assert place(nproc, "auto", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}).device_type == "cpu"
+
+
+def test_ranks_share_gpus_where_gloo_is_named_for_them(gpus):
+    gpus(2)
+    assert chosen(5, "cpu:gloo,cuda:gloo") == (5, "cpu:gloo,cuda:gloo", "cuda", 2)
+    assert chosen(5, "cuda:gloo") == (5, "cuda:gloo", "cuda", 2)
+    assert chosen(5, "gloo") == (5, "gloo", "cpu", 0)
+    gpus(0)
+    with pytest.raises(OptionError, match="only 0 GPUs are visible"):
+        place(2, "cpu:gloo,cuda:gloo", {})
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Give `accelerator(kind, number)`: from then on torch has so many devices of another kind."""
+
+    def set_kind(kind, number):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+        module = types.SimpleNamespace(device_count=lambda: number)
+        monkeypatch.setattr(torch, "get_device_module", lambda _kind: module)
+
+    return set_kind
+
+
+def test_auto_takes_the_accelerator_that_torch_has_and_its_backend(accelerator):
+    accelerator("xpu", 3)
+    assert chosen("auto") == (3, "cpu:gloo,xpu:xccl", "xpu", 3)
+    assert chosen(2) == (2, "cpu:gloo,xpu:xccl", "xpu", 3)
+    assert chosen(2, "xccl") == (2, "xccl", "xpu", 3)
+    assert chosen(4)[2:] == ("cpu", 0)
+    assert chosen("gpu") == (3, "cpu:gloo,xpu:xccl", "xpu", 3)
+
+
+def test_an_accelerator_without_a_backend_leaves_ranks_on_the_cpu(accelerator):
+    accelerator("mps", 1)
+    assert chosen("auto") == (2, "gloo", "cpu", 0)
+    assert "torch has no backend for mps: 2 ranks on the CPU" in place("auto", "auto", {}).note
+    with pytest.raises(OptionError, match="no GPU is visible"):
+        place("gpu", "auto", {})

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
+from torch.numa import binding as torch_numa
 
 from nblaunch.agent import elastic, observed, stand_ins
 from nblaunch.agent import forkserver as our_forkserver
@@ -230,6 +231,12 @@ def a_typed_storage():
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
+        (torch._tensor_str, "_str"),
+        (torch_numa, "_get_logical_cpus_to_bind_to"),
+        (torch_numa, "_bind_all_threads_in_current_process_to_logical_cpus"),
+        (torch.cuda, "_raw_device_uuid_nvml"),
+        (torch.cuda, "_raw_device_count_amdsmi"),
+        (torch.cuda, "_raw_device_uuid_amdsmi"),
         (FileTimerServer, "_reap_worker"),
         (FileTimerServer, "_watchdog_loop"),
     ],
