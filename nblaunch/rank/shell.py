@@ -142,6 +142,13 @@ class RankShell(InteractiveShell):
         lines = formatter.structured_traceback(type(error), error, first, tb_offset=0)
         return "\n".join(lines)
 
+    def forget_error(self) -> None:
+        """Let go of the last exception in all places where IPython and Python keep one."""
+        self.last_execution_result = None
+        self.InteractiveTB.tb = None
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
+
     def describe(self, value: object) -> tuple[str, str]:
         """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""
         if value is None:
