@@ -67,6 +67,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     device: str
+    uuid: str
     asked: int
     free: int
     total: int

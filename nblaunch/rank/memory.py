@@ -67,6 +67,7 @@ def shortage(error: BaseException) -> DeviceMemory | None:
         unused = torch.cuda.memory_reserved(device) - allocated
     return DeviceMemory(
         device=f"cuda:{device}",
+        uuid=_uuid(device),
         asked=asked,
         free=free,
         total=total,
@@ -76,6 +77,11 @@ def shortage(error: BaseException) -> DeviceMemory | None:
         own=_bytes(_OWN.search(text)),
         others={int(each["pid"]): _bytes(each) or 0 for each in _OTHER.finditer(text)},
     )
+
+
+def _uuid(device: int) -> str:
+    # Older drivers have none to tell.
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

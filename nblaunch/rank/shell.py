@@ -131,6 +131,7 @@ class RankShell(InteractiveShell):
         compiler.filename, compiler.execution_count = job.filename, job.number
         compiler.flags |= job.flags
         self.running_source, self.lines_above = job.source, job.first_line - 1
+        self.last_execution_result = None  # its value may be what leaves no room for this cell
         try:
             return self.run_cell(job.source, store_history=False)
         finally:
