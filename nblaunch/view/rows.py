@@ -23,7 +23,7 @@ _READ_CHARACTERS = 20_000
 class Row(TypedDict):
     """One rank; what is not known is not there. `value` is the number of a value.
 
-    `memory` and `gpu_memory` are what the rank uses now, `gpu_peak` what torch had allocated at most; in bytes.
+    `memory` and `gpu_memory` are what it uses now, `gpu_peak` what torch had allocated at most, in bytes.
     """
 
     rank: int

@@ -19,8 +19,8 @@ torch.cuda.max_memory_allocated = lambda _: (rank + 1) * 23 * 2**30 // 10
 """
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, theme):
+@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
+def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, shade, theme):
     front.theme(theme)
     front.start(f"{ALLOCATED}if rank == 2:\n    {gate.wait()}\nrank * 10")
     cards = [front.panel.get_by_role("article", name=f"Rank {rank}", exact=True) for rank in range(3)]
@@ -31,10 +31,10 @@ def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, theme):
     for card in cards:
         usage = card.locator(".nblaunch-usage")
         assert usage.evaluate("(line) => line.scrollWidth <= line.clientWidth"), "cut off"
-    front.screenshot(f"running-{theme[-4:].strip().lower()}")
+    front.screenshot(f"running-{shade}")
     gate.open()
     front.finished()
     table = front.outputs.last.get_by_role("table").first
     expect(table.get_by_role("columnheader", name="GPU peak")).to_be_visible()
     expect(table.get_by_role("cell", name="6.9 GiB")).to_be_visible()
-    front.screenshot(f"ended-{theme[-4:].strip().lower()}")
+    front.screenshot(f"ended-{shade}")
