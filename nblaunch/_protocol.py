@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
+from nblaunch._records import DeviceMemory as DeviceMemory  # noqa: PLC0414 - exported
 from nblaunch._records import FailureRecord as FailureRecord  # noqa: PLC0414 - exported
 from nblaunch._records import FrameRecord as FrameRecord  # noqa: PLC0414 - exported
 from nblaunch._records import Offsets as Offsets  # noqa: PLC0414 - exported
@@ -88,7 +89,8 @@ class Switched(_FromRank, frozen=True):
 class Returned(_FromRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
-    With `not_sent`, which says why, `value` only stands for the job's own.
+    With `not_sent`, which says why, `value` only stands for the job's own. `peak_gpu_memory` is the most
+    bytes that torch had allocated on a GPU.
     """
 
     value: Payload
@@ -99,6 +101,7 @@ class Returned(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
     open: bool = False
     """Whether NCCL has operations that have not ended."""
+    peak_gpu_memory: int | None = None
 
 
 class Raised(_FromRank, frozen=True):
@@ -106,6 +109,7 @@ class Raised(_FromRank, frozen=True):
 
     failure: FailureRecord
     offsets: Offsets = Offsets()
+    peak_gpu_memory: int | None = None
 
 
 class Shown(_FromRank, frozen=True):

@@ -58,10 +58,31 @@ class FrameRecord(msgspec.Struct, frozen=True):
     variables: dict[str, str] = {}
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """How the memory of a GPU was used when there was not enough of it; all in bytes.
+
+    `asked` is what was to be allocated, `limit` what torch's allocator may have in this process at most. It
+    had `allocated` of it in tensors, and `reserved` from the driver. `own` is what the driver counts as this
+    process's, None if it does not name processes (in containers); `others` are those that it names, by pid.
+    """
+
+    device: str
+    uuid: str
+    asked: int
+    free: int
+    total: int
+    allocated: int
+    reserved: int
+    limit: int | None = None
+    own: int | None = None
+    others: dict[int, int] = {}
+
+
 class FailureRecord(msgspec.Struct, frozen=True):
     """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
 
-    `traceback` is plain text, `shown` the same as IPython shows it, in colours.
+    `traceback` is plain text, `shown` the same as IPython shows it, in colours. `memory` is there where a GPU
+    had too little of it.
     """
 
     type: str
@@ -73,6 +94,7 @@ class FailureRecord(msgspec.Struct, frozen=True):
     exitcode: int = 1
     time: float = 0.0
     phase: Phase = Phase.JOB
+    memory: DeviceMemory | None = None
 
 
 class ScriptJob(msgspec.Struct, frozen=True, tag=True):

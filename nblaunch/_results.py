@@ -136,6 +136,8 @@ class RankResult:
     """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them.
 
     `stdout` and `stderr` are read from the rank's log files when they are asked for, if they are long.
+    `peak_gpu_memory` is the most bytes that torch had allocated at a time on one GPU during the run, as
+    `torch.cuda.max_memory_allocated` counts them; None where the rank has not used CUDA, or left no word.
     """
 
     rank: int
@@ -153,6 +155,7 @@ class RankResult:
     started: float | None
     ended: float | None
     pid: int | None
+    peak_gpu_memory: int | None = None
 
 
 # Not in the class: a dataclass would take them for defaults.

@@ -97,6 +97,8 @@ class RankState:
     warning: str = ""
     usage: Usage | None = None
     """What it used when it was last measured; only while somebody watches."""
+    peak_gpu_memory: int | None = None
+    """The most bytes that torch had allocated on a GPU, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun when it was last asked; likewise."""
     waiting: str = ""
@@ -353,6 +355,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 value_html=message.html,
                 value_not_sent=message.not_sent,
                 ended=message.time,
+                peak_gpu_memory=message.peak_gpu_memory,
             )
         case Raised():
             failure = message.failure
@@ -363,6 +366,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 phase=failure.phase,
                 exitcode=failure.exitcode,
                 ended=failure.time,
+                peak_gpu_memory=message.peak_gpu_memory,
             )
         case Shown():
             return _shown(known, message)

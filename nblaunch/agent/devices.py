@@ -93,6 +93,8 @@ def place(
     if backend == "auto":
         wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
     elif wanted and (not usable or (count > usable and not shared)):
+        if not set(_by_device(backend).values()) <= {*_TORCHS_BACKENDS}:
+            check_backend(backend, environ)  # of two reasons the nearer one
         raise OptionError(_too_many(count, backend, usable))
     if wanted:
         if count > usable:

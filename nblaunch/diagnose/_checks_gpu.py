@@ -100,9 +100,7 @@ def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
     """Ask all at once: where the driver sleeps, waking it takes seconds. Raises `TimeoutExpired`."""
     deadline = time.monotonic() + _SECONDS
     with contextlib.ExitStack() as stack:
-        asked = {
-            question: stack.enter_context(_asking([program, *how])) for question, how in _QUERIES.items()
-        }
+        asked = {question: stack.enter_context(asking([program, *how])) for question, how in _QUERIES.items()}
         said = {}
         for question, process in asked.items():
             out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.01))
@@ -111,7 +109,7 @@ def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
 
 
 @contextlib.contextmanager
-def _asking(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+def asking(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Start a process; at the block's end it is killed, and left alone if even that does not end it."""
     process = subprocess.Popen(  # noqa: S603 - the program that the PATH names
         command,

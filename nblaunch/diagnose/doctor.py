@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from nblaunch.diagnose import (
     _checks_gpu,
+    _checks_gpu_health,
     _checks_limits,
     _checks_notebook,
     _checks_storage,
@@ -42,6 +43,7 @@ CHECKS: tuple[Check, ...] = (
     Check("torch", _checks_torch.build, if_stuck=_SLOW_TORCH),
     Check("NCCL", _checks_torch.nccl, if_stuck=_SLOW_TORCH),
     Check("GPU", _checks_gpu.gpus, if_stuck=_SLOW_TORCH),
+    Check("GPU health", _checks_gpu_health.health, if_stuck=_SLOW_TORCH),
     Check(
         "fork server",
         _checks_system.fork_server,

@@ -15,7 +15,7 @@ from nblaunch._errors import shorten
 from nblaunch._frames import is_ours
 from nblaunch._protocol import FailureRecord, FrameRecord, Phase
 from nblaunch.job import payload
-from nblaunch.rank import shell
+from nblaunch.rank import memory, shell
 from nblaunch.rank.unwaited import by_shape, unwaited
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
@@ -55,6 +55,7 @@ def record(
             exitcode=exitcode,
             time=now,
             phase=phase,
+            memory=memory.shortage(error),
         )
 
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from nblaunch.rank import questions, shell
+import torch
+
+from nblaunch.rank import memory, questions, shell
 
 _MOST = 500
 
 last_error: BaseException | None = None
 """What the last job that failed here raised."""
+
+
+def let_go_on_gpu() -> None:
+    """Forget the last exception where its frames may hold GPU memory, which the next job needs.
+
+    On a rank without CUDA it stays until another takes its place, as in IPython.
+    """
+    global last_error
+    if last_error is None or not torch.cuda.is_initialized():
+        return
+    error, last_error = last_error, None
+    shell.prepare().forget_error()
+    memory.let_go(error)
 
 
 def debug() -> None:

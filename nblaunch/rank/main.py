@@ -56,6 +56,7 @@ from nblaunch.rank import (
     fresh,
     inspection,
     introspection,
+    memory,
     numa,
     orphans,
     process_group,
@@ -114,6 +115,8 @@ class Rank:
         self.casualties = Casualties(shell.namespace, frozenset(shell.namespace()))
         self.raised: BaseException | None = None
         """What the last job raised here."""
+        self._aside = False
+        """Whether nobody sees what becomes of the job."""
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         inspection.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
@@ -199,7 +202,11 @@ class Rank:
 
     def _work(self, dispatch: Dispatch) -> None:
         self.phase, self.raised = Phase.JOB, None
-        self._names_are_told = False
+        self._names_are_told, self._aside = False, dispatch.aside
+        if not dispatch.aside or isinstance(dispatch.job, PushJob):
+            introspection.let_go_on_gpu()
+        if not dispatch.aside:
+            memory.begin_job()
         if self.outgoing is not None:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
@@ -324,7 +331,7 @@ class Rank:
         return Path(self.orders.spill)
 
     def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
-        self.phase = Phase.VALUE
+        self.phase, peak = Phase.VALUE, memory.peak()
         if self.orders.keep:
             # Before the value, with which the job ends: the next one is made of what is known then.
             self._tell_names()
@@ -350,6 +357,7 @@ class Rank:
                 not_sent=failure.encodable(sent.warning),
                 offsets=streams.end_job(keep=self.orders.keep),
                 open=not self.orders.keep and process_group.uses_nccl() and recorder.is_busy(),
+                peak_gpu_memory=peak,
             )
         )
 
@@ -366,11 +374,14 @@ class Rank:
     def _failed(self, error: BaseException, exitcode: int) -> None:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         if self.orders.keep:
-            introspection.last_error = self.raised = error
+            self.raised = error
+            if not self._aside:
+                introspection.last_error = error
         else:
             failure.write_error_file(error)
         ended = streams.end_job(keep=self.orders.keep)
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
+        raised = Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak())
+        self.link.send(raised)
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
 
     def _program_ended(self, exitcode: int) -> None:

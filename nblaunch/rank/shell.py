@@ -131,6 +131,7 @@ class RankShell(InteractiveShell):
         compiler.filename, compiler.execution_count = job.filename, job.number
         compiler.flags |= job.flags
         self.running_source, self.lines_above = job.source, job.first_line - 1
+        self.last_execution_result = None  # its value may be what leaves no room for this cell
         try:
             return self.run_cell(job.source, store_history=False)
         finally:
@@ -141,6 +142,13 @@ class RankShell(InteractiveShell):
         formatter = self.SyntaxTB if isinstance(error, SyntaxError) else self.InteractiveTB
         lines = formatter.structured_traceback(type(error), error, first, tb_offset=0)
         return "\n".join(lines)
+
+    def forget_error(self) -> None:
+        """Let go of the last exception in all places where IPython and Python keep one."""
+        self.last_execution_result = None
+        self.InteractiveTB.tb = None
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            vars(sys).pop(name, None)
 
     def describe(self, value: object) -> tuple[str, str]:
         """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""

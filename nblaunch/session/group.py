@@ -9,6 +9,8 @@ change anything; `state` is an immutable snapshot that any thread may read.
 
 from __future__ import annotations
 
+import os
+import platform
 import secrets
 import threading
 import time
@@ -33,6 +35,7 @@ from nblaunch._protocol import (
     Hello,
     InterruptSeen,
     Measured,
+    Message,
     Names,
     Noticed,
     Phase,
@@ -47,7 +50,9 @@ from nblaunch._state import RunState
 from nblaunch.agent import runtime
 from nblaunch.agent.contract import AgentSettings, Worker
 from nblaunch.agent.thread import AgentThread
+from nblaunch.diagnose import out_of_memory
 from nblaunch.rank.main import Orders
+from nblaunch.session import notebook
 from nblaunch.session.departures import Departures
 from nblaunch.session.hub import Hub
 from nblaunch.session.inquiry import Inquiry
@@ -284,7 +289,7 @@ class WorkerGroup(SpreadCourse):
                     return
             case _:
                 pass
-        self._fold(self._interruption.as_stopped(message))
+        self._fold(self._with_holders(self._interruption.as_stopped(message)))
         if isinstance(message, Hello):
             self._phases.reached(Phase.CONNECT, message.rank)
             if self._prepare is not None:
@@ -311,6 +316,20 @@ class WorkerGroup(SpreadCourse):
                 self._answered(message)
             case InterruptSeen():
                 self._interruption.seen(message)
+
+    def _with_holders(self, message: Message) -> Message:
+        """Let a rank that lacked GPU memory say who holds it."""
+        if not isinstance(message, Raised) or message.failure.memory is None:
+            return message
+        node = self.state.ranks[message.rank].node
+        kernel = "the calling process" if notebook.shell() is None else "the notebook's kernel"
+        holders = {os.getpid(): kernel} if node == platform.node() else {}
+        for group in self._hub.members():
+            known = group.state.ranks.values() if isinstance(group, WorkerGroup) else ()
+            name = "rank {}" if group is self else "ranks of other runs"
+            holders |= {rank.pid: name.format(rank.rank) for rank in known if rank.pid and rank.node == node}
+        failure = out_of_memory.explain(message.failure, message.rank, holders, kernel)
+        return msgspec.structs.replace(message, failure=failure)
 
     def _answered(self, message: Where) -> None:
         job = self.job

@@ -150,6 +150,10 @@ class Hub:
 
         self.call(forget)
 
+    def members(self) -> tuple[Member, ...]:
+        """Return the groups that messages are routed to; only on the hub's thread."""
+        return tuple(self._members.values())
+
     def send(self, member: Addressee, rank: int, message: ToRank) -> None:
         """Send to one rank of the group's present attempt; only on the hub's thread."""
         identity = f"{member.group}/{member.attempt}/{rank}".encode()

@@ -229,4 +229,5 @@ def _rank_result(
         started=rank.started,
         ended=rank.ended,
         pid=rank.pid,
+        peak_gpu_memory=rank.peak_gpu_memory,
     )

@@ -15,6 +15,7 @@ from nblaunch._protocol import FailureRecord
 from nblaunch._reports import format_ranks
 from nblaunch._state import RankState, RunState, State
 from nblaunch._transcript import Display
+from nblaunch.diagnose.report import size
 from nblaunch.view import markup
 from nblaunch.view.cost import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.fit import cost_of_line, fit
@@ -69,7 +70,7 @@ _FRAME_COST = 500
 _LAST_LINE_COST = 120
 _VALUE_COST = 120
 _VALUE_OPEN = 4_000
-_COLUMNS = ("rank", "device", "state", "last output", "value", "failure")
+_COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _NARROW_COLUMNS = 3
 _NARROW = ";white-space:nowrap"
 _ROWS_OPEN = 16
@@ -235,6 +236,7 @@ def _cells(known: RankState, why: str, limit: int, *, few: bool) -> tuple[str, .
         str(known.rank),
         markup.escaped(clipped(plain(known.device), limit)),
         markup.state(known.state),
+        size(known.peak_gpu_memory).replace(" ", "\u00a0") if known.peak_gpu_memory else "",
         markup.code(last, styled=few),
         "(below)" if known.value_html else markup.code(value, styled=few),
         markup.code(clipped(why, limit), styled=few),

@@ -771,6 +771,7 @@ function usageOf(row) {
     gpu.push(row.gpu_memory === undefined ? "" : formatBytes(row.gpu_memory));
     parts.push(`GPU ${gpu.filter(Boolean).join(", ")}`);
   }
+  if (row.gpu_peak !== undefined) parts.push(`GPU peak ${formatBytes(row.gpu_peak)}`);
   return parts.join(" · ");
 }
 

@@ -21,7 +21,10 @@ _READ_CHARACTERS = 20_000
 
 
 class Row(TypedDict):
-    """One rank; what is not known is not there. `value` is the number of a value, `memory` is in bytes."""
+    """One rank; what is not known is not there. `value` is the number of a value.
+
+    `memory` and `gpu_memory` are what it uses now, `gpu_peak` what torch had allocated at most, in bytes.
+    """
 
     rank: int
     state: str
@@ -33,6 +36,7 @@ class Row(TypedDict):
     memory: NotRequired[int]
     gpu_memory: NotRequired[int]
     gpu: NotRequired[int]
+    gpu_peak: NotRequired[int]
     value: NotRequired[int]
     failure: NotRequired[str]
     mark: NotRequired[str]
@@ -139,6 +143,8 @@ class Rows:
 
 
 def _add_usage(row: Row, known: RankState) -> None:
+    if known.peak_gpu_memory:
+        row["gpu_peak"] = known.peak_gpu_memory
     usage = known.usage
     if usage is None or known.state.final:
         return

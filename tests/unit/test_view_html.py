@@ -7,6 +7,7 @@ import json
 import re
 from html.parser import HTMLParser
 
+import msgspec
 import nbformat
 import pytest
 from hypothesis import given
@@ -207,6 +208,14 @@ def test_every_rank_has_a_row_with_its_device_state_last_line_and_value():
     assert page.tags.count("tr") == 3
     assert "0 cuda:0 ✓ SUCCEEDED last of 0 3.0" in words(page)
     assert "1 ► RUNNING last of 1" in words(page)
+
+
+def test_the_peak_of_gpu_memory_has_a_column_where_there_is_one():
+    returned_peak = msgspec.structs.replace(returned(0, "3.0"), peak_gpu_memory=3 << 29)
+    page = page_of(2, returned_peak, returned(1, "3.0"))
+    assert "rank state GPU peak value" in words(page)
+    assert "0 ✓ SUCCEEDED 1.5 GiB 3.0 1 ✓ SUCCEEDED 3.0" in words(page)
+    assert "GPU peak" not in words(page_of(1, returned(0, "3.0")))
 
 
 @pytest.mark.parametrize("state", State)

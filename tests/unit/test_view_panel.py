@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -392,6 +393,16 @@ def test_rows_tell_what_changed_and_nothing_else():
     assert list(second["rows"]) == ["1"]
     assert second["rows"]["1"] | {"cpu": 100, "memory": 1 << 20, "gpu": 5} == second["rows"]["1"]
     assert "gpu_memory" not in second["rows"]["1"]
+
+
+def test_a_rank_that_has_ended_shows_its_peak_in_place_of_what_it_used():
+    state = run_of(2)
+    state = advance(state, Measured(usages={0: Usage(cpu_percent=5.0, memory=1, gpu_memory=2)}))
+    state = advance(state, msgspec.structs.replace(returned(0, "a"), peak_gpu_memory=3 << 30))
+    state = advance(state, Raised(rank=1, failure=FailureRecord(type="E", message=""), peak_gpu_memory=5))
+    ended = some(Rows(HEADER).news(state, 0.0))["rows"]
+    assert (ended["0"]["gpu_peak"], ended["1"]["gpu_peak"]) == (3 << 30, 5)
+    assert "gpu_memory" not in ended["0"]
 
 
 def test_equal_values_are_sent_once():

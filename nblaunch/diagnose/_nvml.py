@@ -1,0 +1,174 @@
+"""What NVML and the kernel's log say of the GPUs here, as JSON; run as a program, in a process of its own.
+
+So nothing of the driver is loaded into the notebook, and a driver that hangs can be left alone. It needs the
+standard library alone. What NVML does not support, or what this user may not ask, is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_LIBRARY = "libnvidia-ml.so.1"
+_NAME_BYTES = 96
+_NVLINKS = 36
+_UNCORRECTED, _VOLATILE = 1, 0
+_RECOVERY_ACTION = 230  # NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
+_P2P_NVLINK, _P2P_OK = 2, 0
+_LOG = "/dev/kmsg"
+_LOG_RECORD = 8192
+_LOG_SECONDS = 1.0
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
+
+Answer = dict[str, Any]
+
+
+class _Field(ctypes.Structure):
+    """nvmlFieldValue_t, of which the value is taken for an unsigned int."""
+
+    _fields_ = (
+        ("field", ctypes.c_uint),
+        ("scope", ctypes.c_uint),
+        ("timestamp", ctypes.c_longlong),
+        ("latency", ctypes.c_longlong),
+        ("kind", ctypes.c_uint),
+        ("status", ctypes.c_uint),
+        ("value", ctypes.c_ulonglong),
+    )
+
+
+class Nvml:
+    """NVML's functions; a call returns None where there is no answer."""
+
+    def __init__(self, library: Any) -> None:
+        """Initialise it. Raises `OSError` if that fails."""
+        self._library = library
+        if library.nvmlInit_v2() != 0:
+            msg = "NVML cannot be initialised"
+            raise OSError(msg)
+
+    def numbers(self, function: str, *arguments: Any, kinds: tuple[Any, ...]) -> list[int] | None:
+        """Call a function that writes numbers of these kinds."""
+        found = [kind() for kind in kinds]
+        call = getattr(self._library, function, None)
+        if call is None or call(*arguments, *map(ctypes.byref, found)) != 0:
+            return None
+        return [int(each.value) for each in found]
+
+    def number(self, function: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
+        """Call a function that writes one number."""
+        found = self.numbers(function, *arguments, kinds=(kind,))
+        return None if found is None else found[0]
+
+    def text(self, function: str, handle: ctypes.c_void_p) -> str | None:
+        """Call a function that writes a text."""
+        written = ctypes.create_string_buffer(_NAME_BYTES)
+        call = getattr(self._library, function, None)
+        if call is None or call(handle, written, ctypes.c_uint(_NAME_BYTES)) != 0:
+            return None
+        return written.value.decode("utf-8", "replace")
+
+    def handles(self) -> Iterator[ctypes.c_void_p]:
+        """Yield the GPUs in NVML's order, that of the PCI bus."""
+        for index in range(self.number("nvmlDeviceGetCount_v2") or 0):
+            handle = ctypes.c_void_p()
+            if self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
+                yield handle
+
+    def field(self, handle: ctypes.c_void_p, field: int) -> int | None:
+        """Return the value of a field that is an unsigned int."""
+        asked = _Field(field=field)
+        call = getattr(self._library, "nvmlDeviceGetFieldValues", None)
+        if call is None or call(handle, 1, ctypes.byref(asked)) != 0 or asked.status != 0:
+            return None
+        return int(asked.value) & 0xFFFFFFFF
+
+
+def look(nvml: Nvml) -> Answer:
+    """Return what is known of each GPU, and how many pairs of them NVLink joins."""
+    handles = list(nvml.handles())
+    pairs = [(one, other) for index, one in enumerate(handles) for other in handles[index + 1 :]]
+    joined = [
+        nvml.number("nvmlDeviceGetP2PStatus", one, other, _P2P_NVLINK, kind=ctypes.c_int)
+        for one, other in pairs
+    ]
+    known = [status == _P2P_OK for status in joined if status is not None]
+    return {"gpus": [_gpu(nvml, handle) for handle in handles], "joined": sum(known), "pairs": len(known)}
+
+
+def _gpu(nvml: Nvml, handle: ctypes.c_void_p) -> Answer:
+    ull = ctypes.c_ulonglong
+    questions: dict[str, Callable[[], Any]] = {
+        "name": lambda: nvml.text("nvmlDeviceGetName", handle),
+        "uuid": lambda: nvml.text("nvmlDeviceGetUUID", handle),
+        "compute_mode": lambda: nvml.number("nvmlDeviceGetComputeMode", handle),
+        "persistence": lambda: nvml.number("nvmlDeviceGetPersistenceMode", handle),
+        "uncorrected": lambda: nvml.number(
+            "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE, kind=ull
+        ),
+        "pages_pending": lambda: nvml.number("nvmlDeviceGetRetiredPagesPendingStatus", handle),
+        "rows": lambda: nvml.numbers("nvmlDeviceGetRemappedRows", handle, kinds=(ctypes.c_uint,) * 4),
+        "capability": lambda: nvml.numbers(
+            "nvmlDeviceGetCudaComputeCapability", handle, kinds=(ctypes.c_int,) * 2
+        ),
+        "recovery": lambda: nvml.field(handle, _RECOVERY_ACTION),
+        "links": lambda: _links(nvml, handle),
+    }
+    answers = {name: ask() for name, ask in questions.items()}
+    return {name: answer for name, answer in answers.items() if answer is not None}
+
+
+def _links(nvml: Nvml, handle: ctypes.c_void_p) -> list[int] | None:
+    """Return of each NVLink whether it is up."""
+    asked = [nvml.number("nvmlDeviceGetNvLinkState", handle, ctypes.c_uint(link)) for link in range(_NVLINKS)]
+    found = [state for state in asked if state is not None]
+    return found or None
+
+
+def xids(text: str) -> list[tuple[str, int]]:
+    """Return the errors that the driver has written to the kernel's log: bus address and number.
+
+    >>> xids("6,9,1,-;NVRM: Xid (PCI:0000:0f:00): 79, pid=17, GPU has fallen off the bus.")
+    [('0000:0f:00', 79)]
+    """
+    return [(address, int(number)) for address, number in _XID.findall(text)]
+
+
+def kernel_log(path: str = _LOG) -> str:
+    """Return what the kernel's log holds, or nothing where this user may not read it."""
+    parts = []
+    deadline = time.monotonic() + _LOG_SECONDS
+    with contextlib.suppress(OSError):  # refused, or at its end
+        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(BrokenPipeError):  # records were lost; the next ones are there
+                    record = os.read(log, _LOG_RECORD)
+                    if not record:
+                        break
+                    parts.append(record)
+        finally:
+            os.close(log)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def main() -> None:
+    """Print what is known; nothing where there is no NVML."""
+    try:
+        nvml = Nvml(ctypes.CDLL(_LIBRARY))
+    except (OSError, AttributeError):
+        return
+    found = look(nvml)
+    found["xids"] = xids(kernel_log())
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

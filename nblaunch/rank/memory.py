@@ -1,0 +1,120 @@
+"""A rank's GPU memory: the peak of each job, what an allocation failed for, and what a failed job holds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from nblaunch._protocol import DeviceMemory
+
+_SIZE = r"(?P<number>[\d.]+) (?P<unit>bytes|[KMGT]iB)"
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_ASKED = re.compile(rf"(?:Tried to allocate|Requested size:) {_SIZE}")
+_DEVICE = re.compile(r"GPU (\d+) has a total")
+_TOTAL = re.compile(rf"total capacity of {_SIZE}")
+_FREE = re.compile(rf"of which {_SIZE} is free")
+_OWN = re.compile(rf"this process has {_SIZE} memory in use")
+_OTHER = re.compile(rf"Process (?P<pid>\d+) has {_SIZE} memory in use")
+_LIMIT = re.compile(rf"{_SIZE} allowed;")
+_ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
+_UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+
+
+def begin_job() -> None:
+    """Have the peak be that of the job that begins."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+
+def peak() -> int | None:
+    """Return the most bytes that torch has had allocated at a time on one GPU during the job.
+
+    None where the rank has not used CUDA. Asks the allocator alone, so a GPU in error does not matter.
+    """
+    if not torch.cuda.is_initialized():
+        return None
+    indices = range(torch.cuda.device_count())
+    return max((torch.cuda.max_memory_allocated(index) for index in indices), default=None)
+
+
+def shortage(error: BaseException) -> DeviceMemory | None:
+    """Return what CUDA's allocator could not give, and how the GPU's memory was used; None for other errors.
+
+    The numbers are those of the allocator's own message, which were true when it failed: what the exception
+    has unwound since may have freed memory. The wording is that of torch 2.1 to 2.13; what is missing from a
+    message is left out, or asked of the allocator.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+        return None
+    text = str(error)
+    asked = _bytes(_ASKED.search(text))
+    if asked is None:
+        return None  # the program's own
+    named = _DEVICE.search(text)
+    device = int(named[1]) if named else torch.cuda.current_device()
+    free, total = _bytes(_FREE.search(text)), _bytes(_TOTAL.search(text))
+    if free is None or total is None:
+        free, total = torch.cuda.mem_get_info(device)
+    allocated, unused = _bytes(_ALLOCATED.search(text)), _bytes(_UNUSED.search(text))
+    if allocated is None or unused is None:
+        allocated = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - allocated
+    return DeviceMemory(
+        device=f"cuda:{device}",
+        uuid=_uuid(device),
+        asked=asked,
+        free=free,
+        total=total,
+        limit=_bytes(_LIMIT.search(text)),
+        allocated=allocated,
+        reserved=allocated + unused,
+        own=_bytes(_OWN.search(text)),
+        others={int(each["pid"]): _bytes(each) or 0 for each in _OTHER.finditer(text)},
+    )
+
+
+def _uuid(device: int) -> str:
+    # Older drivers have none to tell.
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def _bytes(found: re.Match[str] | None) -> int | None:
+    return None if found is None else round(float(found["number"]) * _UNITS[found["unit"]])
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames of a failed job hold, whoever refers to the exception.
+
+    Frames and exceptions refer to each other, so memory would else wait for a garbage collection that may
+    never come. After a shortage the allocator's cache goes back to the driver as well: a cache in the wrong
+    pieces is part of many a shortage.
+    """
+    short = False
+    for each in _chain(error, set()):
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            with contextlib.suppress(RuntimeError):  # it runs: it is one of the rank's own
+                frame.clear()
+                # Before Python 3.13 this is a copy, made when the failure was told; reading it renews it.
+                _ = frame.f_locals
+        short = short or isinstance(each, torch.OutOfMemoryError)
+    if short and torch.cuda.is_initialized():
+        gc.collect()
+        with contextlib.suppress(RuntimeError):  # the GPU is in error: the job will say so
+            torch.cuda.empty_cache()
+
+
+def _chain(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
+    if id(error) in seen:
+        return
+    seen.add(id(error))
+    yield error
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    for other in (error.__cause__, error.__context__, *members):
+        if other is not None:
+            yield from _chain(other, seen)
