@@ -1,4 +1,4 @@
-"""Ranks take CUDA_VISIBLE_DEVICES as the notebook has it at their start: set late, reordered, by UUID, empty."""
+"""Ranks take CUDA_VISIBLE_DEVICES as the notebook has it when they start: late, reordered, by UUID, empty."""
 
 from __future__ import annotations
 
