@@ -291,7 +291,7 @@ class StaticRendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> Any:
         """Meet the other nodes, in a store without what NCCL's watchdog has noted in an earlier attempt."""
-        if self._hosting:
+        if self._hosting and self._store is not None:
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
 

@@ -414,14 +414,17 @@ class WorkerGroup(SpreadCourse):
             elif not job.has_outcome(exited.rank):
                 for printed in self._logs.rest(exited.rank):
                     self._fold(printed)
-                self._fold(self._departures.explained(exited, self._titles))
+                self._fold(self._explained(exited))
             else:
                 self._fold(exited)
 
     def _note_exit(self, exited: Exited) -> None:
         """Keep why a rank of a kept group died between two jobs."""
         if self.keep and not exited.expected and not self.closed.is_set() and exited.exitcode != 0:
-            self._note(f"rank {exited.rank} {self._departures.explained(exited, self._titles).reason}")
+            self._note(f"rank {exited.rank} {self._explained(exited).reason}")
+
+    def _explained(self, exited: Exited) -> Exited:
+        return self._departures.explained(exited, self._titles, self._logs.stderr_of(exited.rank))
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         job = self.job
