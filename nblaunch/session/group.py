@@ -22,6 +22,7 @@ from nblaunch import _node_protocol as wire
 from nblaunch._errors import RunFailedError
 from nblaunch._events import Event
 from nblaunch._protocol import (
+    Aborted,
     Answer,
     Arrived,
     Asked,
@@ -260,7 +261,8 @@ class WorkerGroup(SpreadCourse):
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
-        if self._changing and isinstance(message, Raised):
+        if (self._changing or self._ending) and isinstance(message, Raised):
+            # It is the abort, or the change, that it has stumbled over.
             return
         self._heard()
         for printed in self._logs.before(message):
@@ -272,7 +274,7 @@ class WorkerGroup(SpreadCourse):
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names() | Arrived() | Asked() | Healed() | Where() | InterruptSeen():
+            case Names() | Arrived() | Asked() | Healed() | Where() | InterruptSeen() | Aborted():
                 self._aside(message)
                 return
             case Returned():
@@ -292,7 +294,7 @@ class WorkerGroup(SpreadCourse):
                 self._phases.wait_without_limit(self.state.world_size)
         self._dispatch_when_ready()
 
-    def _aside(self, message: Names | Arrived | Asked | Healed | Where | InterruptSeen) -> None:
+    def _aside(self, message: Names | Arrived | Asked | Healed | Where | InterruptSeen | Aborted) -> None:
         """Take what is no part of the fold."""
         match message:
             case Names():
@@ -310,6 +312,8 @@ class WorkerGroup(SpreadCourse):
                 self._answered(message)
             case InterruptSeen():
                 self._interruption.seen(message)
+            case Aborted():
+                self._note_let_go(message.rank)
 
     def _answered(self, message: Where) -> None:
         job = self.job
@@ -368,7 +372,8 @@ class WorkerGroup(SpreadCourse):
         self.attempt = message.number
         self._ready, self.names, self.lost_keys = set(), {}, {}
         self._departures.forget()
-        self._changing = self._replacing = False
+        self._changing = self._replacing = self._ending = False
+        self._let_go.clear()
         if self._nodes is not None:
             self._nodes.begin()
         self._restart_at = None

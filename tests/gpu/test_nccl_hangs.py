@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,32 @@ def test_ranks_of_a_run_that_failed_wait_for_no_collective():
     assert result.root_cause.rank == 1
     assert nblaunch.run(os.getpid, nproc=2).ok
     assert time.monotonic() - started < 8
+
+
+def note_how_it_ends(directory: str) -> None:
+    import signal
+
+    import torch.distributed as dist
+
+    def end(*_: object) -> None:
+        Path(directory, str(dist_rank)).write_text(f"group {dist.is_initialized()}")
+        os._exit(1)
+
+    dist_rank = dist.get_rank()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    one = torch.ones(1, device="cuda")
+    if dist_rank == 0:
+        dist.all_reduce(one)
+    while True:
+        time.sleep(0.01)
+
+
+def test_all_ranks_let_go_of_nccl_before_the_first_is_killed(tmp_path):
+    with pytest.raises(nblaunch.RunTimeoutError):
+        nblaunch.run(note_how_it_ends, args=(str(tmp_path),), nproc=2, timeout=3, grace=2)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == {"0": "group False", "1": "group False"}
 
 
 # --- NCCL's watchdog -------------------------------------------------------------------------------
