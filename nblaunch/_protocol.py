@@ -188,6 +188,10 @@ class Arrived(_FromRank, frozen=True):
     """The rank has unpickled what a job brings, and waits for `Proceed`."""
 
 
+class Aborted(_FromRank, frozen=True):
+    """NCCL has given up all operations of this rank, or there was none."""
+
+
 class Reached(_FromRank, frozen=True):
     """How many collectives of the default process group the rank has begun."""
 
@@ -322,6 +326,7 @@ FromRank = (
     | Where
     | Names
     | Arrived
+    | Aborted
     | Reached
     | Asked
     | Healed
@@ -447,6 +452,10 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
     fds: tuple[int, ...] = ()
 
 
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Have NCCL give up all operations, and answer with `Aborted`: the ranks are about to be ended."""
+
+
 class Answer(msgspec.Struct, frozen=True, tag=True):
     """What the user has typed; with `error`, why nobody could be asked."""
 
@@ -482,6 +491,7 @@ ToRank = (
     | ReportWhere
     | ReportReached
     | FreeCollective
+    | Abort
     | Answer
     | Heal
     | Leave

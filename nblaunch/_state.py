@@ -16,6 +16,7 @@ import msgspec
 
 from nblaunch import _transcript
 from nblaunch._protocol import (
+    Aborted,
     Arrived,
     Asked,
     AttemptStarted,
@@ -315,6 +316,7 @@ _OfOneRank: TypeAlias = (
     | Names
     | Reached
     | Arrived
+    | Aborted
     | Asked
     | Healed
     | InterruptSeen
@@ -344,7 +346,7 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():
             return replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Arrived() | Asked() | Healed() | InterruptSeen():
+        case Switched() | Where() | Names() | Arrived() | Aborted() | Asked() | Healed() | InterruptSeen():
             return known
         case Returned():
             return replace(

@@ -24,6 +24,9 @@ class AgentEvents(Protocol):
     def membership_changing(self) -> None:
         """Take note: a node comes or goes, and every rank is about to be ended and started anew."""
 
+    def ranks_ending(self) -> None:
+        """Take note: ranks that are still alive are about to be ended by a signal."""
+
     def others_stopped(self) -> None:
         """Take note: the ranks that were still at work are gone."""
 

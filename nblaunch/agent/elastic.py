@@ -315,6 +315,8 @@ class RankAgent(ObservedAgent):
         alive = [process for process in processes if process.exitcode is None]
         everyone = self._processes()
         self._stopped |= {index for index, process in enumerate(everyone) if process in alive}
+        if alive:
+            self._events.ranks_ending()
         for process in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)

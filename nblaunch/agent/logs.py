@@ -107,3 +107,12 @@ def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     except OSError:
         return ""
     return data.decode("utf-8", "replace")
+
+
+def read_end(path: str, most: int) -> str:
+    """Return the last `most` bytes of a log file as text; empty if it is gone."""
+    try:
+        size = os.stat(path).st_size
+    except OSError:
+        return ""
+    return read_text(path, max(size - most, 0))

@@ -268,6 +268,9 @@ class NodeRelay:
     def membership_changing(self) -> None:
         """Do nothing: the notebook knows, it has said so."""
 
+    def ranks_ending(self) -> None:
+        """Do nothing: the notebook has all ranks told, those of other nodes too."""
+
     def others_stopped(self) -> None:
         """Tell the notebook."""
         self._hub.call(lambda: self._send(wire.OthersStopped()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,17 @@ from nblaunch._frames import readable_stacks
 from nblaunch._state import describe_exit, signal_name
 
 _STACKS_LIMIT = 16_000
+NCCL_WATCHDOG = "NCCL's watchdog: "
+"""Begins what is said of a rank that NCCL's watchdog has ended."""
+# torch's watchdog writes these to stderr and then calls abort(), below a page of C++ frames.
+_TIMED_OUT = re.compile(
+    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "
+    r"OpType=(?P<operation>\w+).*?ran for (?P<milliseconds>\d+) milliseconds"
+)
+_TERMINATED = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
+_PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
+_NCCL_LINES = re.compile(r"Watchdog caught|watchdog thread terminated with exception|CUDA error|NCCL WARN")
+_MOST_LINES, _LINE_CHARACTERS = 10, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +36,18 @@ class Explanation:
 
 
 def explain_exit(
-    exitcode: int, dump: str, titles: Mapping[str, str], *, oom_before: int | None = None
+    exitcode: int,
+    dump: str,
+    titles: Mapping[str, str],
+    *,
+    oom_before: int | None = None,
+    stderr: str = "",
 ) -> Explanation:
     """Say why a process ended with `exitcode`; `dump` is what faulthandler wrote, if it did.
 
-    `titles` maps file names of cells to what the reader calls them. `oom_before` is `oom_kills()` when the
-    process was started: a count that has grown since is the cause.
+    `stderr` is what the process itself has said last. `titles` maps file names of cells to what the reader
+    calls them. `oom_before` is `oom_kills()` when the process was started: a count that has grown since is
+    the cause.
     """
     reason = describe_exit(exitcode)
     details = [readable_stacks(dump, titles)[:_STACKS_LIMIT]]
@@ -40,9 +58,33 @@ def explain_exit(
         case "SIGBUS":
             reason += " (a mapped file was cut short, or its disk is full)"
             details.append(_shared_memory())
+        case "SIGABRT":
+            said = _nccl_watchdog(stderr)
+            reason += f" ({said})" if said else ""
+            details.insert(0, _nccl_lines(stderr))
         case _:
             pass
     return Explanation(reason, "\n".join(part for part in details if part))
+
+
+def _nccl_watchdog(stderr: str) -> str:
+    """Return in one line why NCCL's watchdog has ended the process; empty if it has not."""
+    found = _TIMED_OUT.search(stderr)
+    if found is not None:
+        seconds = int(found["milliseconds"]) / 1000
+        return (
+            f"{NCCL_WATCHDOG}{found['operation']} #{found['number']} timed out after {seconds:.0f} s: not "
+            "all ranks came to it"
+        )
+    found = _TERMINATED.search(stderr)
+    if found is None:
+        return ""
+    return NCCL_WATCHDOG + _PLACE.sub("", found["why"]).strip()[:_LINE_CHARACTERS]
+
+
+def _nccl_lines(stderr: str) -> str:
+    lines = [line[:_LINE_CHARACTERS] for line in stderr.splitlines() if _NCCL_LINES.search(line)]
+    return "\n".join(lines[:_MOST_LINES])
 
 
 def _killer(oom_before: int | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nblaunch._protocol import FailureRecord
 from nblaunch._state import signal_name
+from nblaunch.diagnose.exits import NCCL_WATCHDOG
 
 # What gloo, NCCL and TCPStore say when it was the *other* side that went away. A rank that raises one
 # of these while a peer failed for a reason of its own is a consequence, whatever the clocks say: the
@@ -21,6 +22,7 @@ _PEER_GONE = re.compile(
     r"|application timeout caused pair closure",
     re.IGNORECASE,
 )
+_NCCL_WAITED = re.compile(r"timed out after|remote process exited|remote error|network error", re.IGNORECASE)
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
 _DEAD = "ProcessExited"
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
@@ -63,6 +65,8 @@ def blames_a_peer(failure: FailureRecord) -> bool:
     if signal_name(failure.exitcode) == "SIGTERM":
         return True
     kind = failure.type.rpartition(".")[2]
+    if kind == _DEAD and NCCL_WATCHDOG in failure.message:
+        return _NCCL_WAITED.search(failure.message) is not None
     if kind in _COLLECTIVE_ERRORS and _PEER_GONE.search(failure.message) is not None:
         return True
     # `raise StepFailed from error`: the traceback says what it was made of.

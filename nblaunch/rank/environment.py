@@ -49,21 +49,35 @@ _DEFAULTS = {
     "TTY_INTERACTIVE": "1",
 }
 """What a rank has where the notebook has not decided."""
+_SESSION_DEFAULTS = {
+    # A session aborts NCCL by itself, and torch's own abort wants the watchdog's handling of errors off for
+    # that. Nor may the watchdog and its monitor end a process whose variables somebody wants to keep: because
+    # somebody reads a debugger's prompt, because a peer was interrupted, or over an error of CUDA's that the
+    # rank reports itself.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 
 
-def for_rank(told: Iterable[bytes]) -> dict[str, str]:
-    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here."""
+def for_rank(told: Iterable[bytes], *, keep: bool) -> dict[str, str]:
+    """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
+
+    `keep` says whether the rank is a session's.
+    """
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in told)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
     # torchrun's rule: one thread each where there is more than one rank; a rank that is alone has all cores.
     threads = {"OMP_NUM_THREADS": "1"} if agent.get("LOCAL_WORLD_SIZE") != "1" else {}
-    return {**_DEFAULTS, **threads, **wanted, **agent}
+    defaults = {**_DEFAULTS, **_SESSION_DEFAULTS} if keep else _DEFAULTS
+    return {**defaults, **threads, **wanted, **agent}
 
 
-def apply(prepare: Prepare) -> None:
+def apply(prepare: Prepare, *, keep: bool) -> None:
     """Take over the notebook's environment, directory, path and arguments."""
-    wanted = for_rank(prepare.environ)
+    wanted = for_rank(prepare.environ, keep=keep)
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
     for name, value in wanted.items():

@@ -77,6 +77,13 @@ class RankInspector:
         else:
             cut()
 
+    def abort(self, then: Callable[[], None]) -> None:
+        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
+        if process_group.uses_nccl():
+            process_group.begin_abort(then)
+        else:
+            then()
+
     def _waiting_for_store(self) -> Iterator[int]:
         """Yield the connection to the agent's store, if a group is being formed whose members do not come."""
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks

@@ -14,6 +14,8 @@ from typing import Protocol
 import zmq
 
 from nblaunch._protocol import (
+    Abort,
+    Aborted,
     Answer,
     Dispatch,
     FreeCollective,
@@ -58,6 +60,9 @@ class Inspector(Protocol):
 
     def free(self, fds: tuple[int, ...]) -> None:
         """End the collective in which the main thread is stuck."""
+
+    def abort(self, then: Callable[[], None]) -> None:
+        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
 
 
 class Link:
@@ -220,6 +225,9 @@ class Link:
                 self.times_freed += 1
                 with contextlib.suppress(Exception):
                     self._inspector.free(message.fds)
+            case Abort():
+                with contextlib.suppress(Exception):
+                    self._inspector.abort(lambda: self.send(Aborted(rank=self._rank)))
             case Proceed():
                 self.proceed.set()
             case Dispatch():

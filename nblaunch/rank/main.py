@@ -178,7 +178,7 @@ class Rank:
 
     def _prepare(self, prepare: Prepare) -> None:
         self._enter(Phase.PROCESS_GROUP)
-        environment.apply(prepare)
+        environment.apply(prepare, keep=self.orders.keep)
         if self.orders.virtual_local_rank:
             environment.see_one_device_only(prepare.accelerators)
         if self.orders.numa_binding is not None:
@@ -455,7 +455,7 @@ def run_rank(orders: Orders) -> None:
     """Be a rank; torchelastic's entry point."""
     isolate()
     if orders.fresh is not None:
-        environ = environment.for_rank(orders.fresh)
+        environ = environment.for_rank(orders.fresh, keep=orders.keep)
         fresh.begin_anew(asdict(replace(orders, fresh=None)), orders.spill, environ)
     exitcode = _live(orders)
     if exitcode:

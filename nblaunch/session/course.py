@@ -102,6 +102,10 @@ class Course:
         self._changing = False
         """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
         self._phases = Phases()
+        self._ending = False
+        """Whether the ranks of this attempt were told to let go of NCCL, since they are about to be ended."""
+        self._holding: set[int] = set()
+        self._let_go = threading.Event()
 
     @property
     def ready(self) -> bool:

@@ -9,13 +9,15 @@ import msgspec
 
 from nblaunch._cgroups import oom_kills
 from nblaunch._protocol import Exited
-from nblaunch.agent.logs import read_text
+from nblaunch.agent.logs import read_end, read_text
 from nblaunch.diagnose.exits import explain_exit
 from nblaunch.rank.inspection import fatal_path
 from nblaunch.session.job import Job
 
 # A rank's last words may still lie in the socket when its process is gone.
 _LAST_WORDS_SECONDS = 0.05
+# NCCL's watchdog writes some 10 KB when it ends a process.
+_STDERR_BYTES = 200_000
 
 
 class Departures:
@@ -51,10 +53,14 @@ class Departures:
             del self._waiting[rank]
             yield exited
 
-    def explained(self, exited: Exited, titles: Mapping[str, str]) -> Exited:
-        """Return the exit with its reason, and with the stacks that the rank has written."""
+    def explained(self, exited: Exited, titles: Mapping[str, str], stderr: str = "") -> Exited:
+        """Return the exit with its reason, and with the stacks that the rank has written.
+
+        `stderr` is the path of what it has printed there.
+        """
         if exited.expected or exited.reason:
             return exited
         dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before)
+        said = read_end(stderr, _STDERR_BYTES) if stderr else ""
+        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=said)
         return msgspec.structs.replace(exited, reason=why.reason, details=why.details)

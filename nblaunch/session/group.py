@@ -24,6 +24,7 @@ from nblaunch import _node_protocol as wire
 from nblaunch._errors import RunFailedError
 from nblaunch._events import Event
 from nblaunch._protocol import (
+    Aborted,
     Answer,
     Arrived,
     Asked,
@@ -266,7 +267,8 @@ class WorkerGroup(SpreadCourse):
 
     def receive(self, message: FromRank) -> None:
         """Fold a rank's message, after the output that came before it."""
-        if self._changing and isinstance(message, Raised):
+        if (self._changing or self._ending) and isinstance(message, Raised):
+            # It is the abort, or the change, that it has stumbled over.
             return
         self._heard()
         for printed in self._logs.before(message):
@@ -278,7 +280,7 @@ class WorkerGroup(SpreadCourse):
             case Entered(phase=Phase.READY):
                 self._ready.add(message.rank)
                 self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names() | Arrived() | Asked() | Healed() | Where() | InterruptSeen():
+            case Names() | Arrived() | Asked() | Healed() | Where() | InterruptSeen() | Aborted():
                 self._aside(message)
                 return
             case Returned():
@@ -298,7 +300,7 @@ class WorkerGroup(SpreadCourse):
                 self._phases.wait_without_limit(self.state.world_size)
         self._dispatch_when_ready()
 
-    def _aside(self, message: Names | Arrived | Asked | Healed | Where | InterruptSeen) -> None:
+    def _aside(self, message: Names | Arrived | Asked | Healed | Where | InterruptSeen | Aborted) -> None:
         """Take what is no part of the fold."""
         match message:
             case Names():
@@ -316,6 +318,8 @@ class WorkerGroup(SpreadCourse):
                 self._answered(message)
             case InterruptSeen():
                 self._interruption.seen(message)
+            case Aborted():
+                self._note_let_go(message.rank)
 
     def _with_holders(self, message: Message) -> Message:
         """Let a rank that lacked GPU memory say who holds it."""
@@ -388,7 +392,8 @@ class WorkerGroup(SpreadCourse):
         self.attempt = message.number
         self._ready, self.names, self.lost_keys = set(), {}, {}
         self._departures.forget()
-        self._changing = self._replacing = False
+        self._changing = self._replacing = self._ending = False
+        self._let_go.clear()
         if self._nodes is not None:
             self._nodes.begin()
         self._restart_at = None
@@ -434,14 +439,17 @@ class WorkerGroup(SpreadCourse):
             elif not job.has_outcome(exited.rank):
                 for printed in self._logs.rest(exited.rank):
                     self._fold(printed)
-                self._fold(self._departures.explained(exited, self._titles))
+                self._fold(self._explained(exited))
             else:
                 self._fold(exited)
 
     def _note_exit(self, exited: Exited) -> None:
         """Keep why a rank of a kept group died between two jobs."""
         if self.keep and not exited.expected and not self.closed.is_set() and exited.exitcode != 0:
-            self._note(f"rank {exited.rank} {self._departures.explained(exited, self._titles).reason}")
+            self._note(f"rank {exited.rank} {self._explained(exited).reason}")
+
+    def _explained(self, exited: Exited) -> Exited:
+        return self._departures.explained(exited, self._titles, self._logs.stderr_of(exited.rank))
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         job = self.job

@@ -26,6 +26,7 @@ from nblaunch.session.rank_logs import Logs
 from nblaunch.session.shown import Shown
 
 _LAST_OUTPUT_LINES = 10
+_CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
 _LAST_OUTPUT_BYTES = 64 * 1024
 _LONG = 256 * 1024
 """Bytes; what a rank printed beyond is read when it is asked for."""
@@ -171,7 +172,9 @@ def _last_output(rank: RankState, logs: Logs | None, shown: Shown) -> str:
     lines = _CONTROL.sub("", text).split("\n")
     # A progress bar writes over its line: what counts is what stands there at last.
     final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    return "\n".join([line for line in final if line.strip()][-_LAST_OUTPUT_LINES:])
+    # torch's watchdog ends a process with a page of these, below what it has to say.
+    said = [line for line in final if line.strip() and not _CPP_FRAME.match(line)]
+    return "\n".join(said[-_LAST_OUTPUT_LINES:])
 
 
 def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:

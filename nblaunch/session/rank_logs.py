@@ -62,6 +62,11 @@ class RankLogs:
             self._present[worker.rank] = Logs(worker)
             self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr)
 
+    def stderr_of(self, rank: int) -> str:
+        """Return the path of what a rank prints to stderr; empty if it is not known here."""
+        known = self._present.get(rank)
+        return known.worker.stderr if known is not None else ""
+
     def close(self) -> None:
         """Close the files of the present attempt."""
         for tail in self._tails.values():

@@ -14,11 +14,14 @@ from pathlib import Path
 
 from nblaunch import _node_protocol as wire
 from nblaunch._errors import LaunchError
-from nblaunch._protocol import AttemptStarted, Exited, FromRank, Phase
+from nblaunch._protocol import Abort, AttemptStarted, Exited, FromRank, Phase
 from nblaunch._state import RunState
 from nblaunch.agent.contract import AgentSettings, Meeting, Worker
 from nblaunch.session.course import Course
 from nblaunch.session.nodes import Nodes
+
+# An abort takes NCCL a second or two; a rank that holds its interpreter does not hear of it.
+_ABORT_SECONDS = 2.0
 
 
 class SpreadCourse(Course):
@@ -66,6 +69,33 @@ class SpreadCourse(Course):
     def membership_changing(self) -> None:
         """Take note before the first rank is ended: what its peers make of that is no failure."""
         self._noted(self._on_change)
+
+    def ranks_ending(self) -> None:
+        """Have NCCL let go on every rank before the first is killed; waits for that with a bound.
+
+        A kernel of NCCL's reads and writes the memory of other GPUs. Where the process that the memory
+        belongs to goes first, that is an illegal access in the others, and can take down the links between
+        the GPUs.
+        """
+        if self._prepare is None or self._prepare.device_type == "cpu":
+            return
+        self._hub.call(self._abort_everywhere)
+        self._let_go.wait(_ABORT_SECONDS)
+
+    def _abort_everywhere(self) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        alive = [rank.rank for rank in self.state.ranks.values() if rank.node]
+        self._holding = set(alive) - self._elsewhere - self._departures.ranks
+        for rank in alive:
+            self._send(rank, Abort())
+        self._note_let_go()
+
+    def _note_let_go(self, rank: int | None = None) -> None:
+        self._holding.discard(-1 if rank is None else rank)
+        if not self._holding:
+            self._let_go.set()
 
     def others_stopped(self) -> None:
         """Take note that nobody is at work any more: those that have failed may go."""

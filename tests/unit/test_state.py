@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nblaunch import _transcript
 from nblaunch._protocol import (
+    Aborted,
     Arrived,
     Asked,
     AttemptStarted,
@@ -84,6 +85,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
     Shown: st.builds(Shown, rank=RANKS, text=TEXTS),
     Where: st.builds(Where, rank=RANKS, frames=st.just(())),
+    Aborted: st.builds(Aborted, rank=RANKS),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
     Arrived: st.builds(Arrived, rank=RANKS),
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),

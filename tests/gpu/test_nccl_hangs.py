@@ -1,0 +1,222 @@
+"""NCCL collectives that hang: who waits for whom, what the watchdog said, and what becomes of the run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import nblaunch
+
+GPUS = torch.cuda.device_count()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
+]
+
+FINDING = "rank 0 is in all_reduce #2, which rank 1 has not started"
+LEFT_OPEN = "the run ended with a collective open, which was aborted: "
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Have torch imported where ranks are forked from: the tests' limits are for what comes after."""
+    nblaunch.run(os.getpid, nproc=1)
+
+
+def one_too_many_and_wait() -> None:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    one = torch.ones(1, device="cuda")
+    dist.all_reduce(one)
+    torch.cuda.synchronize()
+    if rank == 0:
+        dist.all_reduce(one)
+        one.item()
+    elif rank == 1:
+        time.sleep(1000)
+
+
+def test_a_timeout_says_who_waits_for_whom():
+    with pytest.raises(nblaunch.RunTimeoutError, match=FINDING) as caught:
+        nblaunch.run(one_too_many_and_wait, nproc=2, timeout=3)
+    assert caught.value.hang_report.findings == (FINDING,)
+
+
+def test_hang_after_says_it_while_the_run_goes_on():
+    with pytest.raises(nblaunch.RunTimeoutError) as caught:
+        nblaunch.run(one_too_many_and_wait, nproc=2, timeout=5, hang_after=1)
+    (said,) = [each for each in caught.value.result.warnings if "nothing heard for 1 s" in each]
+    assert FINDING in said
+
+
+def gloo_and_nccl() -> None:
+    import torch.distributed as dist
+
+    on_gpu, on_cpu = torch.ones(1, device="cuda"), torch.ones(1)
+    for _ in range(3):
+        dist.all_reduce(on_cpu)
+    dist.all_reduce(on_gpu)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        dist.all_reduce(on_gpu)
+    time.sleep(1000)
+
+
+def test_collectives_of_gloo_and_of_nccl_are_counted_apart():
+    with pytest.raises(nblaunch.RunTimeoutError) as caught:
+        nblaunch.run(gloo_and_nccl, nproc=2, timeout=3)
+    assert caught.value.hang_report.findings == (FINDING,)
+
+
+def one_too_many() -> int:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+    return dist.get_rank()
+
+
+def test_a_run_that_leaves_a_collective_open_says_so_and_holds_up_nobody():
+    result = nblaunch.run(one_too_many, nproc=2)
+    assert result.values == [0, 1]
+    assert result.warnings == (f"{LEFT_OPEN}rank 0 is in all_reduce #1, which rank 1 has not started",)
+    started = time.monotonic()
+    assert nblaunch.run(os.getpid, nproc=2).ok
+    assert time.monotonic() - started < 4, "torch would wait for the collective's end"
+
+
+def still_at_work() -> int:
+    import torch.distributed as dist
+
+    one = torch.ones(1, device="cuda")
+    torch.cuda._sleep(300_000_000)
+    dist.all_reduce(one)
+    return dist.get_rank()
+
+
+def test_a_run_that_ends_while_its_gpus_are_at_work_is_in_order():
+    result = nblaunch.run(still_at_work, nproc=2)
+    assert (result.values, result.warnings) == ([0, 1], ())
+
+
+def mistake_after_a_collective() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("before its collective")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+
+
+def test_ranks_of_a_run_that_failed_wait_for_no_collective():
+    started = time.monotonic()
+    result = nblaunch.run(mistake_after_a_collective, nproc=2, check=False)
+    assert result.root_cause.rank == 1
+    assert nblaunch.run(os.getpid, nproc=2).ok
+    assert time.monotonic() - started < 8
+
+
+def note_how_it_ends(directory: str) -> None:
+    import signal
+
+    import torch.distributed as dist
+
+    def end(*_: object) -> None:
+        Path(directory, str(dist_rank)).write_text(f"group {dist.is_initialized()}")
+        os._exit(1)
+
+    dist_rank = dist.get_rank()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+    one = torch.ones(1, device="cuda")
+    if dist_rank == 0:
+        dist.all_reduce(one)
+    while True:
+        time.sleep(0.01)
+
+
+def test_all_ranks_let_go_of_nccl_before_the_first_is_killed(tmp_path):
+    with pytest.raises(nblaunch.RunTimeoutError):
+        nblaunch.run(note_how_it_ends, args=(str(tmp_path),), nproc=2, timeout=3, grace=2)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told == {"0": "group False", "1": "group False"}
+
+
+# --- NCCL's watchdog -------------------------------------------------------------------------------
+
+WATCHDOG = {
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "3",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300",
+    "TORCH_NCCL_COORD_CHECK_MILSEC": "100",
+}
+
+
+def time_out_once() -> tuple[str, int]:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+    one = torch.ones(1, device="cuda")
+    dist.all_reduce(one)
+    torch.cuda.synchronize()
+    if attempt == 0:
+        if rank == 0:
+            dist.all_reduce(one)
+        time.sleep(1000)
+    ends = time.monotonic() + 5
+    while time.monotonic() < ends:
+        time.sleep(0.2)
+        dist.all_reduce(one)
+        torch.cuda.synchronize()
+    return "attempt", attempt
+
+
+def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
+    env = {**WATCHDOG, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    result = nblaunch.run(time_out_once, nproc=2, max_restarts=1, env=env, log_dir=tmp_path / "logs")
+    assert result.values == [("attempt", 1)] * 2
+    (failure,) = result.attempts[0].failures
+    assert failure.rank == 0
+    assert "NCCL's watchdog: ALLREDUCE #2 timed out after 1 s: not all ranks came to it" in failure.reason
+    assert "frame #" not in failure.last_output
+    dumps = [path.name for path in (tmp_path / "logs").rglob("nccl_trace_rank_*")]
+    assert "nccl_trace_rank_0" in dumps
+
+
+# --- what the user has set -------------------------------------------------------------------------
+
+NAMES = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_FR_DUMP_TEMP_FILE",
+)
+
+
+def settings() -> list[str | None]:
+    return [os.environ.get(name) for name in NAMES]
+
+
+def test_what_the_user_has_set_for_nccl_is_left_alone():
+    chosen = dict(zip(NAMES[1:], ("7", "3", "1", "1", "/tmp/mine_"), strict=True))  # noqa: S108 - not written
+    assert nblaunch.run(settings, nproc=1, env=chosen).values == [[None, *chosen.values()]]
+    with nblaunch.Session(1, env=chosen) as session:
+        assert session.run(settings).values == [[None, *chosen.values()]]
+
+
+def test_a_sessions_ranks_are_ended_by_no_watchdog_and_a_runs_are():
+    (fresh,) = nblaunch.run(settings, nproc=1).values
+    assert fresh[:5] == ["256", None, "1", None, None]
+    assert fresh[5].endswith("nccl_trace_rank_")
+    with nblaunch.Session(1) as session:
+        (kept,) = session.run(settings).values
+    assert kept[:5] == ["256", None, "0", "0", "0"]
