@@ -73,7 +73,7 @@ class LaunchOptions(ScriptOptions):
         default="auto",
         metadata=row(
             backend_name(),
-            "Backend of the default group. auto: nccl for CUDA tensors where every rank has a GPU, and gloo.",
+            "Backend of the default group. auto: gloo, and where every rank has a GPU nccl (xccl) for its tensors.",
         ),
     )
     init_process_group: bool = field(
