@@ -73,7 +73,7 @@ class LaunchOptions(ScriptOptions):
         default="auto",
         metadata=row(
             backend_name(),
-            "Backend of the default group. auto: gloo, and where every rank has a GPU nccl (xccl) for its tensors.",
+            "Backend of the default group. auto: gloo, and nccl (xccl) where every rank has a GPU.",
         ),
     )
     init_process_group: bool = field(
