@@ -66,7 +66,7 @@ class LaunchOptions(ScriptOptions):
         default="auto",
         metadata=row(
             backend_name(),
-            "Backend of the default group. auto: nccl for CUDA tensors where every rank has a GPU, and gloo.",
+            "Backend of the default group. auto: gloo, and nccl (xccl) where every rank has a GPU.",
         ),
     )
     init_process_group: bool = field(

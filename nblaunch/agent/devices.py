@@ -176,7 +176,9 @@ def _by_device(backend: str) -> dict[str, str]:
 def _wants(backend: str, there: _Accelerator) -> bool:
     """Whether ranks with this backend are on the accelerator; gloo alone means the CPU."""
     chosen = _by_device(backend)
-    return there.kind in chosen or (there.backend != "" and there.backend in chosen.values())
+    # One that nobody knows is refused for that, not for want of a GPU.
+    named = chosen.get(there.kind) in known_backends()
+    return named or (there.backend != "" and there.backend in chosen.values())
 
 
 def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) -> bool:

@@ -40,10 +40,10 @@ OUT_OF_BAND = 4096
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A pickle stream and its out-of-band buffers, each contiguous."""
+    """A pickle stream and its out-of-band buffers, each contiguous; a GPU's are copied when written."""
 
     stream: memoryview
-    buffers: tuple[memoryview, ...]
+    buffers: tuple[memoryview | tensors.Far, ...]
     filenames: frozenset[str] = frozenset()
     """Where the code that it holds was compiled."""
     carried: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Packed:
     """What the ranks are to know by a key from here on: (place in the pickle, object)."""
 
     @property
-    def parts(self) -> tuple[memoryview, ...]:
+    def parts(self) -> tuple[memoryview | tensors.Far, ...]:
         """Return the stream first, then the buffers."""
         return (self.stream, *self.buffers)
 
@@ -73,8 +73,10 @@ class Packed:
         return sum(part.nbytes for part in self.parts)
 
 
-def _address(buffer: memoryview) -> tuple[int, int] | None:
+def _address(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
     """Return where a buffer is in memory and its length, None for one that cannot be written to."""
+    if isinstance(buffer, tensors.Far):
+        return buffer.address
     if buffer.readonly or not buffer.nbytes:
         return None
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
@@ -95,9 +97,11 @@ def main_globals() -> dict[str, Any]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
 
-    def __init__(self, *arguments: Any, trimmer: tensors.Trimmer | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, storages: tensors.Whole | tensors.Trimmer | None = None, **keywords: Any
+    ) -> None:
         super().__init__(*arguments, **keywords)
-        self._reduce_tensor = tensors.reduce if trimmer is None else trimmer.reduce
+        self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
         self.keys: set[int] = set()
@@ -174,7 +178,8 @@ class _Outbound(_Pickler):
         if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
             reduced = super().reducer_override(obj)
             return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
     def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
@@ -412,11 +417,11 @@ def dumps_home(value: object) -> Packed:
 
 
 def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Packed:
-    buffers: list[memoryview] = []
-    trimmer = tensors.Trimmer() if trim else None
+    buffers: list[memoryview | tensors.Far] = []
+    storages = tensors.Trimmer() if trim else tensors.Whole()
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
-        if trimmer is not None and trimmer.holds(buffer, len(buffers)):
+        if storages.holds(buffer, len(buffers)):
             buffers.append(memoryview(b""))
             return False
         try:
@@ -429,10 +434,9 @@ def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Pa
         return False
 
     stream = io.BytesIO()
-    pickler = make(stream, protocol=5, buffer_callback=keep_inside, trimmer=trimmer)
+    pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
     pickler.dump(value)
-    if trimmer is not None:
-        trimmer.finish(buffers)
+    storages.finish(buffers)
     return Packed(
         stream.getbuffer(),
         tuple(buffers),

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +25,7 @@ import psutil
 from nblaunch._cgroups import tightest_memory
 from nblaunch._protocol import Payload
 from nblaunch.job.payload import Packed
+from nblaunch.job.tensors import Far
 
 INLINE = 256 * 1024
 """Payloads of at most this many bytes travel inside their message."""
@@ -117,7 +118,7 @@ def _take_memory(total: int, directory: Callable[[], Path]) -> int | None:
         os.close(lock)
 
 
-def _in_memory(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
+def _in_memory(fd: int, parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
     try:
         _write(fd, parts, sizes, total)
     except BaseException:
@@ -126,7 +127,9 @@ def _in_memory(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], t
     return Outgoing(Payload(sizes=sizes, pid=os.getpid(), fd=fd), lambda: os.close(fd))
 
 
-def _on_disk(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int, directory: Path) -> Outgoing:
+def _on_disk(
+    parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int, directory: Path
+) -> Outgoing:
     free = shutil.disk_usage(directory).free
     if total > free * _RESERVE:
         raise NoRoomError(_no_room(total, directory, free))
@@ -263,21 +266,34 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _joined(parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> bytes:
+def _joined(parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> bytes:
     joined = bytearray(total)
-    for part, offset, size in zip(parts, _layout(sizes)[0], sizes, strict=True):
-        joined[offset : offset + size] = part.cast("B")
+    for part, offset in zip(parts, _layout(sizes)[0], strict=True):
+        for piece in _pieces(part):
+            joined[offset : offset + piece.nbytes] = piece
+            offset += piece.nbytes  # noqa: PLW2901 - where the next piece goes
     return bytes(joined)
 
 
-def _write(fd: int, parts: tuple[memoryview, ...], sizes: tuple[int, ...], total: int) -> None:
+def _pieces(part: memoryview | Far) -> Iterator[memoryview]:
+    """Yield a part as bytes, in pieces that are not too large to be copied at once."""
+    if isinstance(part, Far):
+        yield from part.pieces(_COPY_STEP)
+        return
+    flat = part.cast("B")
+    for start in range(0, flat.nbytes, _COPY_STEP):
+        yield flat[start : start + _COPY_STEP]
+
+
+def _write(fd: int, parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> None:
     os.ftruncate(fd, total)
     for part, offset in zip(parts, _layout(sizes)[0], strict=True):
-        flat = part.cast("B")
-        written = 0
-        while written < flat.nbytes:
-            step = flat[written : written + _COPY_STEP]
-            written += os.pwrite(fd, step, offset + written)
+        place = offset
+        for piece in _pieces(part):
+            written = 0
+            while written < piece.nbytes:
+                written += os.pwrite(fd, piece[written:], place + written)
+            place += written
 
 
 def _free_memory() -> int:

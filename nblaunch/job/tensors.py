@@ -1,5 +1,7 @@
 """How torch storages are pickled: as buffers, once per storage, and never as a CUDA handle.
 
+What is on a GPU is copied where it is written to, piece by piece: it is never in the host's memory twice.
+
 torch is not imported here: an object is a storage only where torch has been imported already.
 """
 
@@ -14,6 +16,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+ACCELERATORS = ("cuda", "xpu")
+"""Kinds of device whose tensors travel through the CPU, and arrive on the rank's own device."""
 
 _arrival = threading.local()
 _departure = threading.local()
@@ -30,7 +35,7 @@ def reduce(obj: Any) -> Any:
         return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
     if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
         return _with_typed_storage(torch, obj)
-    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", "cuda"):
+    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", *ACCELERATORS):
         kind = obj.device.type
         _refuse_unreadable(obj)
         here = obj if kind == "cpu" else obj.cpu()
@@ -96,7 +101,7 @@ def _untyped(buffer: Any, size: int, kind: str) -> Any:
             view = memoryview(bytearray(view))
         storage = torch.frombuffer(view, dtype=torch.uint8, count=size).untyped_storage()
     device = getattr(_arrival, "device", None)
-    if kind == "cuda" and device is not None:
+    if kind != "cpu" and device is not None:
         return torch.UntypedStorage(size, device=device).copy_(storage, False)  # noqa: FBT003 - torch's
     return storage
 
@@ -109,13 +114,32 @@ def _typed(storage: Any, dtype: Any) -> Any:
 
 @contextmanager
 def arriving_on(device: str | None) -> Iterator[None]:
-    """Within the block, storages that were on a CUDA device are rebuilt on `device` (None: the CPU)."""
+    """Within the block, storages that were on an accelerator are rebuilt on `device` (None: the CPU)."""
     before = getattr(_arrival, "device", None)
-    _arrival.device = device if device is not None and device.startswith("cuda") else None
+    _arrival.device = device if device is not None and not device.startswith("cpu") else None
     try:
         yield
     finally:
         _arrival.device = before
+
+
+def reduce_device(obj: Any) -> Any:
+    """Return how to rebuild a `torch.device` as the rank's own, `NotImplemented` for anything else."""
+    if type(obj).__name__ != "device":
+        return NotImplemented  # asked for every object that pickle finds
+    torch = sys.modules.get("torch")
+    if torch is None or type(obj) is not getattr(torch, "device", None) or obj.type not in ACCELERATORS:
+        return NotImplemented
+    return _own_device, (obj.type, obj.index)
+
+
+def _own_device(kind: str, index: int | None) -> Any:
+    """Return where a tensor arrives that was on this device."""
+    import torch
+
+    device = torch.device(getattr(_arrival, "device", None) or "cpu")
+    # Without an index it means the current device there, too.
+    return torch.device(kind) if index is None and device.type == kind else device
 
 
 def is_tensor(obj: Any) -> bool:
@@ -210,6 +234,83 @@ def _plain(torch: Any) -> tuple[type, type]:
 LARGE = 4096
 """Storages of fewer bytes travel whole."""
 
+
+class Far:
+    """Bytes of a storage on an accelerator, from `low` to `high`, that are copied when they are needed.
+
+    That may be on another thread, and later: all that the device had been given by now is done before.
+    """
+
+    readonly = False
+
+    def __init__(self, storage: Any, low: int, high: int) -> None:
+        """Refer to the storage, which lives as long as this."""
+        import torch
+
+        self._storage, self._low, self.nbytes = storage, low, high - low
+        module = torch.get_device_module(storage.device)
+        self._module, self._written = module, module.current_stream(storage.device).record_event()
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where the bytes are on their device, and how many."""
+        return self._storage.data_ptr() + self._low, self.nbytes
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """Yield the bytes, at most `size` at a time; each piece is valid until the next one is asked for."""
+        import torch
+
+        device = self._storage.device
+        host = torch.empty(min(size, self.nbytes), dtype=torch.uint8)
+        whole = memoryview(_buffer(host.untyped_storage())).cast("B")
+        with self._module.device(device):
+            self._module.current_stream(device).wait_event(self._written)
+            for start in range(0, self.nbytes, size):
+                count = min(size, self.nbytes - start)
+                piece = torch.empty(0, dtype=torch.uint8, device=device).set_(
+                    self._storage, self._low + start, (count,), (1,)
+                )
+                host[:count].copy_(piece)
+                yield whole[:count]
+
+
+class Whole:
+    """Pickles storages whole; those of an accelerator are copied when the pickle is written somewhere.
+
+    Until `finish` the buffer of such a one is a placeholder.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a storage."""
+        self._far: dict[int, tuple[pickle.PickleBuffer, Far]] = {}
+        self._positions: dict[int, int] = {}
+
+    def reduce(self, obj: Any) -> Any:
+        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
+        if type(obj).__name__ != "UntypedStorage":
+            return reduce(obj)  # asked for every object that pickle finds
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not torch.UntypedStorage:
+            return reduce(obj)
+        if obj.device.type not in ACCELERATORS or obj.nbytes() < LARGE:
+            return reduce(obj)
+        placeholder = pickle.PickleBuffer(bytearray(1))
+        self._far[id(placeholder)] = placeholder, Far(obj, 0, obj.nbytes())
+        return _untyped, (placeholder, obj.nbytes(), obj.device.type)
+
+    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
+        """Whether a buffer is a placeholder; it is then the one at `position`."""
+        known = id(buffer) in self._far
+        if known:
+            self._positions[position] = id(buffer)
+        return known
+
+    def finish(self, buffers: list[memoryview | Far]) -> None:
+        """Put what is to be sent in the place of the placeholders."""
+        for position, known in self._positions.items():
+            buffers[position] = self._far[known][1]
+
+
 # A storage begins where the CPU's vector instructions like it, on this side and on the other.
 _ALIGNED = 64
 
@@ -248,7 +349,7 @@ class Trimmer:
             self._positions[id(buffer)] = position
         return known
 
-    def finish(self, buffers: list[memoryview]) -> None:
+    def finish(self, buffers: list[memoryview | Far]) -> None:
         """Put what is to be sent in the place of the placeholders."""
         memories = list(self._memories.values())
         shifts = array.array("q", [memory.settle() for memory in memories])
@@ -262,7 +363,7 @@ class Trimmer:
 
     def _memory(self, storage: Any) -> _Memory | None:
         """Return what is known of a large storage, None of any other."""
-        if storage.device.type not in ("cpu", "cuda") or storage.nbytes() < LARGE:
+        if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
             return None
         key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
         if key not in self._memories:
@@ -328,17 +429,13 @@ class _Memory:
         self.low = self.low // _ALIGNED * _ALIGNED if self.high else 0
         return self.low
 
-    def view(self) -> memoryview:
-        """Return the range; one on a GPU is copied to the CPU, and nothing beside it."""
-        storage, low, high = self.storage, self.low, self.high
-        if storage.device.type != "cpu" and low < high:
-            import torch
-
-            part = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-                storage, low, (high - low,), (1,)
-            )
-            storage, low, high = part.cpu().untyped_storage(), 0, high - low
-        return memoryview(_buffer(storage)).cast("B")[low:high]
+    def view(self) -> memoryview | Far:
+        """Return the range, and nothing beside it."""
+        if self.low >= self.high:
+            return memoryview(b"")
+        if self.storage.device.type != "cpu":
+            return Far(self.storage, self.low, self.high)
+        return memoryview(_buffer(self.storage)).cast("B")[self.low : self.high]
 
 
 class _Table:

@@ -101,6 +101,15 @@ def test_more_ranks_than_gpus_say_that_they_are_on_the_cpu():
         assert session.cell("rank").warnings == ()
 
 
+def test_the_notebook_says_that_there_are_too_few_gpus(late_kernel):
+    ran = late_kernel.ok(f"%%distributed -n {GPUS + 1}\nrank")
+    assert "note: " in ran.text
+    assert "all ranks are on the CPU" in ran.text
+    started = late_kernel.ok(f"%distributed start -n {GPUS + 1}")
+    assert "all ranks are on the CPU" in f"{started.text}{started.result}"
+    late_kernel.ok("%distributed stop")
+
+
 def total_on_gpu(value):
     import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ BIG = 1_000_000
 def sent(value, **options):
     """Return what arrives, and how many bytes travel."""
     packed = payload.dumps(value, trim=True, **options)
-    joined = b"".join(bytes(part) for part in packed.parts)
+    joined = b"".join(bytes(cast("memoryview", part)) for part in packed.parts)
     parts, start = [], 0
     for part in packed.parts:
         parts.append(memoryview(bytearray(joined[start : start + part.nbytes])))
@@ -26,7 +27,9 @@ def sent(value, **options):
 
 def home(value):
     packed = payload.dumps_home(value)
-    return payload.loads(packed.stream, [memoryview(bytearray(each)) for each in packed.buffers]), packed.size
+    return payload.loads(
+        packed.stream, [memoryview(bytearray(cast("memoryview", each))) for each in packed.buffers]
+    ), packed.size
 
 
 def in_memory(tensor):
