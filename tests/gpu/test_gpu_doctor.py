@@ -134,3 +134,26 @@ def test_from_the_notebook_and_the_command_line_it_is_the_same_and_cuda_is_left_
     assert command.returncode == 0, command.stdout + command.stderr
     for text in (magic, command.stdout):
         assert re.search(r"^ok +NCCL all_reduce +\d+ GPUs?: ", text, re.MULTILINE), text
+
+
+def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel):
+    kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text", FAKE_NVML_COMPUTE_MODE="3")
+    before = kernel.ok("%distributed doctor").result
+    if "EXCLUSIVE_PROCESS" not in before:
+        pytest.skip("these GPUs cannot be told their compute mode")
+    assert re.search(r"^warning +compute mode +GPUs? 0", before, re.MULTILINE)
+    kernel.ok("import torch\nmine = torch.ones(1, device='cuda')")
+    after = kernel.ok("%distributed doctor").result
+    assert re.search(
+        r"^problem +compute mode +GPUs? 0.*this kernel has initialised CUDA", after, re.MULTILINE
+    )
+
+
+def test_a_gpu_that_this_torch_has_no_code_for_is_a_problem(monkeypatch):
+    monkeypatch.setenv("FAKE_NVML_CAPABILITY", "35")
+    if _checks_gpu_health.ask_nvml()["gpus"][0].get("capability") != [3, 5]:
+        pytest.skip("these GPUs cannot be told their architecture")
+    lacking = [each for each in _checks_gpu_health.health() if each.name == "architecture"]
+    assert len(lacking) == len(_checks_gpu_health.ask_nvml()["gpus"])
+    assert all(each.level is Level.PROBLEM for each in lacking)
+    assert "is sm_35; this torch has code for sm_" in lacking[0].summary
