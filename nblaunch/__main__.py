@@ -18,26 +18,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="train a small model on two ranks and check the result")
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="look for what would make runs fail, hang or crawl here")
+    doctor.add_argument("--nccl", action="store_true", help="also let all GPUs do an NCCL all_reduce")
     doctor.set_defaults(run=_doctor)
     commands.add_parser("join", help="start ranks here for a notebook's run on several nodes", add_help=False)
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["join"]:
         # Its options are those of a run, with a parser of their own.
         return _join(words[1:])
-    run: Callable[[], int] = parser.parse_args(arguments).run
-    return run()
+    parsed = parser.parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
 
 
-def _demo() -> int:
+def _demo(_: argparse.Namespace) -> int:
     from nblaunch._demo import demo
 
     return demo()
 
 
-def _doctor() -> int:
+def _doctor(parsed: argparse.Namespace) -> int:
     from nblaunch.diagnose.doctor import doctor
 
-    report = doctor()
+    report = doctor(nccl=parsed.nccl)
     print(report)
     return 0 if report.ok else 1
 

@@ -16,6 +16,7 @@ from nblaunch.diagnose import (
     _checks_gpu,
     _checks_gpu_health,
     _checks_limits,
+    _checks_nccl,
     _checks_notebook,
     _checks_storage,
     _checks_system,
@@ -75,15 +76,19 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def doctor() -> DoctorReport:
+def doctor(*, nccl: bool = False) -> DoctorReport:
     """Look for what would make runs fail, hang or crawl here; return the findings.
 
-    Looked at are torch and its backends, GPUs and the memory this kernel holds on them, NCCL, peer-to-peer,
-    the fork server, the loopback interface and the hostname, shared memory, the temporary directory, limits
-    on files, processes and memory, what the notebook can show, and versions that do not fit together.
+    Looked at are torch and its backends, GPUs, their state and the memory this kernel holds on them, NCCL,
+    peer-to-peer, the fork server, the loopback interface and the hostname, shared memory, the temporary
+    directory, limits on files, processes and memory, what the notebook can show, and versions that do not
+    fit together.
 
     It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. The fork server
     is started if it was not running, as the first run would start it; nothing else changes.
+
+    With `nccl` every GPU takes part in an NCCL all_reduce, in processes of its own. That takes seconds, and
+    up to a minute and a half where it does not work.
 
     `.ok` is False if there is a problem; `.findings` has a level (ok, warning, problem), one line and what
     to do for each. `print` shows them as text, a notebook as a table.
@@ -95,7 +100,16 @@ def doctor() -> DoctorReport:
     if _checks_system.rank_here() is not None:
         # A rank has no business with a fork server or a runtime directory of its own.
         return examine([each for each in CHECKS if each.find is _checks_system.this_process])
-    return examine()
+    report = examine()
+    return with_nccl(report) if nccl else report
+
+
+def with_nccl(report: DoctorReport) -> DoctorReport:
+    """Return the report with what came of an all_reduce; its ranks are gone, also after an interrupt."""
+    started = time.monotonic()
+    check = Check(_checks_nccl.NAME, _checks_nccl.all_reduce)
+    found = _found_by(check)
+    return DoctorReport((*report.findings, *found), report.seconds + time.monotonic() - started)
 
 
 def examine(checks: Sequence[Check] = CHECKS) -> DoctorReport:
@@ -124,10 +138,9 @@ class _Running:
 
     def _run(self) -> None:
         try:
-            self.found = list(self.check.find())
+            self.found = _found_by(self.check)
         except BaseException as error:  # noqa: BLE001 - a doctor that falls ill helps nobody
-            summary = f"could not be checked: {_describe(error)}"
-            self.found = [warning(self.check.name, summary, "Please report this, with the text above.")]
+            self.found = [_ill(self.check, error)]
         self.done.set()
 
     def findings(self, started: float) -> list[Finding]:
@@ -136,6 +149,18 @@ class _Running:
             return self.found
         summary = f"no answer within {self.check.seconds:g} s; a thread goes on waiting for it"
         return [warning(self.check.name, summary, self.check.if_stuck)]
+
+
+def _found_by(check: Check) -> list[Finding]:
+    try:
+        return list(check.find())
+    except Exception as error:  # noqa: BLE001 - see above
+        return [_ill(check, error)]
+
+
+def _ill(check: Check, error: BaseException) -> Finding:
+    summary = f"could not be checked: {_describe(error)}"
+    return warning(check.name, summary, "Please report this, with the text above.")
 
 
 def _describe(error: BaseException) -> str:

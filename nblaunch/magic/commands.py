@@ -106,6 +106,7 @@ def _push(line: str, namespace: Namespace) -> object:
     return None
 
 
+_NCCL = "--nccl"
 _ONE_RANK = re.compile(r"(?:^|\s)--rank(?:\s+|=)(\S+)")
 
 
@@ -142,13 +143,14 @@ def _debug(line: str, _: Namespace) -> object:
 
 
 def _doctor(line: str, _: Namespace) -> object:
-    if split_words(line):
+    words = split_words(line)
+    if set(words) - {_NCCL}:
         msg = (
-            f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it. "
+            f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it but {_NCCL}. "
             "Write %distributed doctor."
         )
         raise OptionError(msg)
-    return doctor()
+    return doctor(nccl=_NCCL in words)
 
 
 def _events(line: str, _: Namespace) -> object:
@@ -203,6 +205,8 @@ def command_completions(text_so_far: str) -> list[str]:
         return scripts.completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
+    if before.split()[1] == "doctor":
+        return [flag for flag in (_NCCL,) if flag.startswith(word)]
     if before.split()[1] == "export":
         return [flag for flag in export.FLAGS if flag.startswith(word)]
     return option_completions(f"%%distributed {word}")

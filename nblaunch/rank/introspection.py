@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from nblaunch.rank import memory, questions, shell
+from nblaunch.rank import questions, shell
 
 _MOST = 500
 
@@ -19,8 +17,10 @@ def let_go_on_gpu() -> None:
 
     On a rank without CUDA it stays until another takes its place, as in IPython.
     """
+    from nblaunch.rank import memory  # with torch, and the notebook imports this module
+
     global last_error
-    if last_error is None or not torch.cuda.is_initialized():
+    if last_error is None or not memory.on_gpu():
         return
     error, last_error = last_error, None
     shell.prepare().forget_error()

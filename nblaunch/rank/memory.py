@@ -25,9 +25,14 @@ _ALLOCATED = re.compile(rf"{_SIZE} is allocated by PyTorch")
 _UNUSED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 
 
+def on_gpu() -> bool:
+    """Return whether this rank uses CUDA."""
+    return bool(torch.cuda.is_initialized())
+
+
 def begin_job() -> None:
     """Have the peak be that of the job that begins."""
-    if torch.cuda.is_initialized():
+    if on_gpu():
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
 
@@ -37,7 +42,7 @@ def peak() -> int | None:
 
     None where the rank has not used CUDA. Asks the allocator alone, so a GPU in error does not matter.
     """
-    if not torch.cuda.is_initialized():
+    if not on_gpu():
         return None
     indices = range(torch.cuda.device_count())
     return max((torch.cuda.max_memory_allocated(index) for index in indices), default=None)
@@ -50,7 +55,7 @@ def shortage(error: BaseException) -> DeviceMemory | None:
     has unwound since may have freed memory. The wording is that of torch 2.1 to 2.13; what is missing from a
     message is left out, or asked of the allocator.
     """
-    if not isinstance(error, torch.OutOfMemoryError) or not torch.cuda.is_initialized():
+    if not isinstance(error, torch.OutOfMemoryError) or not on_gpu():
         return None
     text = str(error)
     asked = _bytes(_ASKED.search(text))
@@ -103,7 +108,7 @@ def let_go(error: BaseException) -> None:
                 # Before Python 3.13 this is a copy, made when the failure was told; reading it renews it.
                 _ = frame.f_locals
         short = short or isinstance(each, torch.OutOfMemoryError)
-    if short and torch.cuda.is_initialized():
+    if short and on_gpu():
         gc.collect()
         with contextlib.suppress(RuntimeError):  # the GPU is in error: the job will say so
             torch.cuda.empty_cache()

@@ -1,0 +1,159 @@
+"""The doctor on a machine with GPUs: what it says of them is true, and it leaves CUDA alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nblaunch.diagnose import _checks_gpu_health, _checks_nccl
+from nblaunch.diagnose.report import Level
+
+ROOT = Path(__file__).parents[2]
+GPUS = torch.cuda.device_count()
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS == 0, reason=f"torch {torch.__version__} sees no CUDA device here"),
+]
+
+
+@pytest.fixture(scope="module")
+def nvml():
+    """Give NVML by another way: its own Python module."""
+    module = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    module.nvmlInit()
+    yield module
+    module.nvmlShutdown()
+
+
+def only(findings):
+    """Return the one finding of a check."""
+    (finding,) = findings
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("compute_mode", "nvmlDeviceGetComputeMode"),
+        ("persistence", "nvmlDeviceGetPersistenceMode"),
+        ("pages_pending", "nvmlDeviceGetRetiredPagesPendingStatus"),
+        ("rows", "nvmlDeviceGetRemappedRows"),
+        ("capability", "nvmlDeviceGetCudaComputeCapability"),
+        ("name", "nvmlDeviceGetName"),
+        ("uuid", "nvmlDeviceGetUUID"),
+    ],
+)
+def test_what_the_driver_says_of_each_gpu_is_what_its_own_module_reads(nvml, name, function):
+    expected = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        told = None
+        with contextlib.suppress(nvml.NVMLError):  # not supported
+            told = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(index))
+        expected.append(list(told) if isinstance(told, tuple) else told)
+    said = _checks_gpu_health.ask_nvml()
+    assert [gpu.get(name) for gpu in said["gpus"]] == expected
+
+
+def test_torchs_architectures_are_asked_in_another_process():
+    found = _checks_gpu_health.torchs_architectures(time.monotonic() + 30)
+    ask = "import torch; print(*torch.cuda.get_arch_list())"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
+    assert found == told.stdout.split()
+    assert found
+    assert not torch.cuda.is_initialized()
+
+
+def test_gpus_that_compute_here_have_no_problem():
+    found = {each.name: each for each in _checks_gpu_health.health()}
+    assert [each for each in found.values() if each.level is Level.PROBLEM] == []
+    if GPUS > 1 and _checks_gpu_health.ask_nvml()["pairs"]:
+        assert re.fullmatch(
+            r"joins \d+ of \d+ pairs of GPUs|none: GPUs talk over PCIe", found["NVLink"].summary
+        )
+
+
+def test_the_gpus_reduce_together_and_say_how_fast():
+    found = only(_checks_nccl.all_reduce())
+    assert found.level is Level.OK, found
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if GPUS == 1:
+        assert found.summary == f"1 GPU: NCCL {version} works; there is no other GPU to talk to"
+    else:
+        assert re.fullmatch(
+            rf"{GPUS} GPUs: [\d.]+ GB/s \(bus bandwidth, 64 MiB\) with NCCL {version}; the first one, which "
+            r"connects them, took [\d.]+ s",
+            found.summary,
+        )
+
+
+@pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
+def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(monkeypatch):
+    """As with a broken link: here they are only given no time."""
+    monkeypatch.setattr(_checks_nccl, "_SECONDS", 0.5)
+    monkeypatch.setattr(_checks_nccl, "_AGAIN_SECONDS", 0.5)
+    found = only(_checks_nccl.all_reduce())
+    assert found.level is Level.PROBLEM
+    assert found.summary.startswith(f"{GPUS} GPUs: no answer within 0.5 s: rank 0 in ")
+    assert "NCCL_DEBUG=INFO" in found.advice
+
+
+@pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
+def test_a_gpu_that_is_not_there_is_named_with_the_error(monkeypatch):
+    from nblaunch.agent import devices
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda _: GPUS + 1)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # so it is tried once
+    found = only(_checks_nccl.all_reduce())
+    assert found.level is Level.PROBLEM
+    assert f"rank {GPUS} in initialising CUDA: " in found.summary
+
+
+def test_from_the_notebook_and_the_command_line_it_is_the_same_and_cuda_is_left_alone(start_kernel, tmp_path):
+    kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
+    magic = kernel.ok("%distributed doctor --nccl", timeout=120).result
+    assert kernel.value("__import__('torch').cuda.is_initialized()") is False
+    command = subprocess.run(
+        [sys.executable, "-m", "nblaunch", "doctor", "--nccl"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": VISIBLE},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert command.returncode == 0, command.stdout + command.stderr
+    for text in (magic, command.stdout):
+        assert re.search(r"^ok +NCCL all_reduce +\d+ GPUs?: ", text, re.MULTILINE), text
+
+
+def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel):
+    kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text", FAKE_NVML_COMPUTE_MODE="3")
+    before = kernel.ok("%distributed doctor").result
+    if "EXCLUSIVE_PROCESS" not in before:
+        pytest.skip("these GPUs cannot be told their compute mode")
+    assert re.search(r"^warning +compute mode +GPUs? 0", before, re.MULTILINE)
+    kernel.ok("import torch\nmine = torch.ones(1, device='cuda')")
+    after = kernel.ok("%distributed doctor").result
+    assert re.search(
+        r"^problem +compute mode +GPUs? 0.*this kernel has initialised CUDA", after, re.MULTILINE
+    )
+
+
+def test_a_gpu_that_this_torch_has_no_code_for_is_a_problem(monkeypatch):
+    monkeypatch.setenv("FAKE_NVML_CAPABILITY", "35")
+    if _checks_gpu_health.ask_nvml()["gpus"][0].get("capability") != [3, 5]:
+        pytest.skip("these GPUs cannot be told their architecture")
+    lacking = [each for each in _checks_gpu_health.health() if each.name == "architecture"]
+    assert len(lacking) == len(_checks_gpu_health.ask_nvml()["gpus"])
+    assert all(each.level is Level.PROBLEM for each in lacking)
+    assert "is sm_35; this torch has code for sm_" in lacking[0].summary
