@@ -15,6 +15,11 @@ import torch
 import nblaunch
 
 SIMULATED = "FAKE_GPUS" in os.environ
+if SIMULATED and "PYTEST_XDIST_WORKER" in os.environ:
+    # Each of pytest's processes has simulated GPUs of its own: what one fills is not full for the other.
+    _own = Path(os.environ["FAKE_DIR"], os.environ["PYTEST_XDIST_WORKER"])
+    _own.mkdir(exist_ok=True)
+    os.environ["FAKE_DIR"] = str(_own)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

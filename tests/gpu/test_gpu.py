@@ -154,6 +154,59 @@ def test_a_captured_model_lands_there_whole_and_its_aliases_stay_aliases(used_ke
     assert used_kernel.value("res.values") == [[True, [name], True] for name in DEVICES]
 
 
+def test_captured_tensors_of_each_kind_land_there_as_they_are(used_kernel):
+    used_kernel.ok(
+        """
+        whole = torch.arange(8.0, device="cuda")
+        error = ValueError("it holds", whole[:2])
+        given = {
+            "none": torch.empty(0, 3, device="cuda"),
+            "float8": whole.to(torch.float8_e4m3fn),
+            "complex": whole.to(torch.complex64),
+            "strided": whole.view(2, 4).t(),
+            "leaf": torch.ones(2, device="cuda", requires_grad=True),
+            "cpu": torch.ones(1),
+        }
+        """
+    )
+    used_kernel.ok(
+        f"""
+        %%distributed -n {GPUS} --out res
+        import torch
+        shapes = {{name: (str(each.device), tuple(each.shape), each.dtype, each.stride(), each.requires_grad)
+                  for name, each in given.items()}}
+        (shapes, given["float8"].float().tolist(), given["strided"][0].tolist(), str(error.args[1].device))
+        """
+    )
+    float8, complex64 = "torch.float8_e4m3fn", "torch.complex64"
+    for rank, (shapes, numbers, row, in_error) in enumerate(used_kernel.value("res.values")):
+        own = DEVICES[rank]
+        assert shapes == {
+            "none": [own, [0, 3], "torch.float32", [3, 1], False],
+            "float8": [own, [8], float8, [1], False],
+            "complex": [own, [8], complex64, [1], False],
+            "strided": [own, [4, 2], "torch.float32", [1, 4], False],
+            "leaf": [own, [2], "torch.float32", [1], True],
+            "cpu": ["cpu", [1], "torch.float32", [1], False],
+        }
+        assert (numbers, row) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [0.0, 4.0])
+        assert in_error == own
+
+
+def test_push_and_pull_move_tensors_between_the_notebooks_gpu_and_the_ranks(used_kernel):
+    used_kernel.ok("%distributed start")
+    used_kernel.ok("%distributed push mine")
+    used_kernel.ok("%%distributed --out res\nmine += rank\nstr(mine.device)")
+    used_kernel.ok("before = mine.tolist()\n%distributed pull mine")
+    assert used_kernel.value("res.values") == DEVICES
+    assert used_kernel.value("before") == [0.0, 1.0, 2.0, 3.0]
+    assert used_kernel.value("[each.tolist() for each in mine]") == [
+        [number + float(rank) for number in range(4)] for rank in range(GPUS)
+    ]
+    assert used_kernel.value("{str(each.device) for each in mine}") == "{'cpu'}"
+    used_kernel.ok("%distributed stop")
+
+
 def test_with_gloo_a_captured_cuda_tensor_lands_on_the_cpu(used_kernel):
     used_kernel.ok(
         """

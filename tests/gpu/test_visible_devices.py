@@ -1,4 +1,4 @@
-"""Ranks take CUDA_VISIBLE_DEVICES as the notebook has it when they start: late, reordered, by UUID, empty."""
+"""Ranks take CUDA_VISIBLE_DEVICES as it is when they start: set late, reordered, by UUID, empty."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def seen_as(uuids):
 
 
 def choose(kernel, chosen, *, late):
-    """Choose GPUs in the notebook, long after `%load_ext nblaunch`, or for one run; return its options."""
+    """Choose GPUs in the notebook, long after `%load_ext nblaunch`, or by the options that this returns."""
     if not late:
         return f"--env CUDA_VISIBLE_DEVICES={chosen}"
     kernel.ok(f"os.environ['CUDA_VISIBLE_DEVICES'] = {json.dumps(chosen)}")
