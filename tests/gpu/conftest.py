@@ -47,12 +47,19 @@ def simulated():
     return Path(os.environ["FAKE_DIR"])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gpu_kernel(kernels, visible):
-    """Start the kernel that sees the GPUs, and that the tests of one module share."""
+    """Start the kernel that sees the GPUs and leaves CUDA alone; all tests of this process share it."""
     with contextlib.closing(kernels(CUDA_VISIBLE_DEVICES=visible, NBLAUNCH_DISPLAY="html")) as started:
-        started.ok("import os, torch")
         yield started
+
+
+@pytest.fixture
+def kernel(gpu_kernel):
+    """Give that kernel without variables, but for `os` and `torch`."""
+    gpu_kernel.ok("import os, torch")
+    yield gpu_kernel
+    gpu_kernel.forget()
 
 
 @pytest.fixture(scope="module")

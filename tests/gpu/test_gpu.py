@@ -24,14 +24,6 @@ def module_used_kernel(kernels, visible):
 
 
 @pytest.fixture
-def kernel(gpu_kernel):
-    """Give a kernel that sees the GPUs and has imported torch."""
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
-
-
-@pytest.fixture
 def used_kernel(module_used_kernel):
     """Give a kernel that has initialised CUDA, and holds memory there."""
     module_used_kernel.ok("import torch; mine = torch.arange(4.0, device='cuda')")

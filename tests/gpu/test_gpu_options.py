@@ -10,13 +10,6 @@ pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 
 
-@pytest.fixture
-def kernel(gpu_kernel):
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
-
-
 @pytest.mark.quick
 def test_each_attempt_has_gpus_and_an_nccl_group_that_work(kernel):
     kernel.ok(

@@ -47,13 +47,6 @@ def needs(library):
         pytest.skip(f"{library} is not installed")
 
 
-@pytest.fixture
-def kernel(gpu_kernel):
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
-
-
 @pytest.mark.quick
 def test_a_training_script_for_torchrun_runs_as_it_is(tmp_path):
     path = tmp_path / "train.py"

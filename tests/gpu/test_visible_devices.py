@@ -15,20 +15,18 @@ SHOW = (
 )
 
 
-@pytest.fixture
-def kernel(gpu_kernel, visible):
-    """Give a kernel that has not initialised CUDA, whatever its ranks did, and that sees all GPUs again."""
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    assert gpu_kernel.value("torch.cuda.is_initialized()") is False
-    gpu_kernel.ok(f"import os; os.environ['CUDA_VISIBLE_DEVICES'] = {visible!r}")
-    gpu_kernel.forget()
+@pytest.fixture(autouse=True)
+def sees_all_again(kernel, visible):
+    """Undo what a test has chosen; whatever its ranks did, the kernel has not initialised CUDA."""
+    yield
+    assert kernel.value("torch.cuda.is_initialized()") is False
+    kernel.ok(f"os.environ['CUDA_VISIBLE_DEVICES'] = {visible!r}")
 
 
 @pytest.fixture(scope="module")
 def uuids(gpu_kernel):
     """Give the UUIDs of the GPUs, in the order in which the kernel sees them."""
-    gpu_kernel.ok(f"%%distributed --out res\n{SHOW}")
+    gpu_kernel.ok(f"%%distributed --out res\nimport torch\n{SHOW}")
     return [value[1] for value in gpu_kernel.value("res.values")]
 
 
