@@ -15,6 +15,11 @@ DEVICES = [f"cuda:{index}" for index in range(GPUS)]
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.fixture(scope="module")
 def module_used_kernel(kernels, visible):
     """Start a kernel that has initialised CUDA; the module's other one has not."""

@@ -10,6 +10,11 @@ pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.mark.quick
 def test_each_attempt_has_gpus_and_an_nccl_group_that_work(kernel):
     kernel.ok(

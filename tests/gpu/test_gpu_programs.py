@@ -47,6 +47,11 @@ def needs(library):
         pytest.skip(f"{library} is not installed")
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.mark.quick
 def test_a_training_script_for_torchrun_runs_as_it_is(tmp_path):
     path = tmp_path / "train.py"

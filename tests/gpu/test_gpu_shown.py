@@ -21,6 +21,11 @@ def whole(ran):
     return "\n".join([ran.text, ran.result or "", *(each.get("text/html", "") for each in ran.displays)])
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.mark.quick
 @pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no nvidia-smi")
 def test_the_doctor_names_each_gpu_and_its_memory_and_leaves_cuda_alone(kernel):

@@ -15,6 +15,11 @@ SHOW = (
 )
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.fixture(autouse=True)
 def sees_all_again(kernel, visible):
     """Undo what a test has chosen; whatever its ranks did, the kernel has not initialised CUDA."""
@@ -24,10 +29,10 @@ def sees_all_again(kernel, visible):
 
 
 @pytest.fixture(scope="module")
-def uuids(gpu_kernel):
+def uuids(shared_gpu_kernel):
     """Give the UUIDs of the GPUs, in the order in which the kernel sees them."""
-    gpu_kernel.ok(f"%%distributed --out res\nimport torch\n{SHOW}")
-    return [value[1] for value in gpu_kernel.value("res.values")]
+    shared_gpu_kernel.ok(f"%%distributed --out res\nimport torch\n{SHOW}")
+    return [value[1] for value in shared_gpu_kernel.value("res.values")]
 
 
 def shown(kernel, option=""):
