@@ -34,11 +34,15 @@ from typing import Any, ClassVar, cast
 import hypothesis
 import psutil
 import pytest
+from gpus import gpu_kernel, gpu_session, shared_gpu_kernel, simulated, skip_without_gpus, visible
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import run_sync
 from patience import PATIENCE, eventually
+
+__all__ = ["gpu_kernel", "gpu_session", "shared_gpu_kernel", "simulated", "visible"]
+"""Fixtures that are defined elsewhere."""
 
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None)
 hypothesis.settings.register_profile("ci", max_examples=200, deadline=None)
@@ -104,6 +108,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_unconfigure() -> None:
     """Remove the temporary directory."""
     shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more GPUs than there are."""
+    skip_without_gpus(item)
 
 
 _failed = pytest.StashKey[bool]()

@@ -15,20 +15,17 @@ DEVICES = [f"cuda:{index}" for index in range(GPUS)]
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
 @pytest.fixture(scope="module")
 def module_used_kernel(kernels, visible):
     """Start a kernel that has initialised CUDA; the module's other one has not."""
     with contextlib.closing(kernels(CUDA_VISIBLE_DEVICES=visible)) as started:
         started.ok("import torch; torch.cuda.init()")
         yield started
-
-
-@pytest.fixture
-def kernel(gpu_kernel):
-    """Give a kernel that sees the GPUs and has imported torch."""
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ GPUS = torch.cuda.device_count()
 
 @pytest.fixture
 def kernel(gpu_kernel):
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
+    return gpu_kernel
 
 
 @pytest.mark.quick

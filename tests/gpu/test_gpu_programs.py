@@ -49,9 +49,7 @@ def needs(library):
 
 @pytest.fixture
 def kernel(gpu_kernel):
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
+    return gpu_kernel
 
 
 @pytest.mark.quick

@@ -16,16 +16,14 @@ GPUS = torch.cuda.device_count()
 MEBIBYTE = 1 << 20
 
 
-@pytest.fixture
-def kernel(gpu_kernel):
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    gpu_kernel.forget()
-
-
 def whole(ran):
     """Return all that a cell shows, as text or as HTML."""
     return "\n".join([ran.text, ran.result or "", *(each.get("text/html", "") for each in ran.displays)])
+
+
+@pytest.fixture
+def kernel(gpu_kernel):
+    return gpu_kernel
 
 
 @pytest.mark.quick

@@ -16,20 +16,23 @@ SHOW = (
 
 
 @pytest.fixture
-def kernel(gpu_kernel, visible):
-    """Give a kernel that has not initialised CUDA, whatever its ranks did, and that sees all GPUs again."""
-    gpu_kernel.ok("import os, torch")
-    yield gpu_kernel
-    assert gpu_kernel.value("torch.cuda.is_initialized()") is False
-    gpu_kernel.ok(f"import os; os.environ['CUDA_VISIBLE_DEVICES'] = {visible!r}")
-    gpu_kernel.forget()
+def kernel(gpu_kernel):
+    return gpu_kernel
+
+
+@pytest.fixture(autouse=True)
+def sees_all_again(kernel, visible):
+    """Undo what a test has chosen; whatever its ranks did, the kernel has not initialised CUDA."""
+    yield
+    assert kernel.value("torch.cuda.is_initialized()") is False
+    kernel.ok(f"os.environ['CUDA_VISIBLE_DEVICES'] = {visible!r}")
 
 
 @pytest.fixture(scope="module")
-def uuids(gpu_kernel):
+def uuids(shared_gpu_kernel):
     """Give the UUIDs of the GPUs, in the order in which the kernel sees them."""
-    gpu_kernel.ok(f"%%distributed --out res\n{SHOW}")
-    return [value[1] for value in gpu_kernel.value("res.values")]
+    shared_gpu_kernel.ok(f"%%distributed --out res\nimport torch\n{SHOW}")
+    return [value[1] for value in shared_gpu_kernel.value("res.values")]
 
 
 def shown(kernel, option=""):

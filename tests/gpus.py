@@ -1,6 +1,6 @@
-"""What the tests on GPUs share: how many GPUs a test needs, kernels and sessions that see them.
+"""Fixtures of the tests on GPUs, which run on real ones and on simulated ones (tests/simulated_gpu).
 
-The same tests run on real GPUs and on simulated ones (tests/simulated_gpu).
+`tests/conftest.py` takes them in: a `conftest.py` in tests/gpu would hide that one from imports.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-
-import nblaunch
 
 SIMULATED = "FAKE_GPUS" in os.environ
 if SIMULATED and "PYTEST_XDIST_WORKER" in os.environ:
@@ -22,11 +19,15 @@ if SIMULATED and "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["FAKE_DIR"] = str(_own)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def skip_without_gpus(item: pytest.Item) -> None:
     """Skip what needs more GPUs than there are: `pytest.mark.gpu` needs one, `pytest.mark.gpu(4)` four."""
     needed = max((next(iter(mark.args), 1) for mark in item.iter_markers("gpu")), default=0)
+    if not needed:
+        return
+    import torch
+
     found = torch.cuda.device_count()
-    if needed and not found:
+    if not found:
         pytest.skip(f"torch {torch.__version__} sees no CUDA device here")
     if needed > found:
         pytest.skip(f"needs {needed} GPUs, and torch sees {found} here")
@@ -35,6 +36,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def visible():
     """Give the CUDA_VISIBLE_DEVICES with which a kernel sees the GPUs: other tests' kernels see none."""
+    import torch
+
     every = ",".join(str(index) for index in range(torch.cuda.device_count()))
     return os.environ.get("CUDA_VISIBLE_DEVICES") or every
 
@@ -47,17 +50,28 @@ def simulated():
     return Path(os.environ["FAKE_DIR"])
 
 
-@pytest.fixture(scope="module")
-def gpu_kernel(kernels, visible):
-    """Start the kernel that sees the GPUs, and that the tests of one module share."""
+@pytest.fixture(scope="session")
+def shared_gpu_kernel(kernels, visible):
+    """Start the kernel that sees the GPUs and leaves CUDA alone; all tests of this process share it."""
     with contextlib.closing(kernels(CUDA_VISIBLE_DEVICES=visible, NBLAUNCH_DISPLAY="html")) as started:
-        started.ok("import os, torch")
         yield started
+
+
+@pytest.fixture
+def gpu_kernel(shared_gpu_kernel):
+    """Give that kernel without variables, but for `os` and `torch`."""
+    shared_gpu_kernel.ok("import os, torch")
+    yield shared_gpu_kernel
+    shared_gpu_kernel.forget()
 
 
 @pytest.fixture(scope="module")
 def gpu_session():
     """Open a session with a rank for each GPU, which the tests of one module share."""
+    import torch
+
+    import nblaunch
+
     with nblaunch.Session(torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", name="gpus") as session:
         session.cell("import sys, torch, torch.distributed as dist; print(); print(file=sys.stderr)")
         yield session
