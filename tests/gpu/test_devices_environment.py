@@ -90,7 +90,8 @@ def test_bound_ranks_of_one_node_share_its_cpus_out_where_they_are_to_have_their
     allowed = len(os.sched_getaffinity(0))
     if allowed < 2:
         pytest.skip("one CPU cannot be shared out")
-    gpus_of_ranks(kernel, "--numa-binding exclusive")
+    two = ",".join(VISIBLE.split(",")[:2])
+    gpus_of_ranks(kernel, f"--env CUDA_VISIBLE_DEVICES={two} --numa-binding exclusive")
     assert max(kernel.value("[cpus for _, _, cpus in res.values]")) < allowed
 
 
