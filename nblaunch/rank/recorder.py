@@ -25,6 +25,7 @@ SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
+_COALESCED = "coalesced"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -76,9 +77,7 @@ def is_busy() -> bool:
         return False
     # Its watchdog looks ten times a second, and the status is its word: the events know better.
     entries = _nccl_entries()
-    return entries is None or any(
-        not _completed(each) for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[NCCL]
-    )
+    return entries is None or _open(_alive(entries, NCCL)) > 0
 
 
 def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
@@ -93,10 +92,10 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
         if entries is None:
             pending = None
             continue
-        entries = [each for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[backend]]
+        entries = _alive(entries, backend)
         recent += _collectives(entries, backend, members)
         if pending is not None:
-            pending += sum(not _completed(each) for each in entries)
+            pending += _open(entries)
     return Recorded(tuple(recent), pending)
 
 
@@ -152,6 +151,25 @@ def _nccl_entries() -> list[dict[str, Any]] | None:
     return found[0] if found else None
 
 
+def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
+    return [each for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[backend]]
+
+
+def _open(entries: list[dict[str, Any]]) -> int:
+    """Return how many operations have not ended."""
+    # The sends and receives of one batch are never marked as ended: the entry for all of them is.
+    batches = {_batch(each) for each in entries if _operation(each) == _COALESCED}
+    return sum(not (_completed(each) or (each.get("is_p2p") and _batch(each) in batches)) for each in entries)
+
+
+def _batch(entry: Mapping[str, Any]) -> tuple[object, object]:
+    return entry.get("pg_id"), entry.get("p2p_seq_id")
+
+
+def _operation(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("profiling_name", "")).rpartition(":")[2]
+
+
 def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
@@ -167,6 +185,8 @@ def _collectives(
             continue
         collective, number = _collective(entry, backend, members), int(entry.get("pg_id", 0))
         known = by_group.setdefault(collective.key, [])
+        if collective.operation == _COALESCED and collective.sequence <= _last(known):
+            continue  # a batch has the number of the collective before it
         if number < newest.setdefault(collective.key, number):
             continue  # a group of this name that is gone, used by an object that still refers to it
         if number > newest[collective.key] or (known and collective.sequence <= known[-1].sequence):
@@ -178,12 +198,16 @@ def _collectives(
         yield from known[-_RECENT:]
 
 
+def _last(known: list[Collective]) -> int:
+    return known[-1].sequence if known else 0
+
+
 def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:
     number, description = entry.get("process_group") or ("", "")
     return Collective(
         group=str(description if description not in ("", "undefined") else number),
         sequence=int(entry.get("collective_seq_id", 0)),
-        operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+        operation=_operation(entry),
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
         dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),
         completed=_completed(entry),

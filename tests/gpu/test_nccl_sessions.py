@@ -31,6 +31,7 @@ SETUP = """
 import os, time, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.distributed.fsdp import fully_shard
 keep = 123
 
 def reduced(value=1.0, group=None, on=None):
@@ -153,6 +154,23 @@ def test_the_groups_of_one_default_group_count_apart(session):
     assert failed.warnings == ()
 
 
+def test_batches_of_sends_and_receives_are_not_taken_for_open_operations(session):
+    """torch's recorder never marks the parts of a batch as ended."""
+    failed = cell(
+        session,
+        """
+        mine, theirs = torch.ones(1, device=device), torch.zeros(1, device=device)
+        both = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        reduced()
+        raise ValueError("on all ranks")
+        """,
+    )
+    assert failed.root_cause.message == "on all ranks"
+    assert failed.warnings == ()
+
+
 def test_after_a_heal_an_ordinary_mistake_costs_no_group(session):
     """What the aborted group had open stays open in torch's recorder."""
     cell(session, "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))")
@@ -194,6 +212,8 @@ def test_variables_that_died_with_the_groups_are_named(session, waits):
         group = dist.new_group([0, 1])
         mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("data",))
         model = DDP(torch.nn.Linear(2, 1).to(device), device_ids=[device.index])
+        sharded = fully_shard(torch.nn.Linear(2, 2).to(device))
+        sharded(torch.ones(1, 2, device=device))
         reduced(group=group) + over(mesh, "data")
         """,
     )
@@ -205,6 +225,7 @@ def test_variables_that_died_with_the_groups_are_named(session, waits):
     assert "group (group = dist.new_group(ranks=[0, 1]))" in said
     assert "mesh (mesh = init_device_mesh('cuda', (2,), mesh_dim_names=('data',)))" in said
     assert "model (model = DDP(model.module, device_ids=[device.index]))" in said
+    assert "sharded (FSDP: build it and its optimizer again, from a checkpoint)" in said
     used = cell(session, "model(torch.ones(1, 2, device=device))")
     assert "To revive it: model = DDP(model.module" in used.root_cause.message
     revived = cell(
@@ -218,7 +239,7 @@ def test_variables_that_died_with_the_groups_are_named(session, waits):
         """,
     )
     assert revived.values == [(2.0, 2.0)] * 2
-    cell(session, "del group, mesh, model")
+    cell(session, "del group, mesh, model, sharded")
 
 
 @four_gpus
