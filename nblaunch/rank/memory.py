@@ -44,8 +44,9 @@ def peak() -> int | None:
     """
     if not on_gpu():
         return None
-    indices = range(torch.cuda.device_count())
-    return max((torch.cuda.max_memory_allocated(index) for index in indices), default=None)
+    # What `max_memory_allocated` reads, at a tenth of its cost: it flattens and sorts all statistics.
+    stats = map(torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count()))
+    return max((int(each["allocated_bytes"]["all"]["peak"]) for each in stats), default=None)
 
 
 def shortage(error: BaseException) -> DeviceMemory | None:

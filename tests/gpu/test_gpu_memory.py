@@ -189,6 +189,8 @@ def test_the_peak_of_each_job_is_in_the_result(session):
         namespace={},
     )
     assert [each.peak_gpu_memory for each in high.ranks] == [(rank + 1) * (64 << 20) for rank in range(GPUS)]
+    told = session.cell("torch.cuda.max_memory_allocated()", namespace={})
+    assert told.values == [each.peak_gpu_memory for each in told.ranks]
     low = session.cell(
         "small = torch.empty(1 << 20, dtype=torch.uint8, device='cuda')\ndel small", namespace={}
     )
