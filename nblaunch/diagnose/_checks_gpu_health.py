@@ -233,6 +233,8 @@ def torchs_architectures(deadline: float) -> list[str]:
         process.join(max(deadline - time.monotonic(), 0.1))
         if process.exitcode is None:
             process.kill()
+        else:
+            process.close()
         return list(json.loads(answer.read_text()))
     except (LaunchError, OSError, ValueError):
         return []  # another check says why nothing can be forked

@@ -29,8 +29,9 @@ def explain(failure: FailureRecord, rank: int, holders: Mapping[int, str], kerne
     memory = failure.memory
     if memory is None:
         return failure
+    what = failure.message.partition(".")[0]  # "CUDA out of memory", or HIP
     asked = (
-        f"CUDA out of memory. Tried to allocate {size(memory.asked)} on {memory.device} of rank {rank}, "
+        f"{what}. Tried to allocate {size(memory.asked)} on {memory.device} of rank {rank}, "
         f"where {size(memory.free)} of {size(memory.total)} are free{_limit(memory)}."
     )
     torchs = f"{size(memory.allocated)} allocated, {size(memory.reserved)} reserved"

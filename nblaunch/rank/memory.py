@@ -32,7 +32,9 @@ def on_gpu() -> bool:
 
 def begin_job() -> None:
     """Have the peak be that of the job that begins."""
-    if on_gpu():
+    if not on_gpu():
+        return
+    with contextlib.suppress(RuntimeError):  # an allocator of the program's own, which keeps no statistics
         for index in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(index)
 
@@ -40,12 +42,17 @@ def begin_job() -> None:
 def peak() -> int | None:
     """Return the most bytes that torch has had allocated at a time on one GPU during the job.
 
-    None where the rank has not used CUDA. Asks the allocator alone, so a GPU in error does not matter.
+    None where the rank has not used CUDA, or where the program's own allocator keeps no statistics. Asks the
+    allocator alone, so a GPU in error does not matter.
     """
     if not on_gpu():
         return None
-    indices = range(torch.cuda.device_count())
-    return max((torch.cuda.max_memory_allocated(index) for index in indices), default=None)
+    # What `max_memory_allocated` reads, at a tenth of its cost: it flattens and sorts all statistics.
+    stats = map(torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count()))
+    try:
+        return max((int(each["allocated_bytes"]["all"]["peak"]) for each in stats), default=None)
+    except (RuntimeError, KeyError):
+        return None
 
 
 def shortage(error: BaseException) -> DeviceMemory | None:
@@ -64,12 +71,15 @@ def shortage(error: BaseException) -> DeviceMemory | None:
     named = _DEVICE.search(text)
     device = int(named[1]) if named else torch.cuda.current_device()
     free, total = _bytes(_FREE.search(text)), _bytes(_TOTAL.search(text))
-    if free is None or total is None:
-        free, total = torch.cuda.mem_get_info(device)
     allocated, unused = _bytes(_ALLOCATED.search(text)), _bytes(_UNUSED.search(text))
-    if allocated is None or unused is None:
-        allocated = torch.cuda.memory_allocated(device)
-        unused = torch.cuda.memory_reserved(device) - allocated
+    try:
+        if free is None or total is None:
+            free, total = torch.cuda.mem_get_info(device)
+        if allocated is None or unused is None:
+            allocated = torch.cuda.memory_allocated(device)
+            unused = torch.cuda.memory_reserved(device) - allocated
+    except RuntimeError:
+        return None  # then torch's own words must do
     return DeviceMemory(
         device=f"cuda:{device}",
         uuid=_uuid(device),

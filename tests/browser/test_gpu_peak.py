@@ -15,7 +15,8 @@ import torch
 torch.cuda.is_initialized = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.reset_peak_memory_stats = lambda _: None
-torch.cuda.max_memory_allocated = lambda _: (rank + 1) * 23 * 2**30 // 10
+peak = {"all": {"peak": (rank + 1) * 23 * 2**30 // 10}}
+torch.cuda.memory_stats_as_nested_dict = lambda _: {"allocated_bytes": peak}
 """
 
 

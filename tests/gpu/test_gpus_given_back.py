@@ -1,210 +1,122 @@
-"""GPU memory of ranks: a failed cell gives it back, and who holds how much is said."""
+"""GPU memory is the ranks': what is idle holds none, what has ended has given it back."""
 
 from __future__ import annotations
 
-import os
-import re
+import contextlib
 
+import psutil
 import pytest
 import torch
 
-import nblaunch
+from nblaunch.session.usage import Gpus
+
+pytestmark = pytest.mark.gpu
 
 GPUS = torch.cuda.device_count()
-GIB = 1 << 30
-VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
-SMALL = {"FAKE_GPU_MEMORY": str(GIB)}
-"""What simulated GPUs are to have: they are filled for real. A real GPU has what it has."""
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason=f"torch {torch.__version__} sees no CUDA device here"),
-]
-
+# More than half of a GPU for each rank: the next one does not fit as long as this one is there.
 FILL = """
-import torch
-
-def train(part):
-    free, total = torch.cuda.mem_get_info()
-    activations = torch.empty(int(free * part), dtype=torch.uint8, device="cuda")
-    del free
-    return torch.empty(total, dtype=torch.uint8, device="cuda")
+import os, torch
+total = torch.cuda.mem_get_info()[1]
+most = torch.empty(int(total * 0.55), dtype=torch.uint8, device=device)
+(most.numel() > total / 2, os.getpid())
 """
-"""Holds a part of what is free, and asks for more than the whole GPU has."""
 
 
 @pytest.fixture(scope="module")
-def session():
-    """Give a session with a rank for each GPU, and `train` on them."""
-    with nblaunch.Session(nproc=GPUS, env=SMALL) as opened:
-        opened.cell("import sys; print(); print(file=sys.stderr)")  # opens the files that it keeps open
-        opened.cell(FILL, namespace={})
-        yield opened
+def small(visible):
+    """Give the environment of kernels whose GPUs are small if they are simulated: filling them takes time."""
+    return {"CUDA_VISIBLE_DEVICES": visible, "FAKE_GPU_MEMORY": str(1 << 30)}
 
 
-def held(session, failed):
-    """Return the bytes that torch has allocated on each rank, and those that the failed one has reserved."""
-    allocated = session.cell("torch.cuda.memory_allocated()", namespace={}).values
-    reserved = session.cell("torch.cuda.memory_reserved()", namespace={}).values
-    return allocated, reserved[failed.root_cause.rank]
+@pytest.fixture(scope="module")
+def module_small_kernel(kernels, small):
+    with contextlib.closing(kernels(**small)) as kernel:
+        yield kernel
 
 
-# --- what a failed cell held ----------------------------------------------------------------------------
+@pytest.fixture
+def kernel(module_small_kernel):
+    yield module_small_kernel
+    module_small_kernel.forget()
 
 
-def test_the_memory_of_a_cell_that_ran_out_of_it_is_free_for_the_next_one(session):
-    failed = session.cell("train(0.6)", check=False, namespace={})
-    assert failed.root_cause.type == "torch.OutOfMemoryError"
-    assert held(session, failed) == ([0] * GPUS, 0)
-    again = session.cell(
-        "room, _ = torch.cuda.mem_get_info()\nlarge = torch.empty(int(room * 0.6), device='cuda', "
-        "dtype=torch.uint8)\ndel large",
-        namespace={},
-        check=False,
-    )
-    assert again.ok, again
+def filled(kernel, line=""):
+    """Fill the GPUs; return the processes that did."""
+    kernel.ok(f"%%distributed {line} --out res\n{FILL}")
+    values = kernel.value("res.values")
+    assert [most for most, _ in values] == [True] * GPUS
+    return {pid for _, pid in values}
 
 
-def test_memory_held_by_the_chain_of_exceptions_is_free_as_well(session):
-    failed = session.cell(
-        "try:\n    train(0.3)\nexcept torch.OutOfMemoryError as error:\n"
-        "    raise ValueError('batch too large') from error",
-        check=False,
-        namespace={},
-    )
-    assert failed.root_cause.type == "builtins.ValueError"
-    assert held(session, failed) == ([0] * GPUS, 0)
+@pytest.fixture
+def standing_by(start_kernel, small, eventually):
+    """Give a kernel that makes the next ranks ready, and `idle()`: its processes once these wait."""
+    kernel = start_kernel(**small, NBLAUNCH_STANDBY="1")
+
+    def waits():
+        return kernel.value(
+            "(lambda seat: seat is not None and seat.group.waiting)"
+            "(__import__('nblaunch.session.engine', fromlist=['x']).standby._seat)"
+        )
+
+    def idle():
+        eventually(waits, "the next ranks are ready")
+        return {kernel.pid, *(each.pid for each in psutil.Process(kernel.pid).children(recursive=True))}
+
+    return kernel, idle
 
 
-def test_the_memory_of_a_cell_that_failed_otherwise_is_free_for_the_next_one(session):
-    failed = session.cell(
-        "def step():\n    batch = torch.empty(1 << 20, dtype=torch.uint8, device='cuda')\n"
-        "    raise ValueError('no')\nstep()",
-        check=False,
-        namespace={},
-    )
-    assert failed.root_cause.message == "no"
-    assert held(session, failed)[0] == [0] * GPUS
+def initialised(log):
+    """Return the processes that initialised CUDA or its driver, as the simulator has noted them."""
+    return {int(line.split()[0]) for line in log.read_text().splitlines()}
 
 
-def test_variables_of_the_session_outlive_a_failure(session):
-    session.cell("kept = torch.full((1000,), 3.0, device='cuda')", namespace={})
-    session.cell("train(0.3)", check=False, namespace={})
-    assert session.cell("kept.sum().item()", namespace={}).values == [3000.0] * GPUS
-    session.cell("del kept", namespace={})
+@pytest.mark.quick
+def test_nobody_but_the_ranks_of_a_run_initialises_cuda(standing_by, simulated):
+    kernel, idle = standing_by
+    first = filled(kernel)
+    kernel.ok("%distributed doctor")
+    waiting = idle()
+    assert len(waiting) >= 3 + GPUS  # kernel, keeper, fork server, and the next ranks
+    there = initialised(simulated / "log")
+    assert first <= there
+    assert waiting & there == set()
+    second = filled(kernel)
+    assert second <= waiting
+    assert second <= initialised(simulated / "log")
 
 
-# --- what is said of a shortage -------------------------------------------------------------------------
+def test_ranks_that_are_ready_and_all_that_is_idle_hold_no_gpu_memory(standing_by):
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    kernel, idle = standing_by
+    filled(kernel)
+    waiting = idle()
+    gpus = Gpus({})
+    held = {pid: gpus.of(pid, "").memory for pid in waiting}
+    gpus.close()
+    assert {pid: memory for pid, memory in held.items() if memory} == {}
+    filled(kernel)
 
 
-def test_a_shortage_names_the_rank_what_was_asked_what_is_free_who_holds_what_and_the_line(session):
-    failed = session.cell(
-        "part = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\n"
-        f"if rank == {GPUS - 1}:\n"
-        "    torch.empty(1 << 50, dtype=torch.uint8, device='cuda')",
-        check=False,
-        namespace={},
-    )
-    why = failed.root_cause
-    session.cell("del part", namespace={})
-    assert why.rank == GPUS - 1
-    last = GPUS - 1
-    assert why.message.startswith(
-        f"CUDA out of memory. Tried to allocate 1048576.0 GiB on cuda:{last} of rank {last}, where "
-    )
-    assert re.search(r"where [\d.]+ [MG]iB of [\d.]+ GiB are free\.", why.message)
-    holds = re.search(r"ank \d+ .*\(torch: 64 MiB allocated, (\d+) MiB reserved\)", why.message)
-    holds = holds or re.search(r"in rank \d+ \(64 MiB allocated, (\d+) MiB reserved\)", why.message)
-    assert holds, why.message
-    assert "\n" not in why.message
-    assert "line 3" in why.where
-    assert why.reason.endswith(f"({why.where})")
-    assert "torch.OutOfMemoryError" in why.reason
-    assert isinstance(why.exception, torch.OutOfMemoryError), "the program's own exception is torch's"
+@pytest.mark.quick
+def test_run_after_run_fits_on_a_card_that_each_fills(kernel):
+    ranks = [filled(kernel) for _ in range(3)]
+    assert len(set().union(*ranks)) == 3 * GPUS
 
 
-def test_what_the_kernel_itself_holds_is_named_with_what_to_do_about_it(start_kernel):
-    kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
-    kernel.ok("import torch\ntotal = torch.cuda.mem_get_info()[1]")
-    kernel.ok("mine = torch.empty(total // 16, dtype=torch.uint8, device='cuda')")
-    ran = kernel.run(
-        "%%distributed -n 1 --backend nccl\ntorch.empty(1 << 50, dtype=torch.uint8, device='cuda')",
-        timeout=120,
-    )
-    assert ran.error.ename == "RunFailedError"
-    assert "the notebook's kernel" in ran.error.evalue
-    assert "then call torch.cuda.empty_cache()." in ran.error.evalue
-    assert "the notebook's kernel" in ran.text
-
-
-def test_the_ranks_of_other_runs_are_named(session):
-    def ask():
-        import torch
-
-        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-
-    session.cell("torch.zeros(1, device='cuda')", namespace={})
-    failed = nblaunch.run(ask, nproc=1, backend="nccl", env=SMALL, check=False)
-    said = failed.root_cause.message
-    assert "ranks of other runs" in said or "CUDA itself and other processes" in said, said
-
-
-def test_the_value_of_a_cell_is_let_go_of_before_the_next_one(session):
-    session.cell("torch.zeros(1 << 20, dtype=torch.uint8, device='cuda')", namespace={})
-    assert session.cell("torch.cuda.memory_allocated()", namespace={}).values == [0] * GPUS
-
-
-# --- a look at the frames, before the next cell ---------------------------------------------------------
-
-
-def test_the_frames_of_a_failure_can_be_looked_at_until_the_next_cell(start_kernel):
-    kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text", **SMALL)
-    kernel.ok("%distributed start -n 1 --backend nccl", timeout=120)
-    kernel.fails(
-        "%%distributed\nimport torch\ndef train():\n"
-        "    batch = torch.ones(1 << 20, dtype=torch.uint8, device='cuda')\n"
-        "    return batch.no_such_method()\ntrain()"
-    )
-    typed, said = ["p tuple(batch.shape)", "q"], []
-    kernel.client.execute_interactive(
-        "%distributed debug",
-        stdin_hook=lambda _: kernel.client.input(typed.pop(0)),
-        output_hook=lambda message: said.append(message["content"].get("text", "")),
-        timeout=60,
-    )
-    assert typed == []
-    assert "(1048576,)" in "".join(said)
-    kernel.ok("%%distributed --out held\ntorch.cuda.memory_allocated()")
-    assert kernel.value("held.values") == [0]
-    assert "no job has failed on this rank" in kernel.fails("%distributed debug 0").evalue
+def test_a_run_fits_right_after_a_session_that_filled_the_card(kernel):
+    kernel.ok("%distributed start")
+    filled(kernel)
     kernel.ok("%distributed stop")
+    filled(kernel)
 
 
-# --- the peak -------------------------------------------------------------------------------------------
+def test_a_run_fits_right_after_one_that_was_killed_with_a_full_card(kernel):
+    kernel.fails(f"%%distributed\n{FILL}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    filled(kernel)
 
 
-def test_the_peak_of_each_job_is_in_the_result(session):
-    high = session.cell(
-        "large = torch.empty((rank + 1) * (64 << 20), dtype=torch.uint8, device='cuda')\ndel large",
-        namespace={},
-    )
-    assert [each.peak_gpu_memory for each in high.ranks] == [(rank + 1) * (64 << 20) for rank in range(GPUS)]
-    low = session.cell(
-        "small = torch.empty(1 << 20, dtype=torch.uint8, device='cuda')\ndel small", namespace={}
-    )
-    assert [each.peak_gpu_memory for each in low.ranks] == [1 << 20] * GPUS
-
-
-def test_the_peak_of_a_rank_that_failed_is_there_too(session):
-    failed = session.cell(
-        "def step():\n    batch = torch.empty(3 << 20, dtype=torch.uint8, device='cuda')\n"
-        "    raise ValueError('no')\nstep()",
-        check=False,
-        namespace={},
-    )
-    root = failed.root_cause.rank
-    assert failed.ranks[root].peak_gpu_memory == 3 << 20
-
-
-def test_a_rank_that_leaves_cuda_alone_has_no_peak():
-    assert [each.peak_gpu_memory for each in nblaunch.run(int, nproc=1, backend="gloo").ranks] == [None]
+def test_a_restarted_attempt_fits_where_the_lost_one_filled_the_card(kernel):
+    lost = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise RuntimeError('lost')"
+    kernel.ok(f"%%distributed --max-restarts 1 --out res\n{FILL}\n{lost}\nmost.numel() > total / 2")
+    assert kernel.value("res.values") == [True] * GPUS

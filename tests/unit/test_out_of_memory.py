@@ -29,7 +29,9 @@ def told(**changes):
         "own": 61 * GIB,
     }
     memory = DeviceMemory(**{**known, **changes})
-    failure = FailureRecord(type="torch.OutOfMemoryError", message="torch's", memory=memory)
+    failure = FailureRecord(
+        type="torch.OutOfMemoryError", message="CUDA out of memory. Torch's.", memory=memory
+    )
     return explain(failure, 1, HOLDERS, KERNEL).message
 
 

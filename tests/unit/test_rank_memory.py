@@ -114,3 +114,20 @@ def test_other_errors_and_the_programs_own_are_no_shortage(monkeypatch):
 
 def test_a_rank_without_cuda_has_no_peak():
     assert memory.peak() is None
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_an_allocator_without_statistics_costs_the_peak_and_nothing_else(monkeypatch):
+    """As `torch.cuda.memory.CUDAPluggableAllocator`, which raises where it is asked."""
+
+    def refuse(_):
+        message = "CUDAPluggableAllocator does not yet support getDeviceStats"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    memory.begin_job()
+    assert memory.peak() is None
+    without = TORCH_2_13.replace("is allocated by PyTorch", "")
+    assert memory.shortage(torch.OutOfMemoryError(without)) is None
