@@ -4,42 +4,48 @@ torch binds before the rank's code runs, and asks CUDA where the GPU is: with th
 server, which CUDA then keeps. It also insists on the program `numactl`, which a running process can do
 without.
 
-Names of torch's that are not public, in `torch.numa.binding` (`tests/unit/test_torch_names.py`):
-`_get_logical_cpus_to_bind_to`, `_bind_all_threads_in_current_process_to_logical_cpus`.
+A name of torch's that is not public (`tests/unit/test_torch_names.py`):
+`torch.numa.binding._get_logical_cpus_to_bind_to`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_CPUS, _BIND = "_get_logical_cpus_to_bind_to", "_bind_all_threads_in_current_process_to_logical_cpus"
-
-
-def binding_module() -> ModuleType:
-    """Return torch's module. Raises `ImportError` for a torch that cannot do what is done here."""
-    module = importlib.import_module("torch.numa.binding")
-    for name in (_CPUS, _BIND):
-        if not hasattr(module, name):
-            msg = f"it has no torch.numa.binding.{name}"
-            raise ImportError(msg)
-    return module
+_CPUS = "_get_logical_cpus_to_bind_to"
 
 
 def options(mode: str) -> Any:
-    """Return torch's own description of a mode. Raises `ValueError` for one that this torch does not know."""
-    torchs = binding_module()
+    """Return torch's own description of a mode.
+
+    Raises `ImportError` for a torch that cannot bind, `ValueError` for a mode that it does not know.
+    """
+    torchs = _binding()
     return torchs.NumaOptions(affinity_mode=torchs.AffinityMode(mode))
 
 
 def bind(mode: str, gpu_index: int) -> None:
     """Bind all threads of this process as `mode` has it for one of the GPUs that it sees."""
-    torchs = binding_module()
-    cpus = getattr(torchs, _CPUS)(gpu_index=gpu_index, numa_options=options(mode))
+    cpus = getattr(_binding(), _CPUS)(gpu_index=gpu_index, numa_options=options(mode))
     if not cpus:
-        msg = (
-            f"numa_binding={mode!r} was asked for, but none of the CPUs near GPU {gpu_index} may be used here"
-        )
+        msg = f"numa_binding={mode!r} was asked for, but this process may use no CPU near GPU {gpu_index}"
         raise RuntimeError(msg)
-    getattr(torchs, _BIND)(logical_cpu_indices=cpus)
+    before = os.sched_getaffinity(0)
+    for thread in map(int, (path.name for path in Path("/proc/self/task").iterdir())):
+        # One may have ended meanwhile; one that was bound elsewhere stays there.
+        with contextlib.suppress(OSError):
+            if os.sched_getaffinity(thread) == before:
+                os.sched_setaffinity(thread, cpus)
+
+
+def _binding() -> ModuleType:
+    module = importlib.import_module("torch.numa.binding")
+    if not hasattr(module, _CPUS):
+        msg = f"it has no torch.numa.binding.{_CPUS}"
+        raise ImportError(msg)
+    return module

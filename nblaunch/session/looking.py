@@ -43,7 +43,7 @@ def complete(session: LiveSession, code: str, position: int) -> tuple[int, list[
     def ask() -> None:
         answer = None
         with contextlib.suppress(NblaunchError):  # a job has begun meanwhile
-            finished = session.aside("complete", introspection.complete, code, position)
+            finished = session.aside("complete", introspection.complete, code, position, brief=True)
             if finished.error is None and finished.result is not None:
                 answer = finished.result[0]
         answers.put(answer)

@@ -35,6 +35,8 @@ Watch = Callable[[str, str], Watcher]
 Perform = Callable[[threading.Event | None], engine.Outcome]
 _UNLIMITED = 2**31 - 1
 _CLOSE_SECONDS = 10.0
+# How long a job waits for a completion whose answer the notebook no longer expects.
+_BRIEF_SECONDS = 5.0
 # Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
 _COLLECTIVE_SECONDS = 86_400.0
 
@@ -54,6 +56,8 @@ class _Wish:
     watch: Watch | None = None
     aside: bool = False
     """Nobody sees its result: what has happened to the ranks is told with the next job that is seen."""
+    brief: bool = False
+    """Whether the next job waits for this one, and is not refused: the user does not know of it."""
     cancelled: threading.Event | None = None
     """Of a job in the background, for which `claim` has been called."""
 
@@ -69,6 +73,8 @@ class LiveSession:
         self.failed_last = 0
         """The rank whose failure was the last root cause."""
         self._busy = threading.Lock()
+        self._brief = False
+        """Whether the job that holds `_busy` is brief."""
         self._knowledge = Knowledge()
         self._jobs = 0
         if options.nodes[1] > 1:
@@ -208,20 +214,30 @@ class LiveSession:
         return finished.result
 
     def _later(self, job: CellJob | FunctionJob, brought: _Brought, wish: _Wish) -> Perform:
+        self._wait_for_brief()
         self._refuse_if(at_work=self._busy.locked())
         return lambda cancelled: self._perform(job, brought, dataclasses.replace(wish, cancelled=cancelled))
 
     def claim(self) -> None:
         """Take the ranks for a job in the background, on its thread; its end gives them back."""
+        self._wait_for_brief()
         self._refuse_if(at_work=not self._busy.acquire(blocking=False))
+        self._brief = False
+
+    def _wait_for_brief(self) -> None:
+        deadline = time.monotonic() + _BRIEF_SECONDS
+        while self._brief and self._busy.locked() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _perform(
         self, job: CellJob | FunctionJob | PushJob | PullJob, brought: _Brought | Captured, wish: _Wish
     ) -> engine.Outcome:
         if wish.cancelled is None:
+            self._wait_for_brief()
             self._refuse_if(at_work=self._busy.locked())
             # The one way to take a lock and to let it go that no interrupt comes between.
             with self._busy:
+                self._brief = wish.brief
                 return self._carry_out(job, brought, wish)
         try:
             return self._carry_out(job, brought, wish)
@@ -276,12 +292,17 @@ class LiveSession:
         for view, each in sent:
             self._knowledge.remember(view, each)
 
-    def aside(self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0) -> engine.Outcome:
-        """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run."""
+    def aside(
+        self, title: str, fn: Callable[..., Any], *args: object, rank: int = 0, brief: bool = False
+    ) -> engine.Outcome:
+        """Call `fn` of our own on one rank, and show nothing: the user has not asked for a run.
+
+        One that is `brief` is waited for by the job that comes next, where another would be refused.
+        """
         self.chosen([rank])
         captured = capture_call(fn, args, {}, None)
         return self._perform(
-            FunctionJob(name=title), captured, _Wish(title, [rank], watch=silent, aside=True)
+            FunctionJob(name=title), captured, _Wish(title, [rank], watch=silent, aside=True, brief=brief)
         )
 
     @property

@@ -199,18 +199,18 @@ def test_completion_does_not_wait_for_a_rank_that_cannot_answer(session):
     assert session.cell("stopped_name", namespace={}).values == [1, 1]
 
 
-@pytest.mark.full
-def test_completion_does_not_wait_for_what_takes_long(session, eventually):
+def test_completion_does_not_wait_for_what_takes_long_and_the_next_cell_does(session):
     slow = """
 import time
 class Slow:
     def __dir__(self):
-        time.sleep(4)
+        time.sleep(3)
         return []
 slow_thing = Slow()
 """
     session.cell(slow, namespace={})
     begun = time.monotonic()
     assert looking.complete(session._live, "slow_thing.", 11) == (0, [])
-    assert time.monotonic() - begun < 3.5
-    eventually(lambda: not session._live.busy, "the rank has answered")
+    assert time.monotonic() - begun < 2.9
+    assert session._live.busy
+    assert session.cell("rank", namespace={}).values == [0, 1]

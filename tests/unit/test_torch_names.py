@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import importlib
 import inspect
 import json
 import sys
@@ -27,7 +28,6 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
-from torch.numa import binding as torch_numa
 
 from nblaunch.agent import elastic, observed, stand_ins
 from nblaunch.agent import forkserver as our_forkserver
@@ -232,8 +232,6 @@ def a_typed_storage():
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
         (torch._tensor_str, "_str"),
-        (torch_numa, "_get_logical_cpus_to_bind_to"),
-        (torch_numa, "_bind_all_threads_in_current_process_to_logical_cpus"),
         (torch.cuda, "_raw_device_uuid_nvml"),
         (torch.cuda, "_raw_device_count_amdsmi"),
         (torch.cuda, "_raw_device_uuid_amdsmi"),
@@ -252,6 +250,15 @@ def test_a_build_with_cuda_still_has_the_flight_recorder_of_nccl():
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     assert dump is not None, f"torch {torch.__version__} broke _dump_nccl_trace_json, which nblaunch uses"
     assert "pg_status" in json.loads(dump(includeCollectives=False))
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="ranks are bound to CPUs with torch 2.13 only")
+def test_torch_can_still_be_asked_which_cpus_are_near_a_gpu():
+    binding = importlib.import_module("torch.numa.binding")
+    assert list(inspect.signature(binding._get_logical_cpus_to_bind_to).parameters) == [
+        "gpu_index",
+        "numa_options",
+    ]
 
 
 def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):
