@@ -25,6 +25,7 @@ four_gpus = pytest.mark.skipif(GPUS < 4, reason=f"4 GPUs are needed, there are {
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+POST = "dist.all_reduce(torch.ones(1, device=device))"
 DEAD = "made for a process group that is gone, with what revives each: "
 ANEW = "the ranks were started anew: all of their variables are gone"
 SETUP = """
@@ -349,10 +350,12 @@ def test_ranks_whose_abort_does_not_end_are_replaced():
         (why,) = [each for each in failed.warnings if "NCCL did not abort" in each]
         assert "on rank" in why
         assert ANEW in failed.warnings
+        assert cell(session, "'ready'").values == ["ready"] * 2
 
 
 @pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="only a simulated NCCL can be told to be slow")
-def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_says_what_it_does():
+@pytest.mark.parametrize("waits", [False, True], ids=["posted", "stuck"])
+def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_says_what_it_does(waits):
     with nblaunch.Session(2, timeout=60, grace=0.5) as session:
         cell(session, SETUP + "os.environ['FAKE_NCCL_ABORT_MS'] = '2500'")
         said = []
@@ -365,9 +368,8 @@ def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_
         listener = threading.Thread(target=listen)
         listener.start()
         try:
-            failed = cell(
-                session, "if rank == 1: raise ValueError('x')\ndist.all_reduce(torch.ones(1, device=device))"
-            )
+            end = "; torch.cuda.synchronize()" if waits else ""
+            failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}{end}")
         finally:
             ended.set()
             listener.join()
