@@ -100,3 +100,7 @@ def test_a_value_that_waits_for_a_stuck_collective_can_be_interrupted():
                 namespace={},
             )
         assert time.monotonic() - began < TIMEOUT / 2
+        after = session.cell(
+            "mine = torch.ones(1, device=device)\ndist.all_reduce(mine)\nmine.item()", namespace={}
+        )
+        assert after.values == [2.0, 2.0]

@@ -135,3 +135,53 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned link, void *type)
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *handle, unsigned link, void *address) { return NOT_SUPPORTED; }
 
 int nvmlDeviceGetGpuFabricInfoV(void *handle, void *fabric) { return NOT_SUPPORTED; }
+
+// --- what the doctor asks; each answer can be set, for all GPUs or for one: FAKE_NVML_COMPUTE_MODE=3, ..._COMPUTE_MODE_1=3 ---
+
+static unsigned long long told(const char *what, int gpu, unsigned long long usual) {
+  char name[96];
+  snprintf(name, sizeof name, "FAKE_NVML_%s_%d", what, gpu);
+  const char *value = getenv(name);
+  if (!value) {
+    snprintf(name, sizeof name, "FAKE_NVML_%s", what);
+    value = getenv(name);
+  }
+  return value ? strtoull(value, 0, 10) : usual;
+}
+
+int nvmlDeviceGetComputeMode(void *handle, unsigned *mode) {
+  *mode = (unsigned)told("COMPUTE_MODE", gpu_of(handle), 0);
+  return SUCCESS;
+}
+
+int nvmlDeviceGetPersistenceMode(void *handle, unsigned *mode) {
+  *mode = (unsigned)told("PERSISTENCE", gpu_of(handle), 1);
+  return SUCCESS;
+}
+
+int nvmlDeviceGetTotalEccErrors(void *handle, int type, int counter, unsigned long long *count) {
+  *count = type == 1 ? told("UNCORRECTED", gpu_of(handle), 0) : 0;
+  return SUCCESS;
+}
+
+int nvmlDeviceGetRetiredPagesPendingStatus(void *handle, unsigned *pending) { return NOT_SUPPORTED; }
+
+int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+  *corrected = *uncorrected = 0;
+  *pending = (unsigned)told("ROWS_PENDING", gpu_of(handle), 0);
+  *failed = (unsigned)told("ROWS_FAILED", gpu_of(handle), 0);
+  return SUCCESS;
+}
+
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+  int capability = (int)told("CAPABILITY", gpu_of(handle), 90);
+  *major = capability / 10;
+  *minor = capability % 10;
+  return SUCCESS;
+}
+
+int nvmlDeviceGetNvLinkState(void *handle, unsigned link, unsigned *up) {
+  if (link >= 18) return INVALID_ARGUMENT;
+  *up = link < told("LINKS", gpu_of(handle), 18);
+  return SUCCESS;
+}
