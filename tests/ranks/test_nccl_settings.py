@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 
+import pytest
 import torch.distributed
 
 import nblaunch
@@ -54,5 +56,16 @@ def note_a_timeout_once() -> tuple[int, bool]:
     return attempt, noted
 
 
-def test_what_a_watchdog_notes_in_one_attempt_is_not_met_by_the_next():
-    assert nblaunch.run(note_a_timeout_once, nproc=2, max_restarts=1).values == [(1, False)] * 2
+@pytest.mark.parametrize("static", [False, True], ids=["c10d", "static"])
+def test_what_a_watchdog_notes_in_one_attempt_is_not_met_by_the_next(static):
+    where = {"rdzv_backend": "static", "master_addr": "127.0.0.1", "master_port": free_port()}
+    result = nblaunch.run(
+        note_a_timeout_once, nproc=2, max_restarts=1, timeout=60, **(where if static else {})
+    )
+    assert result.values == [(1, False)] * 2
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
