@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import pytest
 import torch.distributed
@@ -58,7 +59,7 @@ def note_a_timeout_once() -> tuple[int, bool]:
 
 @pytest.mark.parametrize("static", [False, True], ids=["c10d", "static"])
 def test_what_a_watchdog_notes_in_one_attempt_is_not_met_by_the_next(static):
-    where = {"rdzv_backend": "static", "master_addr": "127.0.0.1", "master_port": free_port()}
+    where: dict[str, Any] = {"rdzv_backend": "static", "master_addr": "127.0.0.1", "master_port": free_port()}
     result = nblaunch.run(
         note_a_timeout_once, nproc=2, max_restarts=1, timeout=60, **(where if static else {})
     )
