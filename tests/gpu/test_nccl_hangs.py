@@ -188,35 +188,3 @@ def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
     assert "frame #" not in failure.last_output
     dumps = [path.name for path in (tmp_path / "logs").rglob("nccl_trace_rank_*")]
     assert "nccl_trace_rank_0" in dumps
-
-
-# --- what the user has set -------------------------------------------------------------------------
-
-NAMES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_NCCL_ENABLE_MONITORING",
-    "TORCH_FR_DUMP_TEMP_FILE",
-)
-
-
-def settings() -> list[str | None]:
-    return [os.environ.get(name) for name in NAMES]
-
-
-def test_what_the_user_has_set_for_nccl_is_left_alone():
-    chosen = dict(zip(NAMES[1:], ("7", "3", "1", "1", "/tmp/mine_"), strict=True))  # noqa: S108 - not written
-    assert nblaunch.run(settings, nproc=1, env=chosen).values == [[None, *chosen.values()]]
-    with nblaunch.Session(1, env=chosen) as session:
-        assert session.run(settings).values == [[None, *chosen.values()]]
-
-
-def test_a_sessions_ranks_are_ended_by_no_watchdog_and_a_runs_are():
-    (fresh,) = nblaunch.run(settings, nproc=1).values
-    assert fresh[:5] == ["256", None, "1", None, None]
-    assert fresh[5].endswith("nccl_trace_rank_")
-    with nblaunch.Session(1) as session:
-        (kept,) = session.run(settings).values
-    assert kept[:5] == ["256", None, "0", "0", "0"]
