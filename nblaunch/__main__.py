@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,5 +57,17 @@ def _join(words: Sequence[str]) -> int:
     return join(words)
 
 
+def _exit(status: int) -> NoReturn:
+    """Exit; without finalizing the interpreter while a check that takes too long is still at work.
+
+    It may be importing torch, and crash when the interpreter goes.
+    """
+    if any(each.name.startswith("nblaunch-doctor") for each in threading.enumerate()):
+        atexit._run_exitfuncs()  # noqa: SLF001 - `os._exit` does not
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _exit(main())

@@ -214,7 +214,10 @@ def open_files() -> dict[int, str]:
 def temporary_files() -> set[Path]:
     """Return what is in the temporary directory, and what runs keep in the runtime directories there."""
     here = Path(tempfile.gettempdir())
-    kept = {path for each in _RUN_DIRECTORIES for path in here.glob(f"nblaunch-*/{each}*")}
+    kept: set[Path] = set()
+    for each in _RUN_DIRECTORIES:
+        with contextlib.suppress(FileNotFoundError):  # one that a program of the test has just removed
+            kept.update(here.glob(f"nblaunch-*/{each}*"))
     return kept | {path for path in here.iterdir() if not path.name.startswith(_NOT_OURS)}
 
 

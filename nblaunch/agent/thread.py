@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +123,19 @@ class AgentThread:
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
+
+
+def join_all(timeout: float) -> None:
+    """Wait for the threads of all agents, for `timeout` seconds at most; call before the interpreter ends.
+
+    A daemon thread that comes back from C++ after that is ended by unwinding its stack, up to Python 3.13. In
+    torch's stores that meets a destructor, and the process is aborted: "terminate called without an active
+    exception".
+    """
+    deadline = time.monotonic() + timeout
+    for each in threading.enumerate():
+        if each.name.startswith(THREAD_PREFIX) and each is not threading.current_thread():
+            each.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _quiet_torchelastic() -> None:

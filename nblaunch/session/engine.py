@@ -34,6 +34,7 @@ from nblaunch._state import RunState
 from nblaunch.agent import descriptors, devices, forkserver, meetings, runtime
 from nblaunch.agent.contract import AgentSettings, Meeting
 from nblaunch.agent.devices import Placement
+from nblaunch.agent.thread import join_all
 from nblaunch.job import shared
 from nblaunch.job.capture import Captured
 from nblaunch.job.payload import Packed
@@ -48,6 +49,8 @@ from nblaunch.session.usage import Seen, measuring
 from nblaunch.session.verdict import verdict
 
 _END_SECONDS = 30.0
+# What an agent does once its ranks are gone takes milliseconds.
+_AGENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,6 +389,8 @@ def close() -> None:
     # While the keeper lives: whoever kills this process from here on leaves nothing that it would not remove.
     runtime.remove_root()
     forkserver.server.stop()
+    # Also those of runs whose ranks were still leaving.
+    join_all(_AGENT_SECONDS)
     hub.close()
     runtime.remove_root()
 

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from conftest import Kernel
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -32,9 +31,9 @@ def forget_peak():
 
 
 @pytest.fixture(scope="module")
-def shared_kernel(kernel_client):  # noqa: ARG001 - the order matters
+def shared_kernel(kernels):
     """Start a kernel that has initialised CUDA."""
-    kernel = Kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
+    kernel = kernels(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
     yield kernel
     kernel.close()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Kernel
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -41,14 +40,14 @@ NODE_OF_EVERY_GPU = """
 
 
 @pytest.fixture(scope="module")
-def shared_kernel(kernel_client, tmp_path_factory):  # noqa: ARG001 - the order matters
+def shared_kernel(kernels, tmp_path_factory):
     """Start a kernel that sees the GPUs, on a machine that knows on which NUMA node they are."""
     environment = {"CUDA_VISIBLE_DEVICES": VISIBLE, "NBLAUNCH_DISPLAY": "text"}
     if not any(Path("/proc/driver").glob("nvidia/gpus/*")):
         directory = tmp_path_factory.mktemp("site")
         (directory / "sitecustomize.py").write_text(textwrap.dedent(NODE_OF_EVERY_GPU))
         environment["PYTHONPATH"] = os.pathsep.join([str(directory), str(Path(__file__).parents[2])])
-    kernel = Kernel(**environment)
+    kernel = kernels(**environment)
     yield kernel
     kernel.close()
 

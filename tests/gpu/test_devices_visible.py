@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from conftest import Kernel
 
 import nblaunch
 
@@ -41,9 +40,9 @@ import os
 
 
 @pytest.fixture(scope="module")
-def used_kernel(kernel_client):  # noqa: ARG001 - the order matters
+def used_kernel(kernels):
     """Start a kernel that has initialised CUDA and counted its GPUs: what is set now is too late for both."""
-    kernel = Kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
+    kernel = kernels(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
     kernel.ok("import os, torch\nmine = torch.ones(1, device='cuda')")
     assert kernel.value("torch.cuda.device_count()") == GPUS
     yield kernel

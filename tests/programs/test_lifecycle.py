@@ -624,6 +624,31 @@ def test_a_program_that_ends_with_a_session_starts_nothing_anew(program, world):
     world.must_be_clean()
 
 
+STILL_LEAVING = """
+from datetime import timedelta
+import nblaunch
+from torch import distributed
+from nblaunch.agent import rendezvous
+
+shut_down = rendezvous.LoopbackRendezvous.shutdown
+
+def takes_long(self):
+    try:
+        distributed.HashStore().wait(["never"], timedelta(seconds=0.5))
+    except Exception:
+        return shut_down(self)
+
+rendezvous.LoopbackRendezvous.shutdown = takes_long
+print(nblaunch.run(int, nproc=2).values)
+"""
+
+
+def test_a_program_that_ends_while_its_agent_is_inside_torch_ends_well(program, world):
+    """A thread that comes back from C++ to an interpreter that has ended takes the process along."""
+    assert program(STILL_LEAVING).finish() == (0, "[0, 0]\n", "")
+    world.must_be_clean()
+
+
 def test_nothing_is_left_of_a_kernel_that_was_shut_down_or_restarted(start_kernel, world):
     run = f"{JOB}\nkept = nblaunch.run(job, nproc=2)"
     kernel = start_kernel(**world.environment)

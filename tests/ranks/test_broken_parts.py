@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -273,23 +275,27 @@ def on_a_tiny_disk(tmp_path):
     if os.getuid() != 0 or can.returncode != 0 or shutil.which("mount") is None:
         pytest.skip("to mount a small file system takes root, and the right to unshare")
 
+    # A short path: one that is too long for a socket is replaced by a directory elsewhere.
+    disk = Path(tempfile.mkdtemp(prefix="d-"))
+
     def run(source, *arguments):
-        (tmp_path / "disk").mkdir()
         (tmp_path / "program.py").write_text(textwrap.dedent(source))
         command = (
-            'mount -t tmpfs -o size=1m none disk && "$@"; code=$?; ls disk >&2; umount -l disk; exit $code'
+            'mount -t tmpfs -o size=1m none "$TMPDIR" && "$@"; code=$?; ls "$TMPDIR" >&2; '
+            'umount -l "$TMPDIR"; exit $code'
         )
         return subprocess.run(
             ["unshare", "-m", "sh", "-c", command, "sh", sys.executable, "program.py", *arguments],
             cwd=tmp_path,
-            env={**os.environ, "TMPDIR": str(tmp_path / "disk"), "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "TMPDIR": str(disk), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
             timeout=100,
             check=False,
         )
 
-    return run
+    yield run
+    disk.rmdir()
 
 
 NONE, ONES = len("None"), len("tensor([1., 1., 1.,  ..., 1., 1., 1.])")
