@@ -150,8 +150,7 @@ def perform(launch: Launch, watcher: Watcher) -> Outcome:
             seat = _seat(with_logs(settings, options), private=options.log_dir is None)
         warn_of_unheeded(seat.group, launch.environ)
         _leaving.append(weakref.ref(seat.group))
-        if settings.meeting is not None:
-            keep(seat.group)  # its agent waits for other nodes at the end
+        keep(seat.group)  # it may be at work, or wait for other nodes, when the program ends
         return conduct(seat.group, launch, prepare, watcher, private=seat.private)
     finally:
         standby.used(shape)
@@ -207,6 +206,7 @@ def conduct(  # noqa: PLR0913 - a job, where it runs, and who looks on
             seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
             with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
                 error = ending.wait()
+            _wait_for_exit()
             try:
                 result = _collect(group, job, launch, private)
             except KeyboardInterrupt as interrupt:
@@ -376,11 +376,34 @@ def _own_directory(job: Job, settings: AgentSettings) -> Path | None:
     return None
 
 
+def _leaves_by_itself(group: WorkerGroup) -> bool:
+    """Whether these fresh ranks have done their job: they end unasked, with the fork server at the latest."""
+    alone = group.settings.meeting is None and not group.keep
+    return alone and group.job is not None and group.job.ended.is_set()
+
+
+_exiting = threading.Event()
+
+
+def _wait_for_exit() -> None:
+    """Keep a daemon thread whose run has been ended by the program's end from telling anybody.
+
+    Nobody waits for it, and what it raised would be printed over the program's last words.
+    """
+    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+def _exit() -> None:
+    _exiting.set()
+    close()
+
+
 def close() -> None:
     """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
     standby.close()
     ours = _keeper_pid == os.getpid()
-    groups = [group for group in _kept if ours and not group.closed.is_set()]
+    groups = [group for group in _kept if ours and not group.closed.is_set() and not _leaves_by_itself(group)]
     for group in groups:
         # Before the fork server: an agent whose ranks are lost would start others.
         group.stop()
@@ -395,4 +418,4 @@ def close() -> None:
     runtime.remove_root()
 
 
-atexit.register(close)
+atexit.register(_exit)

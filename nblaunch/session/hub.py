@@ -95,7 +95,8 @@ class Hub:
     @property
     def usable(self) -> bool:
         """Whether this hub serves this process; a fork has none."""
-        return self._owner == os.getpid() and self._thread.is_alive() and not self._broken
+        works = self._thread.is_alive() and not self._broken and not self._socket.closed
+        return works and self._owner == os.getpid()
 
     def be_reachable(self) -> None:
         """Bind the socket's file again if somebody has cleaned the temporary directory.

@@ -182,7 +182,10 @@ def failing_without_a_cause(job, nproc):
 def test_a_hub_whose_socket_is_closed_between_runs_is_replaced():
     usual(2)
     broken = hub.get()
+    closed = threading.Event()
     broken.call(broken._socket.close)
+    broken.call(closed.set)
+    assert closed.wait(5)
     must_work(2)
 
 

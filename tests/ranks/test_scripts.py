@@ -328,7 +328,9 @@ def test_any_program_runs_in_the_ranks_environment():
 
 
 def test_python_itself_can_be_the_program(write):
-    write({"train.py": STARTER})
+    # The one that destroys its group: torch 2.13 aborts one program in a hundred that ends without, with or
+    # without nblaunch ("terminate called without an active exception").
+    write({"train.py": STARTER_WITH_MAIN})
     result = nblaunch.run(sys.executable, args=["-u", "train.py"], no_python=True, nproc=2)
     assert outputs(result) == [f"rank {rank} of 2\nsum 2\ndone\n" for rank in range(2)]
 
