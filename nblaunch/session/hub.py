@@ -259,6 +259,9 @@ class Hub:
             self._refuse(identity, str(error))
             return
         group, attempt, rank = _parse(identity)
+        if group not in self._members:
+            # Its ranks were forked after `add`, whose action may still wait in the queue behind this message.
+            self._run_calls()
         member = self._members.get(group)
         if member is None or attempt != member.attempt:
             return  # of a group that has ended, or an attempt that has been given up

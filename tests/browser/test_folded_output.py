@@ -21,7 +21,8 @@ def test_lines_of_all_ranks_stand_between_those_of_single_ranks(front, gate, the
     front.theme(theme)
     front.start(f"%%distributed -n 4\n{EPOCHS.format(epochs=3)}\n{gate.wait()}")
     expect(front.output).to_contain_text(re.compile(r"\[ranks 0-3\]\s*done"))
-    expect(front.output).to_contain_text(re.compile(r"\[rank 3\]\s*loss 3.0\s*\[ranks 0-3\]\s*epoch 1"))
+    # Which single rank comes last is a matter of arrival until the run is over.
+    expect(front.output).to_contain_text(re.compile(r"\[rank \d\]\s*loss \d.0\s*\[ranks 0-3\]\s*epoch 1"))
     front.screenshot(f"live {theme}")
     gate.open()
     front.finished()

@@ -389,6 +389,25 @@ def test_a_second_socket_with_a_ranks_name_is_not_heard(group, connect, eventual
     assert group.received[1] == Entered(rank=0, phase=Phase.READY)
 
 
+def test_a_rank_that_is_faster_than_the_news_of_its_group_is_heard(hub, connect, eventually):
+    late, reached = Group(), threading.Event()
+
+    def drain_first():
+        assert reached.wait(10)
+        assert hub._socket.poll(10_000)
+        hub.drain()
+
+    hub.call(drain_first)
+    rank = connect()
+    rank.send(encode(hello()))
+    hub.add(late)  # waits in the queue behind what is at work, as the message does
+    try:
+        reached.set()
+        eventually(lambda: late.received == [hello()], "the hello is here")
+    finally:
+        hub.remove(late)
+
+
 def test_a_defect_in_one_group_does_not_end_the_thread_that_serves_all(
     hub, group, connect, refusals, eventually
 ):
