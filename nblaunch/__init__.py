@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nblaunch._api import run
+    from nblaunch._api import Session, run
     from nblaunch._errors import (
         CaptureError,
         LaunchError,
@@ -25,40 +25,38 @@ if TYPE_CHECKING:
         RunFailedError,
         RunTimeoutError,
     )
-    from nblaunch._events import Event
-    from nblaunch._options import LaunchOptions
-    from nblaunch._reports import HangReport
-    from nblaunch._results import RankFailure, RankResult, RunResult
-    from nblaunch._session_api import Session
-    from nblaunch._transcript import Display
-    from nblaunch.diagnose.doctor import doctor
-    from nblaunch.diagnose.report import DoctorReport
-    from nblaunch.session.background import Handle
-    from nblaunch.session.status import RankStatus, SessionStatus
+    from nblaunch._results import Event, RankFailure, RankResult, RunResult
+    from nblaunch.checks.doctor import doctor
+    from nblaunch.checks.report import DoctorReport
+    from nblaunch.group.background import Handle
+    from nblaunch.group.usage import RankStatus, SessionStatus
+    from nblaunch.options.launch import LaunchOptions
+    from nblaunch.protocol.reports import HangReport
+    from nblaunch.protocol.transcript import Display
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CaptureError": "_errors",
-    "Display": "_transcript",
-    "DoctorReport": "diagnose.report",
-    "Event": "_events",
-    "Handle": "session.background",
-    "HangReport": "_reports",
+    "Display": "protocol.transcript",
+    "DoctorReport": "checks.report",
+    "Event": "_results",
+    "Handle": "group.background",
+    "HangReport": "protocol.reports",
     "LaunchError": "_errors",
-    "LaunchOptions": "_options",
+    "LaunchOptions": "options.launch",
     "NblaunchError": "_errors",
     "OptionError": "_errors",
     "RankFailure": "_results",
     "RankResult": "_results",
-    "RankStatus": "session.status",
+    "RankStatus": "group.usage",
     "RunFailedError": "_errors",
     "RunResult": "_results",
     "RunTimeoutError": "_errors",
-    "Session": "_session_api",
-    "SessionStatus": "session.status",
+    "Session": "_api",
+    "SessionStatus": "group.usage",
     # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
-    "doctor": "diagnose.doctor",
+    "doctor": "checks.doctor",
     "run": "_api",
 }
 
@@ -102,7 +100,7 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
-    from nblaunch.agent import forkserver
+    from nblaunch.elastic import forkserver
 
     # It boots while this process imports torch, so that the first cell need not wait for it.
     forkserver.server.ensure_running()

@@ -40,7 +40,7 @@ def _demo(_: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from nblaunch.diagnose.doctor import doctor
+    from nblaunch.checks.doctor import doctor
 
     report = doctor(nccl=parsed.nccl)
     print(report)
@@ -50,7 +50,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 def _join(words: Sequence[str]) -> int:
     # What torch's stores say of connections that end is no news: the notebook, which hosts them, goes first.
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from nblaunch.cluster.join import join
+    from nblaunch.nodes.join import join
 
     if level == "ERROR":
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # has been read; the ranks have torch's own level

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nblaunch._reports import HangReport
     from nblaunch._results import RankFailure, RunResult
+    from nblaunch.protocol.reports import HangReport
 
 MESSAGE_LIMIT = 64 * 1024
 """Characters of one error message; a rank may raise an exception whose text is a whole data set."""

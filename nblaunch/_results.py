@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from nblaunch._errors import RunFailedError
-from nblaunch._events import Event, EventLog
-from nblaunch._protocol import FrameRecord, Phase
-from nblaunch._reports import HangReport
-from nblaunch._state import RunState, State
-from nblaunch._transcript import Display
+from nblaunch._errors import NblaunchError, RunFailedError
+from nblaunch.protocol.messages import FrameRecord, Phase
+from nblaunch.protocol.reports import HangReport
+from nblaunch.protocol.state import RunState, State
+from nblaunch.protocol.transcript import Display
 
 _REASON_CHARACTERS = 2000
 
@@ -335,3 +337,152 @@ class RunResult:
         root = self.root_cause
         why = f", root cause: rank {root.rank}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
+
+
+# --- torchelastic's own events of a run: typed, with the JSON as torch writes it.
+
+
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event as torchelastic records it, such as `torchelastic.worker.status.SUCCEEDED`.
+
+    `source` is `AGENT` or `WORKER`; `timestamp` is when it was recorded, in seconds since the epoch (torch
+    leaves its own at 0); `metadata` says which rank, which role, which error; `json` is the text that
+    torch's event handlers receive.
+    """
+
+    name: str
+    source: str
+    timestamp: float
+    metadata: Mapping[str, Any]
+    json: str
+
+    @classmethod
+    def parse(cls, text: str, timestamp: float) -> Event:
+        """Return the event that torch has written as `text`.
+
+        >>> Event.parse('{"name": "n", "source": "AGENT", "timestamp": 0, "metadata": {}}', 1.5).source
+        'AGENT'
+        """
+        known = json.loads(text)
+        return cls(known["name"], known["source"], timestamp, known["metadata"], text)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it is about, None for the group."""
+        number: int | None = self.metadata.get("global_rank")
+        return number
+
+
+class EventLog:
+    """The events of one worker group; any thread may add to it, and read it."""
+
+    def __init__(self, events: tuple[Event, ...] = (), *, complete: bool = False) -> None:
+        """Begin with `events`; a `complete` log gets no others."""
+        self._events = list(events)
+        self._complete = threading.Event()
+        if complete:
+            self._complete.set()
+
+    def add(self, event: Event) -> None:
+        """Take an event."""
+        self._events.append(event)
+
+    def close(self) -> None:
+        """Take note that there will be no others."""
+        self._complete.set()
+
+    def so_far(self) -> tuple[Event, ...]:
+        """Return what there is."""
+        return tuple(self._events)
+
+    def all(self) -> tuple[Event, ...]:
+        """Return everything: a run's values are here before its ranks have ended, which takes a moment."""
+        self._complete.wait(_END_SECONDS)
+        return self.so_far()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the events."""
+        return _complete_log, (self.all(),)
+
+
+def _complete_log(events: tuple[Event, ...]) -> EventLog:
+    return EventLog(events, complete=True)
+
+
+# --- What stands in the notebook for a value that stayed on its rank.
+
+
+class NotSentError(NblaunchError, TypeError, AttributeError):
+    """A value that was not sent is used; the message says why it was not, and how to get it.
+
+    An `AttributeError` too: `hasattr` and variable explorers ask any object for any attribute.
+    """
+
+
+class NotSent:
+    """Stands for a value that was shown and not sent.
+
+    Its text is the value's. `reason` says why the value is not here and how to get it; whatever else is
+    done with it raises `NotSentError` with that reason. It is equal to itself alone, and can be pickled.
+    """
+
+    __slots__ = ("_text", "reason", "type_name")
+
+    _text: str
+    reason: str
+    type_name: str
+
+    def __init__(self, text: str, type_name: str, reason: str) -> None:
+        """Keep the value's repr, its type's name, and why it is not here."""
+        for name, given in (("_text", text), ("type_name", type_name), ("reason", reason)):
+            object.__setattr__(self, name, given)
+
+    def __repr__(self) -> str:
+        """Return the value's own repr."""
+        return self._text or f"<{self.type_name}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's protocol
+        """Write the value's own repr as it is (an IPython protocol)."""
+        for number, line in enumerate(repr(self).split("\n")):
+            if number:
+                printer.break_()
+            printer.text(line)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what is here: the text and the reason."""
+        return NotSent, (self._text, self.type_name, self.reason)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise; protocols ask for underscored names, and must only learn that there are none."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise NotSentError(self.reason)
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: NotSent, *_: object, **__: object) -> NoReturn:
+        raise NotSentError(self.reason)
+
+    refuse.__name__ = name
+    refuse.__qualname__ = f"NotSent.{name}"
+    refuse.__doc__ = "Raise `NotSentError`."
+    return refuse
+
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHERS = (
+    "call getitem setitem delitem iter next len contains reversed bool int float complex index round neg pos "
+    "abs invert lt le gt ge enter exit await aiter anext setattr delattr"
+)
+
+_WORDS = re.compile(r"\w+")
+_sided = (f"{side}{each}" for each in _WORDS.findall(_BINARY) for side in ("", "r", "i"))
+for _name in (*_sided, *_WORDS.findall(_OTHERS)):
+    setattr(NotSent, f"__{_name}__", _refusing(f"__{_name}__"))

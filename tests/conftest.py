@@ -62,7 +62,7 @@ KERNEL_ENVIRONMENT = {
     "PYTEST_CURRENT_TEST": "",  # a user's kernel, not one in which nbval compares a notebook
 }
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, not written to
-_KEEPER = "nblaunch.agent.keeper"
+_KEEPER = "nblaunch.elastic.keeper"
 _RUN_DIRECTORIES = ("group-", "logs-", "payload-")
 _NOT_OURS = ("pytest-of-", "torchinductor_")
 """What pytest makes, and torch once a user uses DDP on a CUDA build with Triton (`torchinductor_<user>`)."""
@@ -403,10 +403,10 @@ def unchanged_process(request):
 def ends_with_the_session():
     """At the very end close what one process keeps (hub, fork server), and check that this ends it."""
     yield
-    if "nblaunch.agent.forkserver" in sys.modules:  # also where the doctor was all that used it
-        from nblaunch.session import engine
+    if "nblaunch.elastic.forkserver" in sys.modules:  # also where the doctor was all that used it
+        from nblaunch.group.launcher import shut_down
 
-        engine.close()
+        shut_down()
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from nblaunch._protocol import DEFAULT_GROUP, Collective, FrameRecord, Where
-from nblaunch._reports import HangReport, StackGroup, format_ranks
 from nblaunch._results import in_notebook, not_installed, place
+from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
+from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks
 
 _Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.magic import sessions
-from nblaunch.session import notebook
 
 _STAYS = re.compile(r"\s*(%|!|\?)")
 _LOCAL = re.compile(r"%%local\s*$")
@@ -37,7 +37,7 @@ _state = _State()
 
 def on() -> bool:
     """Whether cells run on the ranks by themselves."""
-    running = notebook.shell()
+    running = _notebook.shell()
     return running is not None and transform in running.input_transformers_cleanup
 
 
@@ -71,7 +71,7 @@ def transform(lines: list[str]) -> list[str]:
 
 def _is_in_the_background() -> bool:
     """Whether a front end runs this silently or outside the history; without a kernel, `_told` says so."""
-    kernel = getattr(notebook.shell(), "kernel", None)
+    kernel = getattr(_notebook.shell(), "kernel", None)
     parent: Any = getattr(kernel, "get_parent", dict)() or {}
     asked = parent.get("content", {})
     return bool(asked.get("silent")) or asked.get("store_history") is False
@@ -122,7 +122,7 @@ def _ended() -> None:
 
 def switch(line: str) -> str:
     """Switch it on or off; say what is so."""
-    running = notebook.shell()
+    running = _notebook.shell()
     word = line.strip()
     if running is None or word not in ("on", "off"):
         msg = f"'%distributed auto {word}' was asked for, but it takes on or off. Write %distributed auto on."

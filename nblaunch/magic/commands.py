@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch._option_line import split_words
-from nblaunch._option_row import nearest
-from nblaunch._options import LaunchOptions, parse_line
-from nblaunch._reports import HangReport
-from nblaunch.diagnose.doctor import doctor
+from nblaunch.checks.doctor import doctor
+from nblaunch.group import launcher
+from nblaunch.group.session import debug, inspect
 from nblaunch.magic import auto, export, scripts, sessions
-from nblaunch.magic.line import option_completions
-from nblaunch.session import looking, recent
-from nblaunch.view.events import events_table
+from nblaunch.magic.completion import option_completions
+from nblaunch.options.launch import LaunchOptions, parse_line
+from nblaunch.options.line import split_words
+from nblaunch.options.table import nearest
+from nblaunch.protocol.reports import HangReport
+from nblaunch.view.summary import events_table
 
 Namespace = dict[str, Any]
 
@@ -131,14 +132,14 @@ def _pull(line: str, namespace: Namespace) -> object:
 
 def _inspect(line: str, _: Namespace) -> object:
     names, options = _names_in(line, "inspect")
-    return Said(looking.inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
+    return Said(inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
 
 
 def _debug(line: str, _: Namespace) -> object:
     words = split_words(line)
     number = words.pop(0) if words and words[0].isdigit() else None
     session = sessions.named(_only_session(" ".join(words), "debug").session)
-    looking.debug(session, session.failed_last if number is None else int(number))
+    debug(session, session.failed_last if number is None else int(number))
     return None
 
 
@@ -160,7 +161,7 @@ def _events(line: str, _: Namespace) -> object:
             "those of the last run. Of any other result, look at result.events."
         )
         raise OptionError(msg)
-    log = recent.events()
+    log = launcher.last_events()
     return Said("no run has ended yet" if log is None else events_table(log.all()))
 
 

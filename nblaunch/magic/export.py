@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch._option_kinds import rank_list
-from nblaunch._option_line import split_words
-from nblaunch._options import LaunchOptions
-from nblaunch._torchrun import torchrun_command
-from nblaunch.agent.devices import Placement
-from nblaunch.job._imports import imports_in
-from nblaunch.job.export import Cell, Script, Setting, bound_in, export, is_exported
+from nblaunch.elastic.placement import Placement
+from nblaunch.export.imports import imports_in
+from nblaunch.export.script import Cell, Script, Setting, bound_in, export, is_exported
+from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
-from nblaunch.session import notebook
-from nblaunch.session.session import LiveSession
+from nblaunch.options.kinds import rank_list
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import split_words
+from nblaunch.options.torchrun import torchrun_command
 
 FLAGS = ("--cells", "--force")
 _USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
@@ -191,7 +191,7 @@ def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *,
     """Write the script of some cells; returns what to say about it. Raises `NblaunchError`."""
     target = Path(path)
     _check_free(target, force=force)
-    shell = notebook.shell()
+    shell = _notebook.shell()
     assert shell is not None  # noqa: S101 - a magic has one
     command_line = torchrun_command(last.options, path, last.placement.nproc)
     with auto.suspended():

@@ -10,24 +10,25 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.utils.text import DollarFormatter
 
+from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch._options import LaunchOptions, options_help, parse_line
-from nblaunch._protocol import CellJob
-from nblaunch.agent.devices import Placement
-from nblaunch.job.capture import RANK_NAMES, capture_cell
+from nblaunch.capture.capture import RANK_NAMES, capture_cell
+from nblaunch.elastic.placement import Placement
+from nblaunch.group import launcher
+from nblaunch.group.background import Handle
+from nblaunch.group.knowledge import own_name_notice
+from nblaunch.group.launcher import Launch, Outcome
+from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
-from nblaunch.magic.completion import make_matcher
-from nblaunch.magic.line import option_completions
+from nblaunch.magic.completion import make_matcher, option_completions
 from nblaunch.magic.scripts import hand_over, with_macros_kept
-from nblaunch.session import engine, notebook
-from nblaunch.session.background import Handle
-from nblaunch.session.knowledge import own_name_notice
-from nblaunch.session.session import LiveSession
-from nblaunch.view.watch import watcher
+from nblaunch.options.launch import LaunchOptions, options_help, parse_line
+from nblaunch.protocol.messages import CellJob
+from nblaunch.view.display import watcher
 
 T = TypeVar("T")
-Performed = Callable[[threading.Event | None], engine.Outcome]
+Performed = Callable[[threading.Event | None], Outcome]
 
 
 @magics_class
@@ -58,7 +59,7 @@ class DistributedMagics(Magics):
             print(options_help("%%distributed"))  # noqa: T201 - the user asked for it
             return None
         options = parsed.options
-        engine.refuse_inside_rank()
+        launcher.refuse_inside_rank()
         inserted = auto.take_inserted()
         if inserted and not auto.is_the_users():
             auto.run_here(self.shell, cell)
@@ -74,7 +75,7 @@ class DistributedMagics(Magics):
             number=number,
             first_line=first_line,
             keeps_value=options.out is not None,
-            flags=notebook.future_flags(),
+            flags=_notebook.future_flags(),
         )
         if session is None:
             placement, environ = _place(options)
@@ -106,8 +107,8 @@ class DistributedMagics(Magics):
         noticed = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
         watch = watcher("cell", placement.backend if options.init_process_group else "", placement.note)
 
-        def perform(cancelled: threading.Event | None) -> engine.Outcome:
-            launch = engine.Launch(
+        def perform(cancelled: threading.Event | None) -> Outcome:
+            launch = Launch(
                 job=job,
                 captured=captured,
                 options=options,
@@ -117,7 +118,7 @@ class DistributedMagics(Magics):
                 cancelled=cancelled,
                 notices=noticed,
             )
-            return engine.perform(launch, watch)
+            return launcher.run_fresh(launch, watch)
 
         return perform
 
@@ -150,7 +151,7 @@ class DistributedMagics(Magics):
         """Register the cell under its name in the notebook, so that tracebacks show its lines."""
         number = self.shell.displayhook.prompt_count
         filename: str = self.shell.compile.cache(source, number, raw_code=source)
-        return filename, notebook.title_of(filename)
+        return filename, _notebook.title_of(filename)
 
     def _captured(self, job: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
         """Capture what the cell uses; a cell that is no Python says so with its own line."""
@@ -171,7 +172,7 @@ def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
             "Leave it out."
         )
         raise OptionError(msg)
-    return engine.place(options)
+    return launcher.place_launch(options)
 
 
 def register(shell: InteractiveShell) -> None:

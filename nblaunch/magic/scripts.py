@@ -10,14 +10,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch._options import LaunchOptions, options_help, parse_line
 from nblaunch._results import RunResult
-from nblaunch.magic.line import option_completions
-from nblaunch.session import engine, notebook
-from nblaunch.session import scripts as session_scripts
-from nblaunch.session.background import Handle
-from nblaunch.view.watch import watcher
+from nblaunch.group import launcher
+from nblaunch.group import scripts as session_scripts
+from nblaunch.group.background import Handle
+from nblaunch.group.launcher import Outcome
+from nblaunch.magic.completion import option_completions
+from nblaunch.options.launch import LaunchOptions, options_help, parse_line
+from nblaunch.view.display import watcher
 
 _MACRO = re.compile(r"\$\{(\w+)\}")
 
@@ -41,8 +43,8 @@ def run(line: str, namespace: dict[str, Any]) -> object:
     launch = session_scripts.launch(script, args, None, options)
     watch = watcher(launch.title, launch.backend, launch.placement.note)
 
-    def perform(cancelled: threading.Event | None) -> engine.Outcome:
-        return engine.perform(dataclasses.replace(launch, cancelled=cancelled), watch)
+    def perform(cancelled: threading.Event | None) -> Outcome:
+        return launcher.run_fresh(dataclasses.replace(launch, cancelled=cancelled), watch)
 
     if options.background:
         handle = Handle(perform)
@@ -51,7 +53,7 @@ def run(line: str, namespace: dict[str, Any]) -> object:
         return handle
     finished = perform(None)
     if finished.result is not None:
-        hand_over(finished.result, options, notebook.shell())
+        hand_over(finished.result, options, _notebook.shell())
     if finished.error is not None:
         raise finished.error
     return None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch._option_row import nearest
-from nblaunch._options import OPTIONS, LaunchOptions, parse_line
-from nblaunch.session.session import LiveSession
-from nblaunch.view.watch import watcher
+from nblaunch.group.session import LiveSession
+from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
+from nblaunch.options.table import nearest
+from nblaunch.view.display import watcher
 
 DEFAULT = "default"
 _OF_A_CELL = frozenset(

@@ -51,7 +51,7 @@ def isolate() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _forget_inherited_servers()
-    _seed_anew()
+    _reseed()
 
 
 def keep_sockets_in(directory: str) -> None:
@@ -83,7 +83,7 @@ def _forget_inherited_servers() -> None:
     tracker._pid = None  # noqa: SLF001
 
 
-def _seed_anew() -> None:
+def _reseed() -> None:
     """Forks start with the server's random state, the same in every rank; fresh processes do not."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")

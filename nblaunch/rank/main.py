@@ -1,7 +1,7 @@
-"""The life of a rank: hello, prepare, ready, job, outcome, leave.
+"""`--start-method spawn`: a fork of the server that goes on as a new Python.
 
-torchelastic calls `run_rank` in a fresh fork of the server. A rank ends only when the hub tells it to:
-one that has failed or finished stays until the others have said what happened to them.
+It stays the same process: its number, its log files, its session and "die with your parent" outlive exec.
+What it loses is all that the server had loaded, which is what whoever asks for this wants.
 """
 
 from __future__ import annotations
@@ -10,21 +10,25 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import importlib
 import inspect
+import json
 import os
 import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
-from nblaunch._protocol import (
+from nblaunch.capture import pickling, shared_memory
+from nblaunch.protocol.messages import (
     Arrived,
     CellJob,
     DeadVariable,
@@ -32,8 +36,6 @@ from nblaunch._protocol import (
     Entered,
     FailureRecord,
     FunctionJob,
-    Heal,
-    Healed,
     Hello,
     Leave,
     Names,
@@ -43,35 +45,63 @@ from nblaunch._protocol import (
     PullJob,
     PushJob,
     Raised,
+    Recover,
+    Recovered,
     Returned,
     ScriptJob,
     Shown,
     Started,
 )
-from nblaunch._state import describe_exit
-from nblaunch.job import payload, shared
+from nblaunch.protocol.state import describe_exit
 from nblaunch.rank import (
     environment,
     failure,
-    fresh,
-    inspection,
-    introspection,
     memory,
-    numa,
     orphans,
     process_group,
     recorder,
-    returning,
     script,
     shell,
-    streams,
+    stacks,
+    stdio,
+    values,
 )
-from nblaunch.rank.casualties import Casualties
-from nblaunch.rank.display import outlet
+from nblaunch.rank.control import Link, Questions
 from nblaunch.rank.isolate import isolate, keep_sockets_in
-from nblaunch.rank.link import Link
-from nblaunch.rank.questions import Questions
-from nblaunch.rank.variables import Arrival, Variables
+from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
+from nblaunch.rank.shell import outlet
+
+_CODE = (
+    "import json, os, sys; told = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
+    "sys.path[:] = told['path']; from nblaunch.rank.main import resume; resume(told['orders'])"
+)
+_flags: Any = vars(util)["_args_from_interpreter_flags"]  # as multiprocessing does; the stubs leave it out
+
+
+def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process's program by a new Python that calls `resume(orders)`.
+
+    It starts under `environ`: some variables are read when a program or a library is loaded, and never again.
+    """
+    # In a file, since they hold what the rank proves itself with; whoever does not come to remove it leaves
+    # it to the end of the group.
+    told = Path(directory, f"orders-{os.getpid()}")
+    told.touch(mode=0o600)
+    told.write_text(json.dumps({"path": sys.path, "orders": orders}))
+    python = os.fsdecode(spawn.get_executable() or sys.executable)
+    os.execve(python, [python, *_flags(), "-c", _CODE, str(told)], environ)  # noqa: S606 - our own interpreter
+
+
+def load_what_torchelastic_brings() -> None:
+    """Import what a rank finds loaded when torchelastic has called it: its error files."""
+    importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+
+
+# --- The life of a rank: hello, prepare, ready, job, outcome, leave.
+#
+# torchelastic calls `run_rank` in a fresh fork of the server. A rank ends only when the hub tells it to:
+# one that has failed or finished stays until the others have said what happened to them.
+
 
 _ERROR_CHARACTERS = 2000
 
@@ -108,20 +138,20 @@ class Rank:
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
         self.titles: dict[str, str] = {}
-        self.outgoing: shared.Outgoing | None = None
+        self.outgoing: shared_memory.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
         self.names_told = Names(rank=-1, names=())
         self._names_are_told = False
-        self.casualties = Casualties(shell.namespace, frozenset(shell.namespace()))
+        self.dead_variables = DeadVariables(shell.namespace, frozenset(shell.namespace()))
         self.raised: BaseException | None = None
         """What the last job raised here."""
         self._aside = False
         """Whether nobody sees what becomes of the job."""
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
-        inspection.dump_on_signal(orders.spill, self.rank)
-        self.link = Link(orders.address, identity, inspection.RankInspector(self.rank, self.titles))
-        streams.capture_descriptors()
-        streams.install(self.link.switched)
+        stacks.dump_on_signal(orders.spill, self.rank)
+        self.link = Link(orders.address, identity, stacks.RankInspector(self.rank, self.titles))
+        stdio.capture_descriptors()
+        stdio.install(self.link.switched)
         outlet.send, outlet.rank = self.link.send, self.rank
         questions = Questions(self.rank, self.link.send)
         self.link.on_answer = questions.answers.put
@@ -149,8 +179,8 @@ class Rank:
                             self._guarded(functools.partial(self._prepare, prepare))
                         case Dispatch() as dispatch:
                             self._guarded(functools.partial(self._work, dispatch))
-                        case Heal() as order:
-                            self._heal(order)
+                        case Recover() as order:
+                            self._recover(order)
                         case Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
@@ -183,7 +213,7 @@ class Rank:
             environment.see_one_device_only(prepare.accelerators)
         if self.orders.numa_binding is not None:
             # Not before: it asks CUDA, which reads the environment once.
-            numa.bind(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
+            environment.bind_to_cpus(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
         process_group.prefer_loopback()
         recorder.record_collectives()
         self.device = environment.choose_device(prepare)
@@ -202,34 +232,34 @@ class Rank:
 
     def _work(self, dispatch: Dispatch) -> None:
         self.phase, self.raised = Phase.JOB, None
-        self._names_are_told, self._aside = False, dispatch.aside
-        if not dispatch.aside or isinstance(dispatch.job, PushJob):
-            introspection.let_go_on_gpu()
-        if not dispatch.aside:
+        self._names_are_told, self._aside = False, dispatch.internal
+        if not dispatch.internal or isinstance(dispatch.job, PushJob):
+            shell.let_go_on_gpu()
+        if not dispatch.internal:
             memory.begin_job()
         if self.outgoing is not None:
             # The value of the job before: the notebook has it, or this job would not be here.
             self.outgoing.close()
             self.outgoing = None
-        late = not dispatch.aside and streams.has_late_output()
-        started = Started(rank=self.rank, time=time.time(), offsets=streams.offsets(), late=late)
+        late = not dispatch.internal and stdio.has_late_output()
+        started = Started(rank=self.rank, time=time.time(), offsets=stdio.offsets(), late=late)
         self.link.send(started, urgent=False)
-        if not dispatch.aside:
-            streams.begin_job()
+        if not dispatch.internal:
+            stdio.begin_job()
         self.link.begin_job()
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
         shell.remember_sources(dispatch.sources)
         for module in dispatch.imports:
             __import__(module)
-        parts = shared.get(dispatch.payload, private=True)
+        parts = shared_memory.get(dispatch.payload, private=True)
         if dispatch.objects is None:
             self.variables.release()
-            loaded = payload.loads(parts[0], parts[1:], str(self.device))
+            loaded = pickling.loads(parts[0], parts[1:], str(self.device))
         else:
             loaded = self._arrived(parts, dispatch.objects, job)
         del parts
-        payload.remember_received_classes()
+        pickling.remember_received_classes()
         value = self._do(job, loaded)
         self.link.finish_job()
         # That a script has come to its end is all that its exit status says.
@@ -240,7 +270,7 @@ class Rank:
         """Unpickle what a job brings to a rank that stays, and keep it once every rank has done so."""
         arrival, pushed = Arrival(), isinstance(job, PushJob)
         try:
-            loaded = payload.loads_known(
+            loaded = pickling.loads_known(
                 parts, str(self.device), self.variables.found, arrival.offer, pushed=pushed
             )
         except BaseException:
@@ -260,7 +290,7 @@ class Rank:
             raise
         return loaded.value
 
-    def _keep(self, job: Job, loaded: payload.Loaded, objects: Objects, arrival: Arrival) -> None:
+    def _keep(self, job: Job, loaded: pickling.Loaded, objects: Objects, arrival: Arrival) -> None:
         arrival.undo()
         self.variables.keep(loaded, objects)
         self.variables.bring(arrival.offered)
@@ -338,9 +368,9 @@ class Rank:
         freed = self.link.times_freed
         text, html = shell.prepare().describe(value) if seen else ("", "")
         if cell is None:
-            sent = returning.send(value, self._spill)
+            sent = values.send(value, self._spill)
         else:
-            sent = returning.send_or_stand_in(
+            sent = values.send_or_stand_in(
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
         self.outgoing = sent.outgoing
@@ -355,7 +385,7 @@ class Rank:
                 text=failure.encodable(text),
                 html=failure.encodable(html),
                 not_sent=failure.encodable(sent.warning),
-                offsets=streams.end_job(keep=self.orders.keep),
+                offsets=stdio.end_job(keep=self.orders.keep),
                 open=not self.orders.keep and process_group.uses_nccl() and recorder.is_busy(),
                 peak_gpu_memory=peak,
             )
@@ -376,10 +406,10 @@ class Rank:
         if self.orders.keep:
             self.raised = error
             if not self._aside:
-                introspection.last_error = error
+                shell.last_error = error
         else:
             failure.write_error_file(error)
-        ended = streams.end_job(keep=self.orders.keep)
+        ended = stdio.end_job(keep=self.orders.keep)
         raised = Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak())
         self.link.send(raised)
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
@@ -389,7 +419,7 @@ class Rank:
         record = FailureRecord(
             type="ProcessExited", message=describe_exit(exitcode), exitcode=exitcode, time=time.time()
         )
-        ended = streams.end_job(keep=self.orders.keep)
+        ended = stdio.end_job(keep=self.orders.keep)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
 
     def _tell_names(self) -> None:
@@ -403,29 +433,31 @@ class Rank:
             self.names_told = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
-    def _heal(self, order: Heal) -> None:
+    def _recover(self, order: Recover) -> None:
         """Be ready for another job."""
         error = unusable = ""
         dead: tuple[DeadVariable, ...] = ()
-        cut = inspection.cutting(order.fds)
+        cut = stacks.cutting(order.fds)
         try:
             if order.reform:
-                found = self.casualties.find()
+                found = self.dead_variables.find()
                 process_group.form_again(order.number, self.device, cut)
-                dead = self.casualties.bury(found)
+                dead = self.dead_variables.bury(found)
             else:
                 process_group.check_context(self.device)
-                dead = self.casualties.stumbled_over(self.raised)
+                dead = self.dead_variables.stumbled_over(self.raised)
         except process_group.UnusableError as caught:
             unusable = str(caught)[:_ERROR_CHARACTERS]
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(Healed(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable))
+        self.link.send(
+            Recovered(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable)
+        )
 
     def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = Phase.LEAVE
         try:
-            streams.begin_job()
+            stdio.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
                 # A rank that failed closes its connections by dying: leaving in order could wait for peers.
@@ -456,7 +488,7 @@ def run_rank(orders: Orders) -> None:
     isolate()
     if orders.fresh is not None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
-        fresh.begin_anew(asdict(replace(orders, fresh=None)), orders.spill, environ)
+        exec_new_python(asdict(replace(orders, fresh=None)), orders.spill, environ)
     exitcode = _live(orders)
     if exitcode:
         raise SystemExit(exitcode)
@@ -464,7 +496,7 @@ def run_rank(orders: Orders) -> None:
 
 def resume(orders: dict[str, Any]) -> NoReturn:
     """Be a rank in a new Python; `orders` are the fields of `Orders`."""
-    fresh.load_what_torchelastic_brings()
+    load_what_torchelastic_brings()
     exitcode = _live(Orders(**orders))
     # As a fork ends: what runs at exit has run.
     os._exit(exitcode)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from nblaunch._protocol import DeviceMemory
+from nblaunch.protocol.messages import DeviceMemory
 
 _SIZE = r"(?P<number>[\d.]+) (?P<unit>bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 from nblaunch.rank import recorder
 
 _STORE_TIMEOUT = timedelta(seconds=300)
-_NAMES_PER_HEAL = 1_000_000
+_NAMES_PER_RECOVERY = 1_000_000
 # An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
 _ABORT_SECONDS = 10.0
 _SYNCHRONIZE_SECONDS = 5.0
@@ -111,7 +111,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     recorder.bury()
     _aborted = _ours = None
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
-    distributed_c10d._world.group_count = number * _NAMES_PER_HEAL  # noqa: SLF001 - all ranks count alike
+    distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
     # What was raised in the old group holds it in cycles: its threads and connections stay until they go.
     gc.collect()
     if _formed_with is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-from nblaunch._protocol import Collective
+from nblaunch.protocol.messages import Collective
 
 GLOO, NCCL = "gloo", "nccl"
 _DUMPS = {GLOO: "_dump_fr_trace_json", NCCL: "_dump_nccl_trace_json"}

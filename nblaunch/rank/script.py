@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from nblaunch._protocol import ScriptJob
+from nblaunch.protocol.messages import ScriptJob
 
 
 class ProgramEndedError(Exception):

@@ -1,25 +1,151 @@
-"""The IPython shell in which a rank runs a cell: quiet, without history, with the cell's own file name."""
+"""The IPython shell of a rank: cells, rich output, progress bars, introspection.
+
+It is quiet, keeps no history, and runs each cell under the cell's own file name.
+"""
 
 from __future__ import annotations
 
+import base64
+import importlib.abc
+import importlib.machinery
 import linecache
 import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
-from nblaunch._protocol import CellJob
-from nblaunch.rank import progress, values
-from nblaunch.rank.display import RankDisplayPublisher
+from nblaunch.protocol.messages import CellJob, Cleared, Displayed, FromRank
+from nblaunch.rank import control, stdio, values
+
+_WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
+
+
+class _Outlet:
+    """Where messages go, and for which rank; set once the rank is connected."""
+
+    send: Callable[[FromRank], None] | None = None
+    rank: int = 0
+
+
+outlet = _Outlet()
+
+
+class RankDisplayPublisher(DisplayPublisher):
+    """Publishes to the notebook that started the run."""
+
+    def publish(  # type: ignore[override]
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **_: object,
+    ) -> None:
+        """Send one display, its data as the Jupyter protocol has it."""
+        if outlet.send is None:
+            return
+        if len(data) > 1:
+            # A widget lives in this rank, where no front end finds it: what is shown is its text.
+            data = {kind: content for kind, content in data.items() if kind != _WIDGET_TYPE}
+        outlet.send(
+            Displayed(
+                rank=outlet.rank,
+                data=_as_json(data),
+                metadata=_as_json(metadata or {}),
+                transient=_as_json(transient or {}),
+                update=update,
+                offsets=stdio.offsets(),
+            )
+        )
+
+    def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
+        """Clear this rank's output, at once or when the next output comes."""
+        if outlet.send is not None:
+            outlet.send(Cleared(rank=outlet.rank, wait=wait, offsets=stdio.offsets()))
+
+
+def _as_json(value: Any) -> Any:
+    """Return `value` as JSON can hold it: bytes as base64, keys as text, the rest as its repr."""
+    match value:
+        case None | bool() | float():
+            return value
+        case int():
+            # MessagePack has 64 bits for an integer.
+            return value if abs(value) < 1 << 63 else float(value)
+        case str():
+            return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        case bytes() | bytearray() | memoryview():
+            return base64.b64encode(value).decode("ascii")
+        case dict():
+            return {str(key): _as_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_as_json(item) for item in value]
+        case _:
+            return repr(value)
+
+
+# --- Progress bars in ranks are text: a widget's comm would lead nowhere.
+#
+# `tqdm.auto` gives a text bar here by itself, unless something has imported ipykernel's shell;
+# `tqdm.notebook`
+# never does. A rank's output is drawn as a terminal draws it, so a text bar is one live line there.
+
+
+_NOTEBOOK = "tqdm.notebook"
+
+
+class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a `tqdm.notebook` whose bars are text."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
+        target: types.ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return how to load `tqdm.notebook`; leave every other module to others."""
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname == _NOTEBOOK else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Fill in the names of the real one that programs, and tqdm itself, import."""
+        std: Any = importlib.import_module("tqdm.std")
+
+        class TextBar(std.tqdm):  # type: ignore[misc]
+            """A bar of `tqdm.notebook`, as text."""
+
+            def __init__(self, *args: Any, display: bool = True, **keywords: Any) -> None:  # noqa: ARG002
+                super().__init__(*args, **keywords)
+
+        def trange(*args: Any, **keywords: Any) -> Any:
+            return TextBar(range(*args), **keywords)
+
+        TextBar.__module__, TextBar.__qualname__ = _NOTEBOOK, "tqdm_notebook"
+        TextBar.__name__ = "tqdm_notebook"
+        # `tqdm.autonotebook` asks for the last two; what they are here keeps it from warning.
+        vars(module).update(
+            tqdm=TextBar, tqdm_notebook=TextBar, trange=trange, tnrange=trange, IProgress=True, WARN_NOIPYW=""
+        )
+
+
+def install_progress_bars() -> None:
+    """From now on `tqdm.notebook` gives text bars in this process and those that it forks."""
+    if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TextBars())
+
+
+# --- The IPython shell in which a rank runs a cell: quiet, without history, with the cell's own file name.
+
 
 _VALUE_CHARACTERS = 20_000
 _NO_MAGIC = (
@@ -193,7 +319,7 @@ def prepare(private: str | None = None) -> RankShell:
             config=config, user_module=main, ipython_dir=_ipython_directory(private)
         )
         _warm_up(_prepared)
-        progress.install()
+        install_progress_bars()
         # IPython's advice to whoever calls sys.exit() is for a prompt.
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared
@@ -231,3 +357,55 @@ def namespace() -> dict[str, Any]:
     """Return the globals of the cells that run here."""
     main: dict[str, Any] = sys.modules["__main__"].__dict__
     return main
+
+
+# --- What a notebook asks of a rank between its cells: help on an object, and how a name could go on.
+
+
+_MOST = 500
+
+last_error: BaseException | None = None
+"""What the last job that failed here raised."""
+
+
+def let_go_on_gpu() -> None:
+    """Forget the last exception where its frames may hold GPU memory, which the next job needs.
+
+    On a rank without CUDA it stays until another takes its place, as in IPython.
+    """
+    from nblaunch.rank import memory  # with torch, and the notebook imports this module
+
+    global last_error
+    if last_error is None or not memory.on_gpu():
+        return
+    error, last_error = last_error, None
+    prepare().forget_error()
+    memory.let_go(error)
+
+
+def debug() -> None:
+    """Look at the frames of the last exception, as `%debug` does. Raises `LookupError` if there was none."""
+    if last_error is None or last_error.__traceback__ is None:
+        msg = "no job has failed on this rank since it was started"
+        raise LookupError(msg)
+    control.post_mortem(last_error.__traceback__)
+
+
+def describe(name: str) -> str:
+    """Return what `name?` shows here; empty if there is nothing of that name."""
+    running: Any = prepare()
+    found = running.object_inspect(name)
+    return str(running.object_inspect_text(name)) if found["found"] else ""
+
+
+def complete(code: str, position: int) -> tuple[int, list[str]]:
+    """Return how many characters before `position` are to be replaced, and the texts that could be there."""
+    completer: Any = prepare().Completer
+    from IPython.core.completer import provisionalcompleter
+
+    with provisionalcompleter():
+        found = list(completer.completions(code, position))[:_MOST]
+    if not found:
+        return 0, []
+    start = found[0].start
+    return position - start, [each.text for each in found if each.start == start]

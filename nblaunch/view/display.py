@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import sys
 import time
 import uuid
@@ -16,18 +17,19 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch._state import RunState
-from nblaunch.session import notebook
-from nblaunch.view.drawing import Drawing
-from nblaunch.view.header import Header
+from nblaunch.protocol.state import RunState
 from nblaunch.view.html import render_html
-from nblaunch.view.live import Terminal
 from nblaunch.view.output import folded
+from nblaunch.view.panel import Drawing
+from nblaunch.view.summary import Header
+from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_ending, render_text
 
 if TYPE_CHECKING:
-    from nblaunch.view.widget import Panel
+    from nblaunch.view.panel import Panel
+
 
 MODE_VARIABLE = "NBLAUNCH_DISPLAY"
 MODES = ("auto", "widget", "html", "text")
@@ -177,7 +179,7 @@ class WidgetView:
                 self._panel.close()
 
     def _open_panel(self, state: RunState, now: float) -> None:
-        from nblaunch.view.widget import Panel
+        from nblaunch.view.panel import Panel
 
         self._drawing.changes(state, now)
         self._panel = Panel(self._drawing, self._clock)
@@ -240,7 +242,7 @@ def choose_view(header: Header, mode: str | None = None) -> View:
     Raises `OptionError` for any other mode.
     """
     wanted = _mode(mode)
-    kernel = getattr(notebook.shell(), "kernel", None)
+    kernel = getattr(_notebook.shell(), "kernel", None)
     if kernel is None:
         return GuardedView(TextView(header))
     if wanted == "text":
@@ -283,3 +285,14 @@ def _display(bundle: Bundle, display_id: str | None = None) -> None:
     from IPython.display import display
 
     display(bundle, raw=True, display_id=display_id)
+
+
+# --- The view of a run, as the API asks for it.
+
+
+def watcher(title: str, backend: str, note: str = "") -> View:
+    """Return the view that shows a run of `title` on `backend` here; raises `OptionError`.
+
+    `note` says why it runs where it does.
+    """
+    return choose_view(Header(title, backend, node=platform.node(), note=note))

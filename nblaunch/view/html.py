@@ -11,18 +11,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nblaunch._protocol import FailureRecord
-from nblaunch._reports import format_ranks
-from nblaunch._state import RankState, RunState, State
-from nblaunch._transcript import Display
-from nblaunch.diagnose.report import size
+from nblaunch.protocol.messages import FailureRecord
+from nblaunch.protocol.reports import format_ranks, size
+from nblaunch.protocol.state import RankState, RunState, State
+from nblaunch.protocol.transcript import Display
 from nblaunch.view import markup
-from nblaunch.view.cost import clipped, cost_of_text, fair_limit, shortened
-from nblaunch.view.fit import cost_of_line, fit
-from nblaunch.view.header import Header
-from nblaunch.view.outcome import (
+from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
+from nblaunch.view.mime import balanced, embedded, kinds
+from nblaunch.view.output import (
+    Omission,
+    Output,
+    Written,
+    by_rank,
+    cost_of_line,
+    describe,
+    display_text,
+    fit,
+    folded,
+    last_line,
+    only_errors,
+)
+from nblaunch.view.screen import PLAIN, Line, colored, plain
+from nblaunch.view.summary import (
     REASON_COST,
     Cause,
+    Header,
     attempt_line,
     causes,
     consequences,
@@ -36,19 +49,6 @@ from nblaunch.view.outcome import (
     traceback_text,
     warning_lines,
 )
-from nblaunch.view.output import (
-    Omission,
-    Output,
-    Written,
-    by_rank,
-    describe,
-    display_text,
-    folded,
-    last_line,
-    only_errors,
-)
-from nblaunch.view.rich import balanced, embedded, kinds
-from nblaunch.view.terminal import PLAIN, Line, colored, plain
 
 HTML_BUDGET = 680_000
 """Bytes of the whole HTML in a saved notebook, as near as can be told beforehand."""

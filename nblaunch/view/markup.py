@@ -7,11 +7,13 @@ Each coloured thing is also a word or a sign.
 from __future__ import annotations
 
 import html
+import re
+from bisect import bisect_right
 from collections.abc import Iterable
 
-from nblaunch._protocol import Stream
-from nblaunch._state import State
-from nblaunch.view.terminal import PLAIN, Line, Style
+from nblaunch.protocol.messages import Stream
+from nblaunch.protocol.state import State
+from nblaunch.view.screen import PLAIN, Line, Style
 
 # Between a white and a black page in luminance: a contrast of 4.3 on both. Mixing in the colour of the
 # text around takes it above 4.5 where the browser can; a sanitiser keeps the first of the two.
@@ -103,3 +105,64 @@ def _run(style: Style, text: str) -> str:
     declarations += ["font-style:italic"] * style.italic
     declarations += ["text-decoration:underline"] * style.underline
     return f'<span style="{";".join(declarations)}">{escaped(text)}</span>'
+
+
+# --- What text costs in a saved notebook, and text cut to a cost.
+
+
+# In HTML and then in JSON. A notebook holds text as a list of lines, each indented and quoted: a line end
+# takes 13 bytes more than itself.
+_COSTS = (("&", 4), ("<", 3), (">", 3), ("'", 5), ('"', 5), ("\\", 1), ("\n", 13))
+_COSTLY = re.compile(r"""[^ !#-%(-;=?-\[\]-~]""")
+_MAXIMUM_COST = 14
+
+
+def cost_of_text(text: str) -> int:
+    """Return how many bytes `text` takes in a saved notebook, escaped for HTML and then for JSON."""
+    if not _COSTLY.search(text):
+        return len(text)
+    # Counting is three times as fast as escaping, and this is asked of every line of every rank.
+    more = sum(extra * text.count(character) for character, extra in _COSTS)
+    return len(text.encode("utf-8", "replace")) + more
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return `text`, its middle left out where it takes more than `limit` bytes in a saved notebook.
+
+    >>> shortened("ha" * 100, 20)
+    'hahahahahahah … 181 characters left out … hahaha'
+    """
+    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
+        return text
+    candidate = text[:limit]
+    start = bisect_right(range(len(candidate)), limit * 2 // 3, key=lambda end: cost_of_text(candidate[:end]))
+    start = max(start - 1, 0)
+    rest = text[start:][-limit:]
+    length = bisect_right(range(len(rest)), limit // 3, key=lambda end: cost_of_text(rest[len(rest) - end :]))
+    length = max(length - 1, 0)
+    left_out = len(text) - start - length
+    return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
+
+
+def clipped(text: str, limit: int) -> str:
+    """Return the beginning of `text`, as many bytes of it as `limit` allows in a saved notebook."""
+    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
+        return text
+    candidate = text[:limit]
+    end = bisect_right(range(len(candidate)), limit, key=lambda end: cost_of_text(candidate[:end]))
+    return f"{text[: max(end - 1, 0)].rstrip()} …"
+
+
+def fair_limit(costs: Iterable[int], budget: int) -> int:
+    """Return the limit for each with which all together stay within `budget`.
+
+    >>> fair_limit([10, 100, 100], 110)
+    50
+    """
+    waiting = sorted(costs)
+    while waiting:
+        share = budget // len(waiting)
+        if waiting[0] > share:
+            return share
+        budget -= waiting.pop(0)
+    return budget

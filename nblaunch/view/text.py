@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from nblaunch._reports import format_ranks
-from nblaunch._state import RunState
-from nblaunch._transcript import Display
-from nblaunch.view.cost import cost_of_text, fair_limit, shortened
-from nblaunch.view.fit import fit
-from nblaunch.view.header import Header
-from nblaunch.view.outcome import (
+from nblaunch.protocol.reports import format_ranks
+from nblaunch.protocol.state import RunState
+from nblaunch.protocol.transcript import Display
+from nblaunch.view.markup import cost_of_text, fair_limit, shortened
+from nblaunch.view.output import (
+    Omission,
+    Output,
+    Written,
+    by_rank,
+    describe,
+    display_text,
+    fit,
+    folded,
+    only_errors,
+)
+from nblaunch.view.screen import PLAIN, Line, plain
+from nblaunch.view.summary import (
+    Header,
     attempt_lines,
     causes,
     consequence_lines,
@@ -22,17 +33,6 @@ from nblaunch.view.outcome import (
     reason_limit,
     warning_lines,
 )
-from nblaunch.view.output import (
-    Omission,
-    Output,
-    Written,
-    by_rank,
-    describe,
-    display_text,
-    folded,
-    only_errors,
-)
-from nblaunch.view.terminal import PLAIN, Line, plain
 
 TEXT_BUDGET = 130_000
 """Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""

@@ -28,10 +28,10 @@ SCENES = {
 
 CODE = """
 import json, time
-from nblaunch._protocol import Printed, Started, Stream
-from nblaunch._state import RunState, advance
+from nblaunch.protocol.messages import Printed, Started, Stream
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
-from nblaunch.view.header import Header
+from nblaunch.view.summary import Header
 
 def draw(ranks, line, lines, seconds):
     view = choose_view(Header("cell", "gloo", node="host"), "widget")

@@ -114,7 +114,7 @@ def front(page_of_front, request) -> Iterator[Front]:
     assert page_of_front.problems == []
 
 
-class Gate:
+class Listener:
     """Where the ranks of a test wait until it lets them go on."""
 
     def __init__(self, folder: Path) -> None:
@@ -159,7 +159,7 @@ def gates(home):
     """Give the gates of all tests."""
     folder = home / "gates"
     folder.mkdir()
-    return Gate(folder)
+    return Listener(folder)
 
 
 @pytest.fixture

@@ -126,8 +126,8 @@ def test_a_value_on_a_gpu_comes_home_without_a_copy_in_the_ranks_host_memory(ker
 
 
 def test_a_view_of_a_big_tensor_sends_what_it_shows(kernel):
-    kernel.ok("from nblaunch.job import payload\nbig = torch.arange(10_000_000, device='cuda')")
-    assert kernel.value("payload.dumps([big[5:10], big[3:7]], trim=True).size") < 5000
+    kernel.ok("from nblaunch.capture import pickling\nbig = torch.arange(10_000_000, device='cuda')")
+    assert kernel.value("pickling.dumps([big[5:10], big[3:7]], trim=True).size") < 5000
     kernel.ok("parts = [big[5000:5010], big[5003:5007]]")
     kernel.ok(
         """

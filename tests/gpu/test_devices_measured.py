@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.session.usage import Gpus, Seen
+from nblaunch.group.usage import Gpus, Seen
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from nblaunch.session.usage import Gpus
+from nblaunch.group.usage import Gpus
 
 GPUS = torch.cuda.device_count()
 DEVICES = [f"cuda:{index}" for index in range(GPUS)]

@@ -12,8 +12,9 @@ import time
 import pytest
 import torch
 
-from nblaunch.diagnose import _checks_gpu_health, _checks_nccl
-from nblaunch.diagnose.report import Level
+from nblaunch.checks import gpu as checks
+from nblaunch.checks import nccl
+from nblaunch.checks.report import Level
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -58,12 +59,12 @@ def test_what_the_driver_says_of_each_gpu_is_what_its_own_module_reads(nvml, nam
         with contextlib.suppress(nvml.NVMLError):  # not supported
             told = getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(index))
         expected.append(list(told) if isinstance(told, tuple) else told)
-    said = _checks_gpu_health.ask_nvml()
+    said = checks.ask_nvml()
     assert [gpu.get(name) for gpu in said["gpus"]] == expected
 
 
 def test_torchs_architectures_are_asked_in_another_process():
-    found = _checks_gpu_health.torchs_architectures(time.monotonic() + 30)
+    found = checks.torchs_architectures(time.monotonic() + 30)
     ask = "import torch; print(*torch.cuda.get_arch_list())"
     told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
     assert found == told.stdout.split()
@@ -72,16 +73,16 @@ def test_torchs_architectures_are_asked_in_another_process():
 
 
 def test_gpus_that_compute_here_have_no_problem():
-    found = {each.name: each for each in _checks_gpu_health.health()}
+    found = {each.name: each for each in checks.health()}
     assert [each for each in found.values() if each.level is Level.PROBLEM] == []
-    if GPUS > 1 and _checks_gpu_health.ask_nvml()["pairs"]:
+    if GPUS > 1 and checks.ask_nvml()["pairs"]:
         assert re.fullmatch(
             r"joins \d+ of \d+ pairs of GPUs|none: GPUs talk over PCIe", found["NVLink"].summary
         )
 
 
 def test_the_gpus_reduce_together_and_say_how_fast():
-    found = only(_checks_nccl.all_reduce())
+    found = only(nccl.all_reduce())
     assert found.level is Level.OK, found
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if GPUS == 1:
@@ -97,9 +98,9 @@ def test_the_gpus_reduce_together_and_say_how_fast():
 @pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
 def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(monkeypatch):
     """As with a broken link: here they are only given no time."""
-    monkeypatch.setattr(_checks_nccl, "_SECONDS", 0.5)
-    monkeypatch.setattr(_checks_nccl, "_AGAIN_SECONDS", 0.5)
-    found = only(_checks_nccl.all_reduce())
+    monkeypatch.setattr(nccl, "_SECONDS", 0.5)
+    monkeypatch.setattr(nccl, "_AGAIN_SECONDS", 0.5)
+    found = only(nccl.all_reduce())
     assert found.level is Level.PROBLEM
     assert found.summary.startswith(f"{GPUS} GPUs: no answer within 0.5 s: rank 0 in ")
     assert "NCCL_DEBUG=INFO" in found.advice
@@ -107,11 +108,11 @@ def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(monkeypatch):
 
 @pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
 def test_a_gpu_that_is_not_there_is_named_with_the_error(monkeypatch):
-    from nblaunch.agent import devices
+    from nblaunch.elastic import placement
 
-    monkeypatch.setattr(devices, "visible_gpus", lambda _: GPUS + 1)
+    monkeypatch.setattr(placement, "visible_gpus", lambda _: GPUS + 1)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # so it is tried once
-    found = only(_checks_nccl.all_reduce())
+    found = only(nccl.all_reduce())
     assert found.level is Level.PROBLEM
     assert f"rank {GPUS} in initialising CUDA: " in found.summary
 
@@ -125,7 +126,7 @@ def test_from_the_notebook_they_reduce_and_its_cuda_is_left_alone(start_kernel):
 
 def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel, monkeypatch):
     monkeypatch.setenv("FAKE_NVML_COMPUTE_MODE", "3")
-    if _checks_gpu_health.ask_nvml()["gpus"][0].get("compute_mode") != 3:
+    if checks.ask_nvml()["gpus"][0].get("compute_mode") != 3:
         pytest.skip("these GPUs cannot be told their compute mode")
     kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
     kernel.ok("import torch")
@@ -140,9 +141,9 @@ def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel
 
 def test_a_gpu_that_this_torch_has_no_code_for_is_a_problem(monkeypatch):
     monkeypatch.setenv("FAKE_NVML_CAPABILITY", "35")
-    if _checks_gpu_health.ask_nvml()["gpus"][0].get("capability") != [3, 5]:
+    if checks.ask_nvml()["gpus"][0].get("capability") != [3, 5]:
         pytest.skip("these GPUs cannot be told their architecture")
-    lacking = [each for each in _checks_gpu_health.health() if each.name == "architecture"]
-    assert len(lacking) == len(_checks_gpu_health.ask_nvml()["gpus"])
+    lacking = [each for each in checks.health() if each.name == "architecture"]
+    assert len(lacking) == len(checks.ask_nvml()["gpus"])
     assert all(each.level is Level.PROBLEM for each in lacking)
     assert "is sm_35; this torch has code for sm_" in lacking[0].summary

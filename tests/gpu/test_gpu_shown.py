@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.session.usage import Gpus, Meter
+from nblaunch.group.usage import Gpus, Meter
 
 pytestmark = pytest.mark.gpu
 

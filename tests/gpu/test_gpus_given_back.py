@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.session.usage import Gpus
+from nblaunch.group.usage import Gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def standing_by(start_kernel, small, eventually):
     def waits():
         return kernel.value(
             "(lambda seat: seat is not None and seat.group.waiting)"
-            "(__import__('nblaunch.session.engine', fromlist=['x']).standby._seat)"
+            "(__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group)"
         )
 
     def idle():

@@ -165,12 +165,12 @@ def test_memory_that_processes_may_not_open_is_a_problem(script):
     """As where /proc is mounted with hidepid, or in a sandbox: forced by taking the right away."""
     source = """
     import ctypes, json
-    from nblaunch.diagnose import _checks_system
+    from nblaunch.checks import processes
     drop_from_bounding_set, set_dumpable, sys_ptrace = 24, 4, 19
     libc = ctypes.CDLL(None)
     libc.prctl(drop_from_bounding_set, sys_ptrace, 0, 0, 0)
     libc.prctl(set_dumpable, 0, 0, 0, 0)
-    found = _checks_system.hand_over()
+    found = processes.hand_over()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     level, summary, advice = named("hand-over", printed(script(source)))
@@ -182,8 +182,8 @@ def test_memory_that_processes_may_not_open_is_a_problem(script):
 def temporary(script, tmpdir):
     source = """
     import json
-    from nblaunch.diagnose import _checks_storage, doctor
-    found = _checks_storage.temporary_directory()
+    from nblaunch.checks import machine, doctor
+    found = machine.temporary_directory()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     return named("temp dir", printed(script(source, env={"TMPDIR": str(tmpdir)})))
@@ -212,9 +212,9 @@ def test_a_low_limit_on_open_files_is_named(script, limit, level):
         pytest.skip("the hard limit is lower")
     source = f"""
     import json, resource, sys
-    from nblaunch.diagnose import _checks_limits
+    from nblaunch.checks import machine
     resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
-    found = _checks_limits.open_files()
+    found = machine.open_files()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     found = named("open files", printed(script(source)))
@@ -242,9 +242,9 @@ def test_a_process_at_its_limit_of_files_is_looked_at_all_the_same(script):
 def test_a_limited_address_space_is_named(script):
     source = """
     import json, resource
-    from nblaunch.diagnose import _checks_limits
+    from nblaunch.checks import machine
     resource.setrlimit(resource.RLIMIT_AS, (1 << 34, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    found = _checks_limits.memory()
+    found = machine.memory()
     print(json.dumps([[each.name, each.level, each.summary, each.advice] for each in found]))
     """
     level, summary, _ = named("address space", printed(script(source)))

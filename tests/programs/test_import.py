@@ -63,7 +63,7 @@ def test_every_public_name_is_there_and_listed():
 
 def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
     code = (
-        "import sys, nblaunch.view.display, nblaunch.view.watch\n"
+        "import sys, nblaunch.view.display, nblaunch.view.display\n"
         "print([name for name in ('IPython', 'ipywidgets', 'anywidget', 'torch') if name in sys.modules])"
     )
     assert fresh(code) == "[]\n"
@@ -72,7 +72,7 @@ def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
 @pytest.mark.quick
 def test_importing_the_options_loads_neither_torch_nor_ipython():
     code = (
-        "import sys, nblaunch._options, nblaunch.magic.line\n"
+        "import sys, nblaunch.options.launch, nblaunch.magic.completion\n"
         "print([name for name in ('torch', 'IPython', 'argparse') if name in sys.modules])"
     )
     assert fresh(code) == "[]\n"
@@ -90,8 +90,8 @@ def test_a_pickled_error_can_be_read_without_torch():
 def test_counting_gpus_leaves_cuda_as_it_is():
     code = (
         "import torch\n"
-        "from nblaunch.agent.devices import place\n"
-        "place('auto', 'auto', {})\n"
+        "from nblaunch.elastic.placement import place_ranks\n"
+        "place_ranks('auto', 'auto', {})\n"
         "assert not torch.cuda.is_initialized()\n"
     )
     assert fresh(code) == ""

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 import nblaunch
-from nblaunch.session import joining
+from nblaunch.group.key import versions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
 # The command, but for what it says of itself.
 NODE = """
 import sys
-from nblaunch.session import joining
-versions = joining.versions()
-joining.versions = lambda: tuple(given or own for given, own in zip(sys.argv[1:3], versions))
-from nblaunch.cluster.join import join
+from nblaunch.group import key
+versions = key.versions()
+key.versions = lambda: tuple(given or own for given, own in zip(sys.argv[1:3], versions))
+from nblaunch.nodes.join import join
 sys.exit(join(sys.argv[3:]))
 """
 
@@ -89,7 +89,7 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
         )
     finally:
         visitor.join(SECONDS)
-    python, torch = joining.versions()
+    python, torch = versions()
     assert [status for status, _ in told] == [1, 1]
     for said, theirs in (
         (told[0][1], f"Python 3.9 and torch {torch}"),

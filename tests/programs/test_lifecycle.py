@@ -76,7 +76,7 @@ class World:
 
     def keeper(self, pid: int) -> int | None:
         keepers = [
-            each for each in self.below(pid) if "nblaunch.agent.keeper" in self.processes().get(each, "")
+            each for each in self.below(pid) if "nblaunch.elastic.keeper" in self.processes().get(each, "")
         ]
         return keepers[0] if keepers else None
 
@@ -551,7 +551,7 @@ def test_kill_9_of_a_kernel_leaves_nothing(phase, host, world, tmp_path):
 
 def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
     started = host(
-        "import time\nfrom nblaunch.agent import forkserver\n"
+        "import time\nfrom nblaunch.elastic import forkserver\n"
         "forkserver.server.ensure_running()\ntime.sleep(100)"
     )
     wait_until(lambda: len(world.processes()) > 1, "the keeper has been started")
@@ -628,7 +628,7 @@ STILL_LEAVING = """
 from datetime import timedelta
 import nblaunch
 from torch import distributed
-from nblaunch.agent import rendezvous
+from nblaunch.elastic import rendezvous
 
 shut_down = rendezvous.LoopbackRendezvous.shutdown
 
@@ -744,7 +744,7 @@ def test_a_temporary_directory_too_long_for_a_socket_is_replaced_by_another_priv
     runtime = world.temporary / "run"
     runtime.mkdir()
     code, out, err = program(
-        f"{JOB}\nfrom nblaunch.agent.runtime import root\n"
+        f"{JOB}\nfrom nblaunch.elastic.runtime_dir import root\n"
         "print(nblaunch.run(job, nproc=2).values, root().parent, oct(root().stat().st_mode & 0o777))",
         TMPDIR=str(long),
         XDG_RUNTIME_DIR=str(runtime),
@@ -772,9 +772,9 @@ def test_a_directory_that_is_removed_between_runs_is_made_again(finished, world)
     assert finished(f"""
 {JOB}
 import json, shutil
-from nblaunch.agent import runtime
+from nblaunch.elastic import runtime_dir
 kept = nblaunch.run(job, nproc=2)
-shutil.rmtree(runtime.root())
+shutil.rmtree(runtime_dir.root())
 print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 """) == [[0, 1], [0, 1]]
     world.must_be_clean()
@@ -785,10 +785,10 @@ print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 FORK = """
 {JOB}
 import gc, json, os, sys
-from nblaunch.agent import forkserver, runtime
+from nblaunch.elastic import forkserver, runtime_dir
 kept = nblaunch.run(job, nproc=2)
 def ours():
-    return [forkserver.server.pid, str(runtime.root())]
+    return [forkserver.server.pid, str(runtime_dir.root())]
 before = ours()
 outcome = []
 for action in {ACTIONS}:
@@ -943,7 +943,7 @@ print(json.dumps([error, states, nblaunch.run(job, nproc=2).values]))
 
 UNLUCKY = """
 import sys
-if "nblaunch.agent.keeper" in str(sys.orig_argv):
+if "nblaunch.elastic.keeper" in str(sys.orig_argv):
     {}
 """
 

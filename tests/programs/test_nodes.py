@@ -26,10 +26,11 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 import nblaunch
-from nblaunch import LaunchError, OptionError, RunFailedError, _node_protocol
-from nblaunch._options import LaunchOptions, parse_line
-from nblaunch._protocol import ProtocolError
-from nblaunch.session import gate
+from nblaunch import LaunchError, OptionError, RunFailedError
+from nblaunch.group import listener
+from nblaunch.options.launch import LaunchOptions, parse_line
+from nblaunch.protocol import nodes as _node_protocol
+from nblaunch.protocol.messages import ProtocolError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -44,7 +45,7 @@ def free_port() -> int:
 
 
 @dataclass
-class Meeting:
+class RendezvousConfig:
     """A place for nodes to meet, and a key; `join` starts a node, `options` are the notebook's."""
 
     directory: Path
@@ -89,7 +90,7 @@ def meeting(tmp_path, monkeypatch):
     key.chmod(0o600)
     monkeypatch.setenv("NBLAUNCH_JOIN_KEY_FILE", str(key))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    made = Meeting(tmp_path)
+    made = RendezvousConfig(tmp_path)
     yield made
     for node in made.nodes:
         if node.poll() is None:
@@ -418,11 +419,11 @@ def opened(meeting):
 
 def gate_port(meeting):
     """Return where nodes report to, as a node finds it."""
-    from nblaunch.agent import meetings, stores
+    from nblaunch.elastic import rendezvous, rendezvous_config
 
-    where = meetings.meeting_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
+    where = rendezvous_config.rdzv_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
     assert where is not None
-    return stores.read_gate(where, meeting.name, threading.Event())
+    return rendezvous.read_listener(where, meeting.name, threading.Event())
 
 
 def knock(address, **keys):
@@ -462,7 +463,7 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
         )
         key = Path(os.environ["NBLAUNCH_JOIN_KEY_FILE"]).read_text().encode()
         with zmq.Context() as context, context.socket(zmq.DEALER) as unused:
-            server = gate.encrypted(unused, key, "node")
+            server = listener.encrypted(unused, key, "node")
         # Knows the notebook's public key, and has a secret key of its own.
         answered.append(
             knock(address, curve_publickey=public, curve_secretkey=secret, curve_serverkey=server)
@@ -499,7 +500,7 @@ def test_a_node_with_a_wrong_key_is_told_so_and_the_run_waits_for_the_right_one(
 def test_a_state_of_the_rendezvous_without_the_key_is_not_unpickled(tmp_path):
     import pickle
 
-    from nblaunch.agent import rendezvous
+    from nblaunch.elastic import rendezvous
 
     class Trap:
         def __reduce__(self):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.view import widget
+from nblaunch.view import panel
 
-SCRIPT = Path(widget.__file__).with_name("panel.js")
+SCRIPT = Path(panel.__file__).with_name("panel.js")
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="node is missing")
 

@@ -10,7 +10,7 @@ import pytest
 SOURCE = """
 import json, os, sys, time
 import nblaunch
-from nblaunch.agent import forkserver, runtime
+from nblaunch.elastic import forkserver, runtime_dir
 
 def one():
     return 1

@@ -65,7 +65,7 @@ def test_without_pidfd_and_memfd_runs_work_and_a_killed_kernel_leaves_nothing(
             "-c",
             SETTING
             + """
-from nblaunch.agent import forkserver
+from nblaunch.elastic import forkserver
 with nblaunch.Session(nproc=2) as session:
     big = session.run(lambda data: data * 2, args=(bytes(2_000_000),)).values
     missing = [hasattr(os, "pidfd_open"), hasattr(os, "memfd_create")]
@@ -91,10 +91,10 @@ def test_a_session_outlives_a_cleaned_temporary_directory(found, temporary):
     shown = found(
         """
 from pathlib import Path
-from nblaunch.agent import keeper, runtime
+from nblaunch.elastic import keeper, runtime_dir
 with nblaunch.Session(nproc=2) as session:
     session.cell("x = 1", namespace={})
-    root = runtime.root()
+    root = runtime_dir.root()
     old = 1_000_000_000
     for path in [root, *root.rglob("*")]:
         os.utime(path, (old, old))
@@ -108,7 +108,7 @@ with nblaunch.Session(nproc=2) as session:
     second = session.cell("x + 3", namespace={}).values
     session.restart()
     third = session.cell("5", namespace={}).values
-    show(young=young, same=runtime.root() == root, values=[fresh, first, again, second, third])
+    show(young=young, same=runtime_dir.root() == root, values=[fresh, first, again, second, third])
 """,
         TMPDIR=str(temporary),
     )
@@ -197,8 +197,8 @@ def test_a_temporary_directory_that_is_not_utf8_is_passed_over(found, tmp_path):
     strange.mkdir()
     shown = found(
         """
-from nblaunch.agent import runtime
-show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(runtime.root()))
+from nblaunch.elastic import runtime_dir
+show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(runtime_dir.root()))
 """,
         TMPDIR=str(strange),
         XDG_RUNTIME_DIR=str(tmp_path),

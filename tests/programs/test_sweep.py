@@ -6,7 +6,7 @@ import json
 
 SOURCE = """
 import json, os, signal, subprocess, time
-from nblaunch.agent import keeper
+from nblaunch.elastic import keeper
 
 stuck = subprocess.Popen(["sleep", "1000"])
 other = subprocess.Popen(["sleep", "1000"])

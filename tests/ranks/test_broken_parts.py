@@ -20,9 +20,9 @@ from chaos import bound, failing, must_work, usual
 from lanes import sampled
 
 import nblaunch
-from nblaunch.agent import forkserver
-from nblaunch.agent.elastic import RankAgent
-from nblaunch.session import hub
+from nblaunch.elastic import forkserver
+from nblaunch.elastic.agent import RankAgent
+from nblaunch.group import hub
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 

@@ -9,10 +9,8 @@ import time
 import pytest
 
 import nblaunch
-from nblaunch.diagnose import (
-    _checks_system,
-)
-from nblaunch.diagnose.report import Level
+from nblaunch.checks import processes
+from nblaunch.checks.report import Level
 
 BOUND = 5.0
 
@@ -34,7 +32,7 @@ def named(name, found):
 @pytest.fixture(autouse=True, scope="module")
 def warm():
     """Start the fork server before the tests: on a busy machine that takes longer than the doctor waits."""
-    assert only(_checks_system.fork_server()).level is not Level.PROBLEM
+    assert only(processes.fork_server()).level is not Level.PROBLEM
 
 
 def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
@@ -77,7 +75,7 @@ def test_in_a_rank_the_doctor_says_that_it_is_one_and_starts_nothing():
 def test_the_fork_server_is_measured_by_forking_a_process():
     assert re.fullmatch(
         r"(started|ready) after \d+\.\d\d s; a rank is forked in \d+ ms",
-        only(_checks_system.fork_server()).summary,
+        only(processes.fork_server()).summary,
     )
     # It runs by now.
-    assert only(_checks_system.fork_server()).summary.startswith("ready after ")
+    assert only(processes.fork_server()).summary.startswith("ready after ")

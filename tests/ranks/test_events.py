@@ -162,7 +162,7 @@ def test_the_console_handler_prints_what_torchrun_prints(script):
 
 
 def test_an_unknown_handler_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("nblaunch.session.engine.perform", None)  # nothing may come that far
+    monkeypatch.setattr("nblaunch.group.launcher.run_fresh", None)  # nothing may come that far
     with pytest.raises(nblaunch.OptionError, match=r"event_log_handler='nosuch'.* console, .*null"):
         nblaunch.run(rank_number, nproc=1, event_log_handler="nosuch")
 

@@ -16,8 +16,8 @@ from torch import distributed
 
 import nblaunch
 from nblaunch import HangReport
-from nblaunch._protocol import Collective, FrameRecord, Where
 from nblaunch.diagnose import hang
+from nblaunch.protocol.messages import Collective, FrameRecord, Where
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 
@@ -54,7 +54,7 @@ def others(nproc, *but):
 
 
 def said(ranks):
-    return nblaunch._reports.format_ranks(ranks)
+    return nblaunch.protocol.reports.format_ranks(ranks)
 
 
 # --- who is where ----------------------------------------------------------------------------------
@@ -293,7 +293,7 @@ def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path):
         return "done"
 
     usual(nproc)
-    watch = nblaunch.session.hang_watch.HangWatch
+    watch = nblaunch.group.wait.HangWatch
     original = watch.look
 
     def look(self, state):

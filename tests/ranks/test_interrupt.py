@@ -118,8 +118,8 @@ print("done")
     [
         (0, 6, "/nblaunch/"),
         full((1, 12, "/nblaunch/")),
-        full((0, 15, "/nblaunch/session/ending.py")),
-        full((0, 15, "/nblaunch/session/engine.py")),
+        full((0, 15, "/nblaunch/group/wait.py")),
+        full((0, 15, "/nblaunch/group/launcher.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -183,7 +183,7 @@ def test_while_the_fork_server_starts(start_kernel, eventually):
     """It imports torch: the cell does not wait for the end of that, nor for the grace period."""
     kernel = start_kernel()
     # Loading the extension has started it.
-    kernel.ok("from nblaunch.session import engine\nengine.close()")
+    kernel.ok("from nblaunch.group import launcher\nlauncher.shut_down()")
 
     def keeper():
         return psutil.Process(kernel.pid).children()

@@ -71,8 +71,8 @@ def test_too_few_descriptors_refuse_the_run_with_both_numbers_and_harm_no_sessio
     """In the kernel, with some left and with none at all, and in the fork server."""
     found = printed("""
 import psutil
-from nblaunch.agent import forkserver
-from nblaunch.session import engine
+from nblaunch.elastic import forkserver
+from nblaunch.group import launcher
 
 found = {}
 with nblaunch.Session(nproc=2) as session:
@@ -89,7 +89,7 @@ with nblaunch.Session(nproc=2) as session:
     server.rlimit(psutil.RLIMIT_NOFILE, before)
     found["kept"] = session.cell("trained", namespace={}).values
     found["again"] = nblaunch.run(one, nproc=2).values
-engine.close()
+launcher.shut_down()
 held = hold(spare=0)
 found["none, run"] = outcome(lambda: nblaunch.run(one, nproc=2).values)
 found["none, session"] = outcome(lambda: nblaunch.Session(nproc=2))
@@ -116,7 +116,7 @@ import os
 fork, path = os.fork, {path!r}
 def refused():
     # In the fork server only, and only while the file is there, which holds how many forks succeed.
-    if os.path.exists(path) and b"nblaunch.agent.keeper" in open("/proc/self/cmdline", "rb").read():
+    if os.path.exists(path) and b"nblaunch.elastic.keeper" in open("/proc/self/cmdline", "rb").read():
         left = os.path.getsize(path)
         if left == 0:
             raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -134,7 +134,7 @@ def test_a_fork_that_the_system_refuses_fails_that_run_alone(printed, tmp_path):
     refused, kept, children, again = printed(
         f"""
 import psutil
-from nblaunch.agent import forkserver
+from nblaunch.elastic import forkserver
 with nblaunch.Session(nproc=2) as session:
     session.cell("trained = 123", namespace={{}})
     server = psutil.Process(forkserver.server.pid).children()[0]

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 import nblaunch
-from nblaunch._protocol import Stream
-from nblaunch.session.shown import Shown
+from nblaunch.group.job import Shown
+from nblaunch.protocol.messages import Stream
 
 SPEAK = """
     import os, sys

@@ -76,12 +76,12 @@ def test_a_magic_of_the_notebook_is_refused_by_name_and_with_what_to_do(kernel):
 
 def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     kernel.ok("""
-        from nblaunch.session import engine
-        counted, placed = [], engine.place
+        from nblaunch.group import launcher
+        counted, placed = [], launcher.place_launch
         def count(options):
             counted.append(options)
             return placed(options)
-        engine.place = count
+        launcher.place_launch = count
     """)
     try:
         kernel.ok("%%distributed --fresh -n 1\nrank")
@@ -89,7 +89,7 @@ def test_where_a_fresh_cell_runs_is_decided_once(kernel):
         error = kernel.fails("%%distributed --fresh -n 1 --ranks 0\nrank")
         assert "--ranks" in error.evalue
     finally:
-        kernel.ok("engine.place = placed")
+        kernel.ok("launcher.place_launch = placed")
 
 
 def test_the_panel_says_why_there_are_as_many_ranks_as_there_are(start_kernel):

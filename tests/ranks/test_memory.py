@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.job import shared
-from nblaunch.job.payload import Packed
+from nblaunch.capture import shared_memory
+from nblaunch.capture.pickling import Packed
 
 GIGABYTE = 1 << 30
 LARGE = 4_000_000
@@ -291,7 +291,7 @@ NO_MEMORY_FILES = """
     del os.memfd_create
     import numpy
     import nblaunch
-    from nblaunch.agent import runtime
+    from nblaunch.elastic import runtime_dir
 
     array = numpy.ones(10_000_000)
 
@@ -309,13 +309,13 @@ NO_MEMORY_FILES = """
         return array
 
     def payloads():
-        files = [name for _, _, names in os.walk(runtime.root()) for name in names]
+        files = [name for _, _, names in os.walk(runtime_dir.root()) for name in names]
         return [name for name in files if name.startswith("payload-")]
 
     result = nblaunch.run(on_disk, nproc=2)
     sums = [float(back.sum()) for back, _ in result]
     places = [len(maps) for _, maps in result]
-    inside = all(path.startswith(str(runtime.root())) for _, maps in result for path in maps)
+    inside = all(path.startswith(str(runtime_dir.root())) for _, maps in result for path in maps)
     # Ranks that have succeeded leave, and take their files along, while the program goes on.
     deadline = time.monotonic() + 30
     while payloads() and time.monotonic() < deadline:
@@ -413,25 +413,25 @@ def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_
     monkeypatch, tmp_path
 ):
     """The blocks are taken first, so that no reader of the mapping meets a SIGBUS."""
-    monkeypatch.setattr(shared, "_free_memory", lambda: 0)
+    monkeypatch.setattr(shared_memory, "_free_memory", lambda: 0)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     packed = Packed(memoryview(bytes(1_000_000)), ())
-    with pytest.raises(shared.NoRoomError, match="1 MB are to be sent"):
-        shared.put(packed, lambda: tmp_path)
+    with pytest.raises(shared_memory.NoRoomError, match="1 MB are to be sent"):
+        shared_memory.put(packed, lambda: tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_that_is_short_sends_a_payload_to_the_disk(monkeypatch, tmp_path):
-    monkeypatch.setattr(shared, "_free_memory", lambda: 900_000)
+    monkeypatch.setattr(shared_memory, "_free_memory", lambda: 900_000)
     data = np.random.default_rng(0).bytes(1_000_000)
-    with shared.put(Packed(memoryview(data), (memoryview(b"abc"),)), lambda: tmp_path) as outgoing:
+    with shared_memory.put(Packed(memoryview(data), (memoryview(b"abc"),)), lambda: tmp_path) as outgoing:
         (path,) = tmp_path.iterdir()
         assert path.stat().st_mode & 0o077 == 0
-        first, second = shared.get(outgoing.payload, private=True)
+        first, second = shared_memory.get(outgoing.payload, private=True)
     assert list(tmp_path.iterdir()) == []
     assert (bytes(first), bytes(second)) == (data, b"abc")
     first[0] = first[0] ^ 1

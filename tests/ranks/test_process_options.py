@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.agent import numa, start_methods
-from nblaunch.rank import numa as binding_of_ranks
+from nblaunch.elastic import placement
+from nblaunch.rank import environment as binding_of_ranks
 
 
 def local():
@@ -84,7 +84,7 @@ def test_a_spawned_rank_is_a_new_python_and_still_the_process_that_the_agent_kno
     spawned = nblaunch.run(command, nproc=1, start_method="spawn")[0]
     forked = nblaunch.run(command, nproc=1)[0]
     assert "nblaunch.rank.main" in " ".join(spawned)
-    assert "nblaunch.agent.keeper" in " ".join(forked)
+    assert "nblaunch.elastic.keeper" in " ".join(forked)
 
 
 @pytest.mark.full
@@ -150,7 +150,7 @@ def test_fork_once_cuda_is_initialised_says_so(monkeypatch):
     # There is no GPU here to initialise; what torch then says is all that counts.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(nblaunch.OptionError, match="CUDA is initialised in this process"):
-        start_methods.check("fork")
+        placement.check_start_method("fork")
 
 
 # --- NUMA, signals, shutdown -----------------------------------------------------------------------
@@ -162,15 +162,15 @@ def test_numa_binding_needs_a_gpu_for_each_rank(binding, monkeypatch):
     with pytest.raises(nblaunch.OptionError, match=f"numa_binding='{binding}'.*none is visible"):
         nblaunch.run(local, nproc=2, numa_binding=binding)
     with pytest.raises(nblaunch.OptionError, match="1 is visible here for 2 ranks"):
-        numa.check(binding, gpus=1, nproc=2)
+        placement.check_numa_binding(binding, gpus=1, nproc=2)
 
 
 @pytest.mark.parametrize("binding", ["node", "socket", "exclusive", "core-complex"])
 def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     from torch.numa.binding import NumaOptions
 
-    numa.check(binding, gpus=2, nproc=2)
-    told = binding_of_ranks.options(binding)
+    placement.check_numa_binding(binding, gpus=2, nproc=2)
+    told = binding_of_ranks.numa_options(binding)
     assert isinstance(told, NumaOptions)
     assert told.affinity_mode.value == binding
 
@@ -178,8 +178,8 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
 @pytest.mark.parametrize("binding", ["exclusive", "core-complex"])
 def test_cpus_are_not_divided_among_gpus_that_a_rank_cannot_see(binding):
     with pytest.raises(nblaunch.OptionError, match=r"virtual_local_rank each rank sees one GPU only\. Use"):
-        numa.check(binding, gpus=2, nproc=2, virtual_local_rank=True)
-    numa.check("node", gpus=2, nproc=2, virtual_local_rank=True)
+        placement.check_numa_binding(binding, gpus=2, nproc=2, virtual_local_rank=True)
+    placement.check_numa_binding("node", gpus=2, nproc=2, virtual_local_rank=True)
 
 
 def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel):
@@ -205,7 +205,7 @@ def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel
 
 def test_a_group_that_was_made_ready_is_taken_only_where_its_processes_are_as_asked(start_kernel, eventually):
     kernel = start_kernel(NBLAUNCH_STANDBY="1")
-    seat = "__import__('nblaunch.session.engine', fromlist=['x']).standby._seat"
+    seat = "__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group"
 
     def run(options):
         """Return the values of a cell, and whether a group that waited for it has run it."""

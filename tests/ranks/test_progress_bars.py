@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from nblaunch._options import LaunchOptions
-from nblaunch.session import run as session_run
-from nblaunch.session.ending import SilentWatcher
+from nblaunch import _api as session_run
+from nblaunch.group.wait import SilentWatcher
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.output import last_line, read
-from nblaunch.view.terminal import Line
+from nblaunch.view.screen import Line
 
 pytest.importorskip("tqdm")
 

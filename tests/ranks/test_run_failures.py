@@ -16,7 +16,7 @@ import pytest
 from lanes import sampled
 
 import nblaunch
-from nblaunch.session.hub import Hub
+from nblaunch.group.hub import Hub
 
 
 class TwoArgumentsError(Exception):

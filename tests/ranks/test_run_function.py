@@ -30,7 +30,7 @@ import torch
 from lanes import sampled
 
 import nblaunch
-from nblaunch.agent import runtime
+from nblaunch.elastic import runtime_dir
 
 
 def rank_of_environment():
@@ -340,7 +340,9 @@ def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(event
         keeper_and_server = 2
         children = psutil.Process().children(recursive=True)
         leaving = [each for each in threading.enumerate() if each.name.startswith(AGENT_THREADS)]
-        return len(children) == keeper_and_server and not leaving and not list(runtime.root().glob("logs-*"))
+        return (
+            len(children) == keeper_and_server and not leaving and not list(runtime_dir.root().glob("logs-*"))
+        )
 
     for _ in range(2):
         nblaunch.run(job, nproc=2)

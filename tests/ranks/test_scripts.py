@@ -19,7 +19,7 @@ from torch.distributed.elastic.utils import macros
 
 import nblaunch
 from nblaunch._results import RunResult
-from nblaunch._state import State
+from nblaunch.protocol.state import State
 
 FACTS = """
 import json, os, sys
@@ -415,7 +415,7 @@ def test_what_cannot_be_run_is_refused_before_any_process_starts(write, monkeypa
     (where / "tool").chmod(0o700)
     zipfile.ZipFile(where / "empty.zip", "w").close()
     arguments, options, said = REFUSED[case]
-    monkeypatch.setattr("nblaunch.session.engine.perform", pytest.fail)
+    monkeypatch.setattr("nblaunch.group.launcher.run_fresh", pytest.fail)
     with pytest.raises(nblaunch.OptionError, match=said):
         nblaunch.run(*arguments, nproc=2, **options)
 

@@ -525,13 +525,13 @@ def test_status_and_stacks_while_ranks_hang(session, eventually):
 
 def nblaunch_background(session: nblaunch.Session, source: str) -> Any:
     """Run a cell on a thread; the Python API has that for functions only."""
-    from nblaunch.session.background import Handle
+    from nblaunch.group.background import Handle
 
     return Handle(lambda _: session._live.prepared(*cell_job(source))(None))
 
 
 def cell_job(source: str) -> tuple[Any, ...]:
-    from nblaunch._protocol import CellJob
+    from nblaunch.protocol.messages import CellJob
 
     return CellJob(source, "<session cell>", "session cell", first_line=1), source, {}, str
 

@@ -25,7 +25,7 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
-from nblaunch.session.healing import Healing
+from nblaunch.group.recovery import Recovery
 
 GONE = "the ranks were started anew: all of their variables are gone"
 REFORMED = (
@@ -212,7 +212,7 @@ def failing_cell(
     session: nblaunch.Session, source: str, options: nblaunch.LaunchOptions
 ) -> nblaunch.RunFailedError:
     """Run a cell with options of its own, as the magic does."""
-    from nblaunch._protocol import CellJob
+    from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
     finished = session._live.prepared(job, source, {}, str, options=options)(None)
@@ -235,7 +235,7 @@ def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     """The others are idle, and would never come."""
     options = nblaunch.LaunchOptions(timeout=1)
     source = "dist.all_reduce(torch.ones(1))"
-    from nblaunch._protocol import CellJob
+    from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
     finished = session._live.prepared(job, source, {}, str, ranks=[1], options=options)(None)
@@ -400,7 +400,7 @@ print("done")
     [
         (0, 6, "/nblaunch/"),
         full((0, 25, "/nblaunch/")),
-        full((0, 40, "/nblaunch/session/session.py")),
+        full((0, 40, "/nblaunch/group/session.py")),
         pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -560,9 +560,9 @@ BREAK = """
     import os, sys, time
     import psutil
     import nblaunch
-    from nblaunch.agent import forkserver
-    from nblaunch.agent.elastic import RankAgent
-    from nblaunch.session import hub
+    from nblaunch.elastic import forkserver
+    from nblaunch.elastic.agent import RankAgent
+    from nblaunch.group import hub
 
     GONE = "the ranks were started anew: all of their variables are gone"
 
@@ -639,7 +639,7 @@ def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(script, blow
 @pytest.mark.full
 def test_a_group_that_cannot_be_formed_again_is_replaced(open_session, monkeypatch):
     session = open_session(2)
-    monkeypatch.setattr(Healing, "healed", lambda *_: None)  # as if a rank never came back
+    monkeypatch.setattr(Recovery, "healed", lambda *_: None)  # as if a rank never came back
     session._live.group.settings = session._live.group.settings.__class__(
         **{**vars_of(session._live.group.settings), "grace": 0.2}
     )

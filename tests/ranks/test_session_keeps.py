@@ -453,6 +453,6 @@ print("done")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("file", ["/nblaunch/session/background.py", "/nblaunch/_session_api.py"])
+@pytest.mark.parametrize("file", ["/nblaunch/group/background.py", "/nblaunch/_api.py"])
 def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path):
     assert said_by(SUBMIT, tmp_path, file) == "done\n"

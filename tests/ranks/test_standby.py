@@ -48,7 +48,7 @@ def waiting(watched, eventually):
             pids = {each.pid for each in watched.ranks()}
             connected = watched.kernel.value(
                 "(lambda seat: seat is not None and seat.group.waiting)"
-                "(__import__('nblaunch.session.engine', fromlist=['x']).standby._seat)"
+                "(__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group)"
             )
             return connected and len(pids) == size and not pids & ran
 
@@ -126,8 +126,8 @@ def test_while_it_waits_it_takes_next_to_no_memory_and_no_time(waiting):
 def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
     waiting()
     watched.kernel.ok(
-        "from nblaunch.session import engine, standby\nstandby.STANDBY_SECONDS = 0.1\n"
-        "with engine.standby._lock:\n    engine.standby._changed.notify_all()"
+        "from nblaunch.group import launcher, standby\nstandby.STANDBY_SECONDS = 0.1\n"
+        "with launcher.standby._lock:\n    launcher.standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
     assert watched.run(body="rank") == [0, 1]
@@ -136,8 +136,8 @@ def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
 def test_it_goes_where_memory_is_short(watched, waiting, eventually):
     waiting()
     watched.kernel.ok(
-        "from nblaunch.session import engine, standby\nstandby._LEAST_FREE = 2.0\n"
-        "with engine.standby._lock:\n    engine.standby._changed.notify_all()"
+        "from nblaunch.group import launcher, standby\nstandby._LEAST_FREE = 2.0\n"
+        "with launcher.standby._lock:\n    launcher.standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
 
@@ -156,7 +156,7 @@ def test_it_can_be_turned_off(start_kernel, eventually):
 
 def test_a_script_prepares_nothing():
     """It may never run anything again; nothing is to be started only to be ended."""
-    from nblaunch.session import standby
+    from nblaunch.group import standby
 
     assert os.environ["NBLAUNCH_STANDBY"] == "0"
     with pytest.MonkeyPatch.context() as environment:

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 import nblaunch
-from nblaunch.session import hub as hub_module
+from nblaunch.group import hub as hub_module
 
 
 def boom(path: str) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch._options import LaunchOptions
-from nblaunch._protocol import Measured
-from nblaunch._state import AttemptState, RankState, RunState, State
-from nblaunch.session import run as session_run
-from nblaunch.session import usage
-from nblaunch.session.ending import SilentWatcher
-from nblaunch.session.usage import Gpus, Meter
+from nblaunch import _api as session_run
+from nblaunch.group import usage
+from nblaunch.group.usage import Gpus, Meter
+from nblaunch.group.wait import SilentWatcher
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.messages import Measured
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State
 
 MEGABYTE = 1 << 20
 HELD = 200 * MEGABYTE

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 import nblaunch
-from nblaunch._not_sent import NotSent, NotSentError
+from nblaunch._results import NotSent, NotSentError
 
 LOCK = "__import__('threading').Lock()"
 

@@ -11,7 +11,7 @@ import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
-from nblaunch.view.header import Header
+from nblaunch.view.summary import Header
 
 HEADER = Header("cell", "gloo")
 
@@ -24,10 +24,10 @@ REPOSITORY = str(Path(__file__).parents[2])
 
 RUN = """
 import time
-from nblaunch._protocol import Payload, Printed, Returned, Started, Stream
-from nblaunch._state import RunState, advance
+from nblaunch.protocol.messages import Payload, Printed, Returned, Started, Stream
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view.display import choose_view
-from nblaunch.view.header import Header
+from nblaunch.view.summary import Header
 
 def run(seconds, mode=None, ranks=2, pause=0.005):
     view = choose_view(Header("cell", "gloo"), mode)
@@ -155,8 +155,8 @@ def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
 @pytest.mark.oldest
 def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
     code = """
-from nblaunch.view.drawing import Drawing
-from nblaunch.view.widget import Panel
+from nblaunch.view.panel import Drawing
+from nblaunch.view.panel import Panel
 drawing, state = Drawing(Header("cell", "gloo"), 0.0), RunState.fresh(2)
 panel = Panel(drawing, lambda: 7.0)
 panel.show(drawing.changes(state, 1.0))
@@ -175,7 +175,7 @@ panel.close()
 @pytest.mark.oldest
 def test_a_panel_that_cannot_be_made_costs_neither_the_run_nor_its_end(kernel):
     code = """
-import nblaunch.view.widget as widget
+import nblaunch.view.panel as widget
 kept, widget.Panel = widget.Panel, None
 try:
     view = choose_view(Header("cell", "gloo"))

@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from nblaunch import _cgroups
-from nblaunch.diagnose import exits
-from nblaunch.job import shared
+from nblaunch.capture import shared_memory
+from nblaunch.diagnose import failures
 
 GB = 1_000_000_000
 
@@ -50,7 +50,7 @@ def test_page_cache_that_can_be_had_counts_as_free(machine):
             "memory.stat": "anon 1\ninactive_file 7900000000\nactive_file 5",
         },
     )
-    assert shared._free_memory() == 7_950_000_000
+    assert shared_memory._free_memory() == 7_950_000_000
 
 
 def test_the_tightest_of_nested_groups_counts(machine):
@@ -66,8 +66,8 @@ def test_the_tightest_of_nested_groups_counts(machine):
             "pod/box/job/memory.current": GB,
         },
     )
-    assert shared._free_memory() == GB
-    assert "the container's limit is 4.0 GB" in exits.explain_exit(-9, "", {}).details
+    assert shared_memory._free_memory() == GB
+    assert "the container's limit is 4.0 GB" in failures.explain_exit(-9, "", {}).details
 
 
 def test_the_same_in_version_1_where_parents_have_files_of_their_own(machine):
@@ -83,13 +83,13 @@ def test_the_same_in_version_1_where_parents_have_files_of_their_own(machine):
             "memory/pod/box/memory.usage_in_bytes": GB,
         },
     )
-    assert shared._free_memory() == 3 * GB
+    assert shared_memory._free_memory() == 3 * GB
 
 
 def test_without_a_limit_the_machine_counts(machine):
     machine("0::/\n", {"memory.max": "max", "memory.current": GB})
-    assert shared._free_memory() == 64 * GB
-    assert "limit" not in exits.explain_exit(-9, "", {}).details
+    assert shared_memory._free_memory() == 64 * GB
+    assert "limit" not in failures.explain_exit(-9, "", {}).details
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_without_a_limit_the_machine_counts(machine):
 def test_kills_for_memory_are_counted_in_both_versions(machine, own, name, content):
     machine(own, {name: content})
     assert _cgroups.oom_kills() == 2
-    reason = exits.explain_exit(-9, "", {}, oom_before=1).reason
+    reason = failures.explain_exit(-9, "", {}, oom_before=1).reason
     assert "out of memory: the system counts a kill for it" in reason

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from nblaunch.job.culprit import Culprit, find_culprit
+from nblaunch.capture.unpicklable import Culprit, find_culprit
 
 if TYPE_CHECKING:
     from collections.abc import Callable

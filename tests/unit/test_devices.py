@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from nblaunch import OptionError, _visible
-from nblaunch.agent import devices
-from nblaunch.agent import gpus as counting
-from nblaunch.agent.devices import place, visible_gpus
+from nblaunch.elastic import placement as counting
+from nblaunch.elastic import placement as devices
+from nblaunch.elastic.placement import place_ranks, visible_gpus
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def gpus(monkeypatch):
 
 
 def chosen(nproc, backend="auto"):
-    placement = place(nproc, backend, {})
+    placement = place_ranks(nproc, backend, {})
     return placement.nproc, placement.backend, placement.device_type, placement.accelerators
 
 
 def test_without_gpus_auto_is_two_ranks_on_the_cpu_with_a_note(gpus):
     gpus(0)
     assert chosen("auto") == (2, "gloo", "cpu", 0)
-    assert "no GPU is visible: 2 ranks on the CPU" in place("auto", "auto", {}).note
+    assert "no GPU is visible: 2 ranks on the CPU" in place_ranks("auto", "auto", {}).note
 
 
 def test_with_gpus_auto_is_one_rank_for_each(gpus):
@@ -41,13 +41,13 @@ def test_with_gpus_auto_is_one_rank_for_each(gpus):
         nproc, backend, kind, accelerators = chosen("auto")
         assert (nproc, kind, accelerators) == (number, "cuda", number)
         assert "nccl" in backend
-        assert place("auto", "auto", {}).note == ""
+        assert place_ranks("auto", "auto", {}).note == ""
 
 
 def test_a_given_number_is_taken_and_uses_gpus_where_there_are_enough(gpus):
     gpus(4)
     for nproc, kind in ((1, "cuda"), (3, "cuda"), (4, "cuda"), (5, "cpu"), (64, "cpu")):
-        placement = place(nproc, "auto", {})
+        placement = place_ranks(nproc, "auto", {})
         assert (placement.nproc, placement.device_type, "nccl" in placement.backend) == (
             nproc,
             kind,
@@ -57,7 +57,7 @@ def test_a_given_number_is_taken_and_uses_gpus_where_there_are_enough(gpus):
 
 def test_on_gpus_collectives_on_cpu_tensors_have_a_backend_too(gpus):
     gpus(2)
-    assert place(2, "auto", {}).backend == "cpu:gloo,cuda:nccl"
+    assert place_ranks(2, "auto", {}).backend == "cpu:gloo,cuda:nccl"
 
 
 def test_a_given_backend_is_taken_as_it_is(gpus):
@@ -73,7 +73,7 @@ def test_cpu_means_a_rank_for_each_cpu_and_no_gpu(gpus):
     gpus(2)
     assert chosen("cpu") == (os.cpu_count(), "gloo", "cpu", 0)
     with pytest.raises(OptionError, match="with backend nccl"):
-        place("cpu", "nccl", {}) if (os.cpu_count() or 1) > 2 else place(3, "nccl", {})
+        place_ranks("cpu", "nccl", {}) if (os.cpu_count() or 1) > 2 else place_ranks(3, "nccl", {})
 
 
 def test_gpu_means_a_rank_for_each_gpu(gpus):
@@ -86,7 +86,7 @@ def test_gpu_means_a_rank_for_each_gpu(gpus):
 def test_gpu_without_one_is_refused_and_says_what_to_do(gpus):
     gpus(0)
     with pytest.raises(OptionError, match=r"nproc='gpu' .* no GPU is visible here\. Use nproc=2"):
-        place("gpu", "auto", {})
+        place_ranks("gpu", "auto", {})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_gpu_without_one_is_refused_and_says_what_to_do(gpus):
 def test_more_nccl_ranks_than_gpus_are_refused_with_the_ways_out(gpus, visible, are, backend):
     gpus(visible)
     with pytest.raises(OptionError) as caught:
-        place(4, backend, {})
+        place_ranks(4, backend, {})
     message = str(caught.value)
     assert "4 ranks with backend nccl" in message
     assert are in message
@@ -129,8 +129,8 @@ def test_of_mig_instances_a_process_has_one_and_virtual_local_ranks_have_one_eac
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     environ = {"CUDA_VISIBLE_DEVICES": "MIG-aa,MIG-bb"}
     assert visible_gpus(environ) == 1
-    assert place("auto", "auto", environ).nproc == 1
-    placement = place("auto", "auto", environ, virtual_local_rank=True)
+    assert place_ranks("auto", "auto", environ).nproc == 1
+    placement = place_ranks("auto", "auto", environ, virtual_local_rank=True)
     assert (placement.nproc, placement.device_type, placement.accelerators) == (2, "cuda", 2)
 
 
@@ -183,25 +183,25 @@ def test_a_virtual_local_rank_sees_the_gpu_of_its_place(environ, place, hip, exp
 
 def test_more_ranks_than_gpus_go_to_the_cpu_with_a_warning(gpus):
     gpus(1)
-    placement = place(2, "auto", {})
+    placement = place_ranks(2, "auto", {})
     assert placement.device_type == "cpu"
     assert placement.warning == placement.note
     assert "2 ranks were asked for and 1 GPU is visible: all ranks are on the CPU" in placement.warning
-    assert place(1, "auto", {}).warning == place("cpu", "auto", {}).warning == ""
-    assert place(2, "gloo", {}).warning == ""  # that is what was asked for
+    assert place_ranks(1, "auto", {}).warning == place_ranks("cpu", "auto", {}).warning == ""
+    assert place_ranks(2, "gloo", {}).warning == ""  # that is what was asked for
     gpus(0)
-    assert place(2, "auto", {}).warning == ""
+    assert place_ranks(2, "auto", {}).warning == ""
 
 
 @pytest.mark.parametrize("nproc", [2, 5])
 def test_ranks_share_gpus_where_nccl_has_been_told_so(gpus, nproc):
     gpus(1)
     for backend in ("auto", "nccl", "cpu:gloo,cuda:nccl"):
-        placement = place(nproc, backend, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+        placement = place_ranks(nproc, backend, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         assert (placement.nproc, placement.device_type, placement.accelerators) == (nproc, "cuda", 1)
         assert placement.note == f"{nproc} ranks share 1 GPU"
         assert placement.warning == ""
-    assert place(nproc, "auto", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}).device_type == "cpu"
+    assert place_ranks(nproc, "auto", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}).device_type == "cpu"
 
 
 def test_ranks_share_gpus_where_gloo_is_named_for_them(gpus):
@@ -211,7 +211,7 @@ def test_ranks_share_gpus_where_gloo_is_named_for_them(gpus):
     assert chosen(5, "gloo") == (5, "gloo", "cpu", 0)
     gpus(0)
     with pytest.raises(OptionError, match="only 0 GPUs are visible"):
-        place(2, "cpu:gloo,cuda:gloo", {})
+        place_ranks(2, "cpu:gloo,cuda:gloo", {})
 
 
 @pytest.fixture
@@ -238,6 +238,6 @@ def test_auto_takes_the_accelerator_that_torch_has_and_its_backend(accelerator):
 def test_an_accelerator_without_a_backend_leaves_ranks_on_the_cpu(accelerator):
     accelerator("mps", 1)
     assert chosen("auto") == (2, "gloo", "cpu", 0)
-    assert "torch has no backend for mps: 2 ranks on the CPU" in place("auto", "auto", {}).note
+    assert "torch has no backend for mps: 2 ranks on the CPU" in place_ranks("auto", "auto", {}).note
     with pytest.raises(OptionError, match="no GPU is visible"):
-        place("gpu", "auto", {})
+        place_ranks("gpu", "auto", {})

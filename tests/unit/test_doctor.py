@@ -17,17 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 import nblaunch
-from nblaunch.agent import runtime
-from nblaunch.diagnose import (
-    _checks_gpu,
-    _checks_limits,
-    _checks_notebook,
-    _checks_storage,
-    _checks_system,
-    _checks_torch,
-)
-from nblaunch.diagnose.doctor import CHECKS, Check, examine
-from nblaunch.diagnose.report import DoctorReport, Level, ok, problem, warning
+from nblaunch.checks import gpu, machine, notebook
+from nblaunch.checks import processes as checks
+from nblaunch.checks.doctor import CHECKS, Check, examine
+from nblaunch.checks.report import DoctorReport, Level, ok, problem, warning
+from nblaunch.elastic import runtime_dir
 
 ROOT = Path(__file__).parents[2]
 BOUND = 5.0
@@ -150,7 +144,7 @@ PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n\n  X    
 @pytest.mark.usefixtures("made_for_cuda")
 def test_gpus_are_listed_with_their_free_memory_and_peers(nvidia_smi):
     nvidia_smi(TWO, peers=PEERS.format("OK"), header="Driver Version: 560.1  CUDA Version: 12.6")
-    assert list(_checks_gpu.gpus()) == [
+    assert list(gpu.gpus()) == [
         ok("GPU 0", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
         ok("GPU 1", "NVIDIA L4, 21.5 GiB free of 22.5 GiB, nothing held by this kernel"),
         ok("peer-to-peer", "1 of 1 pairs of GPUs can read each other's memory"),
@@ -164,7 +158,7 @@ def test_what_this_very_kernel_holds_on_a_gpu_is_told_from_what_others_hold(nvid
         "0, GPU-a, NVIDIA L4, 23034, 13000\n1, GPU-b, NVIDIA L4, 23034, 1000",
         processes="GPU-a, $PPID, 9000\nGPU-a, 1, 400\nGPU-b, 1, 22000",
     )
-    mine, theirs, _ = _checks_gpu.gpus()
+    mine, theirs, _ = gpu.gpus()
     assert mine.level is Level.WARNING
     assert "8.8 GiB held by this kernel" in mine.summary
     assert "torch.cuda.empty_cache()" in mine.advice
@@ -183,14 +177,14 @@ def test_where_the_driver_names_no_processes_torch_tells_what_it_holds(nvidia_sm
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9 * GIB)
-    assert "9.0 GiB held by this kernel" in only(_checks_gpu.gpus()).summary
-    assert "which ranks do not mind" in only(_checks_torch.build()).summary
+    assert "9.0 GiB held by this kernel" in only(gpu.gpus()).summary
+    assert "which ranks do not mind" in only(checks.build()).summary
 
 
 @pytest.mark.usefixtures("made_for_cuda")
 def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
     nvidia_smi(TWO, peers=PEERS.format("CNS"))
-    *_, peers = _checks_gpu.gpus()
+    *_, peers = gpu.gpus()
     assert peers.level is Level.WARNING
     assert peers.summary == "1 of 1 pairs of GPUs cannot read each other's memory: 0-1"
     assert "NCCL_P2P_DISABLE=1" in peers.advice
@@ -199,7 +193,7 @@ def test_gpus_that_cannot_read_each_other_are_named(nvidia_smi):
 @pytest.mark.usefixtures("made_for_cuda")
 def test_a_driver_older_than_torchs_cuda_is_a_problem(nvidia_smi):
     nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000", header="| Driver Version: 470.1  CUDA Version: 11.4 |")
-    found = next(iter(_checks_gpu.gpus()))
+    found = next(iter(gpu.gpus()))
     assert found.level is Level.PROBLEM
     assert found.summary == "the driver knows CUDA up to 11.4; torch was made for CUDA 12.6"
 
@@ -209,10 +203,10 @@ def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
 
     nvidia_smi("0, GPU-a, Tesla T4, 15360, 15000")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "made for the CPU" in next(iter(_checks_gpu.gpus())).summary
+    assert "made for the CPU" in next(iter(gpu.gpus())).summary
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = next(iter(_checks_gpu.gpus()))
+    found = next(iter(gpu.gpus()))
     assert found.level is Level.WARNING
     assert "hidden by CUDA_VISIBLE_DEVICES=''" in found.summary
 
@@ -220,22 +214,22 @@ def test_gpus_that_this_torch_cannot_use_are_named(nvidia_smi, monkeypatch):
 @pytest.mark.usefixtures("made_for_cuda")
 def test_a_driver_that_tells_no_memory_is_no_problem(nvidia_smi):
     nvidia_smi("0, GPU-a, NVIDIA A100, [N/A], [N/A]")
-    assert only(_checks_gpu.gpus()).level is Level.OK
+    assert only(gpu.gpus()).level is Level.OK
 
 
 def test_a_driver_that_fails_is_a_problem_in_its_own_words(nvidia_smi):
     nvidia_smi("Failed to initialize NVML: Driver/library version mismatch", code=18)
-    found = only(_checks_gpu.gpus())
+    found = only(gpu.gpus())
     assert found.level is Level.PROBLEM
     assert "Driver/library version mismatch" in found.summary
     nvidia_smi("No devices were found", code=6)
-    assert only(_checks_gpu.gpus()).level is Level.OK
+    assert only(gpu.gpus()).level is Level.OK
 
 
 def test_a_driver_that_hangs_is_a_warning_in_time_and_its_process_is_killed(nvidia_smi):
     nvidia_smi().write_text("#!/bin/sh\nexec sleep 60\n")
     started = time.monotonic()
-    found = only(_checks_gpu.gpus())
+    found = only(gpu.gpus())
     assert time.monotonic() - started < BOUND
     assert found.level is Level.WARNING
     assert found.summary == "nvidia-smi gave no answer within 3.5 s"
@@ -248,9 +242,9 @@ def test_a_torch_without_gloo_or_distributed_is_a_problem(monkeypatch):
     import torch.distributed as dist
 
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert only(_checks_torch.build()).level is Level.PROBLEM
+    assert only(checks.build()).level is Level.PROBLEM
     monkeypatch.setattr(dist, "is_available", lambda: False)
-    assert "without torch.distributed" in only(_checks_torch.build()).summary
+    assert "without torch.distributed" in only(checks.build()).summary
 
 
 def test_variables_that_slow_nccl_down_are_named(monkeypatch):
@@ -259,9 +253,9 @@ def test_variables_that_slow_nccl_down_are_named(monkeypatch):
 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
-    assert only(_checks_torch.nccl()) == ok("NCCL", "2.27.3")
+    assert only(checks.nccl()) == ok("NCCL", "2.27.3")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    found = only(_checks_torch.nccl())
+    found = only(checks.nccl())
     assert found.level is Level.WARNING
     assert found.summary == "2.27.3, NCCL_P2P_DISABLE=1"
 
@@ -269,7 +263,7 @@ def test_variables_that_slow_nccl_down_are_named(monkeypatch):
 def test_what_is_too_old_or_not_installed_is_a_problem(monkeypatch):
     needed = ["msgspec>=99.0", "no-such-package>=1.2", "pytest>=99; extra == 'test'"]
     monkeypatch.setattr(metadata, "requires", lambda _: needed)
-    old, missing = _checks_notebook.versions()
+    old, missing = notebook.versions()
     assert old.level is missing.level is Level.PROBLEM
     assert old.summary.startswith("msgspec ")
     assert old.summary.endswith("is installed, and nblaunch needs 99.0 or later")
@@ -280,7 +274,7 @@ def test_what_was_installed_after_it_was_loaded_is_named(monkeypatch):
     import zmq
 
     monkeypatch.setattr(zmq, "__version__", "1.0")
-    found = only(_checks_notebook.versions())
+    found = only(notebook.versions())
     assert found.level is Level.WARNING
     assert found.summary.startswith("pyzmq 1.0 is loaded here, and ")
     assert "Restart the kernel" in found.advice
@@ -291,7 +285,7 @@ def test_without_a_package_there_is_nothing_to_compare(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", missing)
-    assert "not installed as a package" in only(_checks_notebook.versions()).summary
+    assert "not installed as a package" in only(notebook.versions()).summary
 
 
 # --- ranks: the fork server and what they need ----------------------------------------------------------
@@ -299,28 +293,28 @@ def test_without_a_package_there_is_nothing_to_compare(monkeypatch):
 
 def test_without_memory_files_payloads_take_another_way(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    found = only(_checks_system.hand_over())
+    found = only(checks.hand_over())
     assert found.level is Level.WARNING
     assert "below TMPDIR" in found.advice
 
 
 def test_without_pidfd_all_runs(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
-    found = only(_checks_system.process_control())
+    found = only(checks.process_control())
     assert found.level is Level.OK
     assert "no pidfd_open" in found.summary
 
 
 def test_a_sandbox_that_refuses_prctl_is_a_warning(monkeypatch):
-    monkeypatch.setattr(_checks_system, "_CHILD", _checks_system._CHILD.replace("36, 1", "-1, 1"))
-    found = only(_checks_system.process_control())
+    monkeypatch.setattr(checks, "_CHILD", checks._CHILD.replace("36, 1", "-1, 1"))
+    found = only(checks.process_control())
     assert found.level is Level.WARNING
     assert found.summary == "prctl refuses: subreaper"
 
 
 def test_the_environment_of_a_rank_is_a_warning(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    found = only(_checks_system.this_process())
+    found = only(checks.this_process())
     assert found.level is Level.WARNING
     assert "(RANK)" in found.summary
 
@@ -355,14 +349,14 @@ def test_a_hostname_that_does_not_resolve_is_a_warning_with_the_line_to_add(monk
 
     monkeypatch.setattr(socket, "gethostname", lambda: "box")
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    found = only(_checks_system.hostname())
+    found = only(checks.hostname())
     assert found.level is Level.WARNING
     assert "`127.0.1.1 box`" in found.advice
 
 
 def test_a_loopback_interface_that_is_down_is_a_problem(monkeypatch):
-    monkeypatch.setattr(_checks_system, "_LOOPBACK", "192.0.2.1")  # reserved for documentation: nobody's
-    assert only(_checks_system.loopback()).level is Level.PROBLEM
+    monkeypatch.setattr(checks, "_LOOPBACK", "192.0.2.1")  # reserved for documentation: nobody's
+    assert only(checks.loopback()).level is Level.PROBLEM
 
 
 # --- disks and memory -----------------------------------------------------------------------------------
@@ -380,59 +374,59 @@ def test_a_loopback_interface_that_is_down_is_a_problem(monkeypatch):
 def test_shared_memory_that_is_small_or_full_is_named(monkeypatch, total, free, level, words):
     state = SimpleNamespace(f_bavail=free // 4096, f_blocks=total // 4096, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: state)
-    found = only(_checks_storage.shared_memory())
+    found = only(machine.shared_memory())
     assert found.level == level
     assert words in found.advice
 
 
 def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
-    monkeypatch.setattr(_checks_storage, "_SHARED", "/dev/no-such-directory")
-    assert only(_checks_storage.shared_memory()).level is Level.PROBLEM
+    monkeypatch.setattr(machine, "_SHARED", "/dev/no-such-directory")
+    assert only(machine.shared_memory()).level is Level.PROBLEM
 
 
 def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
     for free, level in ((1 * MIB, Level.PROBLEM), (500 * MIB, Level.WARNING), (50 * GIB, Level.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        assert only(_checks_storage.temporary_directory()).level is level
+        assert only(machine.temporary_directory()).level is level
 
 
 def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch):
-    monkeypatch.setattr(runtime, "_root", None)
+    monkeypatch.setattr(runtime_dir, "_root", None)
     gone = Path(tempfile.gettempdir()) / "gone"  # a short path, as a socket needs
-    monkeypatch.setattr(runtime, "_candidates", lambda: [str(gone)])
-    found = only(_checks_storage.temporary_directory())
+    monkeypatch.setattr(runtime_dir, "_candidates", lambda: [str(gone)])
+    found = only(machine.temporary_directory())
     assert found.level is Level.PROBLEM
     assert "No such file or directory" in found.summary
 
 
 def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, tmp_path):
-    monkeypatch.setattr(runtime, "root", lambda: tmp_path / ("y" * 120))
+    monkeypatch.setattr(runtime_dir, "root", lambda: tmp_path / ("y" * 120))
     (tmp_path / ("y" * 120)).mkdir()
-    found = only(_checks_storage.temporary_directory())
+    found = only(machine.temporary_directory())
     assert found.level is Level.PROBLEM
     assert "unix socket" in found.summary
 
 
 def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not():
-    list(_checks_system.fork_server())
-    dead = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
-    bound = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
-    young = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
-    others = Path(tempfile.mkdtemp(prefix=runtime.PREFIX))
+    list(checks.fork_server())
+    dead = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
+    bound = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
+    young = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
+    others = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
     others.chmod(0o755)
     an_hour_ago = time.time() - 3600
     try:
         with socket.socket(socket.AF_UNIX) as hub:
             hub.bind(str(bound / "hub"))
-            for each in (dead, bound, others, runtime.root()):
+            for each in (dead, bound, others, runtime_dir.root()):
                 os.utime(each, (an_hour_ago, an_hour_ago))
-            found = only(_checks_storage.leftovers())
+            found = only(machine.leftovers())
     finally:
         for each in (dead, bound, young, others):
             shutil.rmtree(each)
     assert found.level is Level.WARNING
     assert found.summary == f"1 directory of dead kernels: {dead}"
-    assert only(_checks_storage.leftovers()).level is Level.OK
+    assert only(machine.leftovers()).level is Level.OK
 
 
 def cgroup(tmp_path, own, **files):
@@ -443,7 +437,7 @@ def cgroup(tmp_path, own, **files):
         path = root / name.replace("__", "/").replace("memory_", "memory.").replace("pids_", "pids.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
-    real = _checks_limits.cgroups
+    real = machine.cgroups
     return lambda controller: list(real(controller, root=root, own=proc))
 
 
@@ -458,8 +452,8 @@ def test_the_tightest_memory_limit_above_this_process_counts_in_version_2(monkey
         pod__box__memory_current=GIB,
         memory_max="max",
     )
-    monkeypatch.setattr(_checks_limits, "cgroups", found)
-    assert _checks_limits.container_memory() == (2 * GIB, GIB + MIB)
+    monkeypatch.setattr(machine, "cgroups", found)
+    assert machine.container_memory() == (2 * GIB, GIB + MIB)
 
 
 def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monkeypatch, tmp_path):
@@ -469,9 +463,9 @@ def test_a_container_that_sees_its_cgroup_at_the_top_is_found_in_version_1(monke
         memory__memory_limit_in_bytes=GIB,
         memory__memory_usage_in_bytes=900 * MIB,
     )
-    monkeypatch.setattr(_checks_limits, "cgroups", found)
-    assert _checks_limits.container_memory() == (GIB, 124 * MIB)
-    report = only(_checks_limits.memory())
+    monkeypatch.setattr(machine, "cgroups", found)
+    assert machine.container_memory() == (GIB, 124 * MIB)
+    report = only(machine.memory())
     assert report.level is Level.PROBLEM
     assert "the container may use 1.0 GiB, of which 124 MiB are left" in report.summary
     assert "--memory" in report.advice
@@ -485,40 +479,40 @@ def test_no_limit_is_none_in_either_version(monkeypatch, tmp_path):
         memory__memory_usage_in_bytes=GIB,
         memory_max="max",
     )
-    monkeypatch.setattr(_checks_limits, "cgroups", found)
-    assert _checks_limits.container_memory() is None
-    monkeypatch.setattr(_checks_limits, "cgroups", lambda _: [])
-    assert _checks_limits.container_memory() is None
+    monkeypatch.setattr(machine, "cgroups", found)
+    assert machine.container_memory() is None
+    monkeypatch.setattr(machine, "cgroups", lambda _: [])
+    assert machine.container_memory() is None
 
 
 @pytest.mark.parametrize(("limit", "level"), [(105, "problem"), (200, "warning"), (9999, "ok")])
 def test_the_containers_limit_on_processes_is_named(monkeypatch, tmp_path, limit, level):
     found = cgroup(tmp_path, "0::/\n", pids_max=limit, pids_current=80)
-    monkeypatch.setattr(_checks_limits, "cgroups", found)
+    monkeypatch.setattr(machine, "cgroups", found)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    report = only(_checks_limits.processes())
+    report = only(machine.processes())
     assert report.level == level
     assert f"80 of {limit} processes and threads in use by the container" in report.summary
 
 
 def test_the_users_limit_on_processes_is_named_unless_it_is_root(monkeypatch):
-    monkeypatch.setattr(_checks_limits, "cgroups", lambda _: [])
+    monkeypatch.setattr(machine, "cgroups", lambda _: [])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    report = only(_checks_limits.processes())
+    report = only(machine.processes())
     assert report.level is Level.PROBLEM
     assert "ulimit -u" in report.advice
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert only(_checks_limits.processes()).level is Level.OK
+    assert only(machine.processes()).level is Level.OK
 
 
 def test_more_threads_than_cpus_are_a_warning(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     for value, level in (("1", Level.OK), ("4", Level.OK), ("5", Level.WARNING), ("4,2", Level.OK)):
         monkeypatch.setenv("OMP_NUM_THREADS", value)
-        assert only(_checks_limits.threads()).level is level
+        assert only(machine.threads()).level is level
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert "on 1 of 8 CPUs" in only(_checks_limits.threads()).summary
+    assert "on 1 of 8 CPUs" in only(machine.threads()).summary
 
 
 # --- the notebook ---------------------------------------------------------------------------------------
@@ -527,8 +521,8 @@ def test_more_threads_than_cpus_are_a_warning(monkeypatch):
 def test_the_ways_to_show_a_run_are_those_of_the_view():
     from nblaunch.view import display
 
-    assert _checks_notebook.DISPLAY_VARIABLE == display.MODE_VARIABLE
-    assert _checks_notebook.DISPLAY_MODES == display.MODES
+    assert notebook.DISPLAY_VARIABLE == display.MODE_VARIABLE
+    assert notebook.DISPLAY_MODES == display.MODES
 
 
 @pytest.mark.parametrize(
@@ -536,7 +530,7 @@ def test_the_ways_to_show_a_run_are_those_of_the_view():
 )
 def test_a_way_to_show_runs_that_is_not_there_is_a_problem(monkeypatch, value, advice):
     monkeypatch.setenv("NBLAUNCH_DISPLAY", value)
-    found = only(_checks_notebook.front_end())
+    found = only(notebook.front_end())
     assert found.level is Level.PROBLEM
     assert found.advice.startswith(advice)
 
@@ -544,8 +538,8 @@ def test_a_way_to_show_runs_that_is_not_there_is_a_problem(monkeypatch, value, a
 def test_each_front_end_is_told_what_it_will_show(monkeypatch):
     def found(shell, mode=""):
         monkeypatch.setenv("NBLAUNCH_DISPLAY", mode)
-        monkeypatch.setattr(_checks_notebook, "_shell", lambda: shell)
-        return only(_checks_notebook.front_end())
+        monkeypatch.setattr(notebook, "_shell", lambda: shell)
+        return only(notebook.front_end())
 
     kernel = SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
     assert found(kernel).summary.startswith("pytest has started this kernel: runs are shown as html")
@@ -559,14 +553,12 @@ def test_each_front_end_is_told_what_it_will_show(monkeypatch):
 
 def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
     monkeypatch.setattr(
-        _checks_notebook, "_shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
+        notebook, "_shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
     )
     monkeypatch.delenv("NBLAUNCH_DISPLAY", raising=False)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(
-        _checks_notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0"
-    )
-    found = only(_checks_notebook.front_end())
+    monkeypatch.setattr(notebook, "_installed", lambda name: None if name == "ipywidgets" else "7.4.0")
+    found = only(notebook.front_end())
     assert found.level is Level.PROBLEM
     assert found.advice.endswith("pip install ipywidgets")
 
@@ -575,8 +567,8 @@ def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
     ("version", "told"), [("7.4.0", True), ("8.0", True), ("7.3.1", False), ("6.29", False)]
 )
 def test_clicks_that_wait_for_the_cell_are_told_of(monkeypatch, version, told):
-    monkeypatch.setattr(_checks_notebook, "_installed", lambda _: version)
-    assert ("a click in a widget waits" in _checks_notebook._widgets("notebook").advice) is told
+    monkeypatch.setattr(notebook, "_installed", lambda _: version)
+    assert ("a click in a widget waits" in notebook._widgets("notebook").advice) is told
 
 
 # --- the report -----------------------------------------------------------------------------------------

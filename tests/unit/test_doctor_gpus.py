@@ -12,9 +12,9 @@ import time
 import pytest
 import torch
 
-from nblaunch.diagnose import _checks_gpu_health as health
-from nblaunch.diagnose import _nvml
-from nblaunch.diagnose.report import Level, ok
+from nblaunch.checks import gpu as health
+from nblaunch.checks import nvml
+from nblaunch.checks.report import Level, ok
 
 FINE = {
     "uuid": "GPU-a",
@@ -109,7 +109,7 @@ def test_errors_of_the_hardware_are_told_and_those_of_programs_are_not():
         "4,2,3,-;NVRM: Xid (PCI:0000:1b:00): 31, pid=4711, name=python, MMU Fault\n"
         "4,3,4,-;NVRM: Xid (PCI:0000:0f:00): 79, again\n"
     )
-    found = only(health.driver_errors(gpus({}), _nvml.xids(log)))
+    found = only(health.driver_errors(gpus({}), nvml.xids(log)))
     assert found.level is Level.WARNING
     assert "Xid 79 (fell off the bus) of 0000:0f:00 2 times" in found.summary
     assert "31" not in found.summary
@@ -195,7 +195,7 @@ def test_what_nvml_lacks_or_refuses_is_left_out():
         nvmlDeviceGetTotalEccErrors=None,
         nvmlDeviceGetRemappedRows=(1, 2, 0, 1),
     )
-    assert _nvml.look(_nvml.Nvml(library)) == {
+    assert nvml.look(nvml.Nvml(library)) == {
         "gpus": [{"compute_mode": 3, "rows": [1, 2, 0, 1]}],
         "joined": 0,
         "pairs": 0,
@@ -204,11 +204,11 @@ def test_what_nvml_lacks_or_refuses_is_left_out():
 
 def test_an_nvml_that_cannot_be_initialised_says_nothing():
     with pytest.raises(OSError, match="cannot be initialised"):
-        _nvml.Nvml(Library(nvmlInit_v2=None))
+        nvml.Nvml(Library(nvmlInit_v2=None))
 
 
 def test_the_field_of_a_gpus_recovery_has_nvmls_layout():
-    assert ctypes.sizeof(_nvml._Field) == 40
+    assert ctypes.sizeof(nvml._Field) == 40
 
 
 def test_without_a_driver_nothing_is_said(tmp_path):
@@ -224,9 +224,9 @@ def test_without_a_driver_nothing_is_said(tmp_path):
 
 
 def test_a_kernel_log_that_may_not_be_read_is_empty(tmp_path):
-    assert _nvml.kernel_log(str(tmp_path / "none")) == ""
+    assert nvml.kernel_log(str(tmp_path / "none")) == ""
     (tmp_path / "log").write_text("NVRM: Xid (PCI:0000:0f:00): 48, DBE")
-    assert _nvml.xids(_nvml.kernel_log(str(tmp_path / "log"))) == [("0000:0f:00", 48)]
+    assert nvml.xids(nvml.kernel_log(str(tmp_path / "log"))) == [("0000:0f:00", 48)]
 
 
 def test_a_driver_that_hangs_is_a_warning_in_time(tmp_path, monkeypatch):

@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from nblaunch._errors import OptionError
-from nblaunch.agent import devices, runtime
-from nblaunch.diagnose import _checks_nccl, doctor
-from nblaunch.diagnose._checks_nccl import all_reduce
-from nblaunch.diagnose.report import DoctorReport, Level, ok
+from nblaunch.checks import doctor, nccl
+from nblaunch.checks.nccl import all_reduce
+from nblaunch.checks.report import DoctorReport, Level, ok
+from nblaunch.elastic import placement, runtime_dir
 from nblaunch.magic import commands
 
 FAST = """
@@ -29,8 +29,8 @@ def ranks(tmp_path, monkeypatch):
     def install(source, gpus=2):
         script = tmp_path / "rank.py"
         script.write_text(f"import json, os, sys, time\nrank = int(sys.argv[1])\n{source}\n")
-        monkeypatch.setattr(_checks_nccl, "_RANK", script)
-        monkeypatch.setattr(devices, "visible_gpus", lambda _: gpus)
+        monkeypatch.setattr(nccl, "_RANK", script)
+        monkeypatch.setattr(placement, "visible_gpus", lambda _: gpus)
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
 
@@ -40,7 +40,7 @@ def ranks(tmp_path, monkeypatch):
 def found():
     """Return the one finding; no file and no process of it is left."""
     (finding,) = all_reduce()
-    assert list(runtime.root().glob("doctor-*")) == []
+    assert list(runtime_dir.root().glob("doctor-*")) == []
     return finding
 
 
@@ -65,10 +65,10 @@ def test_without_gpus_it_is_left_out(ranks):
 
 
 def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, monkeypatch):
-    ranks(f"open({str(runtime.root())!r} + '/doctor-pids', 'a').write(f'{{os.getpid()}} ')\n{STUCK}")
-    monkeypatch.setattr(_checks_nccl, "_SECONDS", 1.0)
-    monkeypatch.setattr(_checks_nccl, "_AGAIN_SECONDS", 1.0)
-    pids = runtime.root() / "doctor-pids"
+    ranks(f"open({str(runtime_dir.root())!r} + '/doctor-pids', 'a').write(f'{{os.getpid()}} ')\n{STUCK}")
+    monkeypatch.setattr(nccl, "_SECONDS", 1.0)
+    monkeypatch.setattr(nccl, "_AGAIN_SECONDS", 1.0)
+    pids = runtime_dir.root() / "doctor-pids"
     started = time.monotonic()
     (finding,) = all_reduce()
     assert time.monotonic() - started < 10
@@ -84,7 +84,7 @@ def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, m
 
 
 def test_what_works_without_peer_to_peer_is_said(ranks, monkeypatch):
-    monkeypatch.setattr(_checks_nccl, "_SECONDS", 1.0)
+    monkeypatch.setattr(nccl, "_SECONDS", 1.0)
     ranks(f"if 'NCCL_P2P_DISABLE' not in os.environ:\n    {STUCK.replace(chr(10), chr(10) + '    ')}\n{FAST}")
     finding = found()
     assert finding.level is Level.PROBLEM
@@ -92,7 +92,7 @@ def test_what_works_without_peer_to_peer_is_said(ranks, monkeypatch):
 
 
 def test_an_error_is_told_with_what_nccl_says_of_it(ranks, monkeypatch):
-    monkeypatch.setattr(_checks_nccl, "_OTHERS_SECONDS", 0.5)
+    monkeypatch.setattr(nccl, "_OTHERS_SECONDS", 0.5)
     ranks(
         "print('vm:1:2 [0] transport.cc:1 NCCL WARN Cuda failure 217')\n"
         "if rank == 0:\n    time.sleep(60)\n"
@@ -119,10 +119,10 @@ def test_an_interrupt_ends_the_ranks(ranks, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_checks_nccl, "_wait", interrupt)
+    monkeypatch.setattr(nccl, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(all_reduce())
-    assert list(runtime.root().glob("doctor-*")) == []
+    assert list(runtime_dir.root().glob("doctor-*")) == []
 
 
 # --- the three doors --------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_each_door_asks_for_it_only_when_told_to(monkeypatch, capsys):
         yield ok("NCCL all_reduce", "so")
 
     monkeypatch.setattr(doctor, "examine", lambda: DoctorReport((ok("fine", "so"),)))
-    monkeypatch.setattr(_checks_nccl, "all_reduce", all_reduce)
+    monkeypatch.setattr(nccl, "all_reduce", all_reduce)
     for without in (doctor.doctor, lambda: commands.command("doctor", {}), lambda: main(["doctor"])):
         without()
     assert asked == []
@@ -156,7 +156,7 @@ def test_an_all_reduce_that_cannot_be_tried_is_a_warning(monkeypatch):
         raise IndexError
 
     monkeypatch.setattr(doctor, "examine", lambda: DoctorReport(()))
-    monkeypatch.setattr(_checks_nccl, "all_reduce", fail)
+    monkeypatch.setattr(nccl, "all_reduce", fail)
     (finding,) = doctor.doctor(nccl=True).findings
     assert finding.level is Level.WARNING
     assert finding.summary.startswith("could not be checked: IndexError")

@@ -20,11 +20,11 @@ from nblaunch._errors import (
     RunTimeoutError,
     shorten,
 )
-from nblaunch._options import LaunchOptions, parse_line
-from nblaunch._protocol import Phase
-from nblaunch._reports import HangReport
 from nblaunch._results import RankFailure, RankResult, RankResults, RunResult
-from nblaunch._state import State
+from nblaunch.options.launch import LaunchOptions, parse_line
+from nblaunch.protocol.messages import Phase
+from nblaunch.protocol.reports import HangReport
+from nblaunch.protocol.state import State
 
 MEGABYTE = 1_000_000
 LONG = "x" * 20_000

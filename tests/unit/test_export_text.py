@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._errors import NblaunchError
-from nblaunch._options import OPTIONS, LaunchOptions
-from nblaunch._torchrun import TORCHRUNS_DEFAULTS, torchrun_command
-from nblaunch.job._cell_text import indented
-from nblaunch.job._imports import Import, rendered
-from nblaunch.job._literals import NoLiteralError, Writer
-from nblaunch.job._saved import loads
-from nblaunch.job.export import Cell, Setting, export
+from nblaunch.export.files import loads
+from nblaunch.export.imports import Import, rendered
+from nblaunch.export.literals import NoLiteralError, Writer
+from nblaunch.export.script import Cell, Setting, export
+from nblaunch.export.source import indented
+from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.options.torchrun import TORCHRUNS_DEFAULTS, torchrun_command
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
 _values = st.recursive(

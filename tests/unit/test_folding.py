@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch._protocol import AttemptStarted, Displayed, Printed, Started, Stream
-from nblaunch._state import RunState, advance
+from nblaunch.protocol.messages import AttemptStarted, Displayed, Printed, Started, Stream
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import folding
 from nblaunch.view.display import html_and_text
 from nblaunch.view.folding import merged
-from nblaunch.view.header import Header
 from nblaunch.view.html import HTML_BUDGET, render_html
 from nblaunch.view.output import folded, read
+from nblaunch.view.summary import Header
 from nblaunch.view.text import TEXT_BUDGET, render_text
 
 HEADER = Header("cell", "gloo")

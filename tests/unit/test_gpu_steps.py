@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from nblaunch._protocol import Collective, FailureRecord, FreeCollective, Where
-from nblaunch._state import RunState, State
-from nblaunch.diagnose.exits import explain_exit
+from nblaunch.diagnose.failures import explain, explain_exit
 from nblaunch.diagnose.hang import report
-from nblaunch.diagnose.root_cause import explain
-from nblaunch.session.healing import agree
-from nblaunch.session.interruption import Interruption
-from nblaunch.session.steps import Steps
+from nblaunch.group.recovery import Interruption, Steps, agree
+from nblaunch.protocol.messages import Collective, FailureRecord, FreeCollective, Where
+from nblaunch.protocol.state import RunState, State
 
 GRACE = 5.0
 

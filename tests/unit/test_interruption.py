@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from nblaunch._protocol import (
+from nblaunch.group.recovery import Interruption
+from nblaunch.protocol.messages import (
     Collective,
     Connection,
     FreeCollective,
@@ -14,8 +15,7 @@ from nblaunch._protocol import (
     ToRank,
     Where,
 )
-from nblaunch._state import RunState, State
-from nblaunch.session.interruption import Interruption
+from nblaunch.protocol.state import RunState, State
 
 ONE, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch._protocol import Offsets, Stream
-from nblaunch.agent.logs import LogTail, read_text
+from nblaunch.elastic.logs import LogTail, read_text
+from nblaunch.protocol.messages import Offsets, Stream
 
 # What a rank writes: (stream, text) in order; after each change of stream it announces its offsets.
 _writes = st.lists(st.tuples(st.sampled_from(list(Stream)), st.text(max_size=20)), max_size=30)

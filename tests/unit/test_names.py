@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.job.names import cell_names
+from nblaunch.capture.names import cell_names
 
 BUILTIN = frozenset(dir(builtins))
 

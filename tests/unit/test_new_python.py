@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.agent import forkserver
-from nblaunch.session.surroundings import needs_new_python
+from nblaunch.elastic import forkserver
+from nblaunch.group.inherited import needs_new_python
 
 ASYNC = "backend:cudaMallocAsync"
 

@@ -18,9 +18,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch._errors import OptionError
-from nblaunch._option_kinds import LONGEST_SECONDS, Variables
-from nblaunch._option_row import nearest
-from nblaunch._options import (
+from nblaunch.magic.completion import option_completions
+from nblaunch.options.kinds import LONGEST_SECONDS, Variables
+from nblaunch.options.launch import (
     MOST_RANKS_PER_NODE,
     OPTIONS,
     LaunchOptions,
@@ -28,7 +28,7 @@ from nblaunch._options import (
     options_table,
     parse_line,
 )
-from nblaunch.magic.line import option_completions
+from nblaunch.options.table import nearest
 
 DEFAULTS = {
     "nproc_per_node": "auto",

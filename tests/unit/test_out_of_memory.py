@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nblaunch._protocol import DeviceMemory, FailureRecord
-from nblaunch.diagnose.out_of_memory import explain
+from nblaunch.diagnose.failures import explain_out_of_memory
+from nblaunch.protocol.messages import DeviceMemory, FailureRecord
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def told(**changes):
     failure = FailureRecord(
         type="torch.OutOfMemoryError", message="CUDA out of memory. Torch's.", memory=memory
     )
-    return explain(failure, 1, HOLDERS, KERNEL).message
+    return explain_out_of_memory(failure, 1, HOLDERS, KERNEL).message
 
 
 def test_it_says_what_was_asked_what_is_free_and_what_the_rank_holds():
@@ -90,4 +90,4 @@ def test_it_is_one_short_paragraph(changes):
 
 def test_other_failures_are_left_as_they_are():
     failure = FailureRecord(type="builtins.ValueError", message="no")
-    assert explain(failure, 1, HOLDERS, KERNEL) is failure
+    assert explain_out_of_memory(failure, 1, HOLDERS, KERNEL) is failure

@@ -12,7 +12,7 @@ import pyte
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nblaunch._protocol import (
+from nblaunch.protocol.messages import (
     AttemptStarted,
     Displayed,
     Entered,
@@ -28,16 +28,15 @@ from nblaunch._protocol import (
     Started,
     Stream,
 )
-from nblaunch._reports import format_ranks
-from nblaunch._state import RunState, advance
-from nblaunch._transcript import Transcript, printed
-from nblaunch.view.cost import clipped, cost_of_text
-from nblaunch.view.header import Header
-from nblaunch.view.held import Held
+from nblaunch.protocol.reports import format_ranks
+from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.transcript import Transcript, printed
 from nblaunch.view.html import render_html
-from nblaunch.view.live import LiveLines
+from nblaunch.view.markup import clipped, cost_of_text
 from nblaunch.view.output import folded, last_line, read
-from nblaunch.view.terminal import Line, Screen, colored, plain
+from nblaunch.view.screen import Line, Screen, colored, plain
+from nblaunch.view.summary import Header
+from nblaunch.view.terminal_view import Held, LiveLines
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")

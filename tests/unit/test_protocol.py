@@ -20,8 +20,10 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch import _protocol
-from nblaunch._protocol import (
+from nblaunch.elastic import runtime_dir
+from nblaunch.group.hub import Hub
+from nblaunch.protocol import messages
+from nblaunch.protocol.messages import (
     AboutRank,
     Entered,
     FromRank,
@@ -35,8 +37,6 @@ from nblaunch._protocol import (
     decode_to_rank,
     encode,
 )
-from nblaunch.agent import runtime
-from nblaunch.session.hub import Hub
 
 FROM_RANK = typing.get_args(FromRank)
 TO_RANK = typing.get_args(ToRank)
@@ -88,14 +88,14 @@ def test_every_message_is_in_a_union():
     bases = {each.__mro__[1] for each in FROM_RANK if each.__mro__[1] is not msgspec.Struct}
     tagged = {
         each
-        for each in vars(_protocol).values()
+        for each in vars(messages).values()
         if isinstance(each, type)
         and issubclass(each, msgspec.Struct)
         and each.__struct_config__.tag is not None
     }
     jobs = ("CellJob", "FunctionJob", "ScriptJob", "PushJob", "PullJob")
-    inside = {getattr(_protocol, name) for name in jobs}
-    assert tagged - bases - {_protocol._FromRank} - inside == {
+    inside = {getattr(messages, name) for name in jobs}
+    assert tagged - bases - {messages._FromRank} - inside == {
         *FROM_RANK,
         *TO_RANK,
         *typing.get_args(AboutRank),
@@ -203,7 +203,7 @@ def test_decoding_unpickles_nothing(tmp_path):
     bomb = pickle.dumps(Bomb(tmp_path / "went-off"))
     with pytest.raises(ProtocolError):
         decode_from_rank(bomb, "someone")
-    payload = _protocol.Payload(sizes=(len(bomb),), inline=bomb)
+    payload = messages.Payload(sizes=(len(bomb),), inline=bomb)
     assert decode_from_rank(encode(Returned(rank=0, value=payload, time=0.0)), "someone").rank == 0
     assert list(tmp_path.iterdir()) == []
 
@@ -247,7 +247,7 @@ def hello(rank=0, **changes):
 def hub(monkeypatch):
     """Run a hub of the test's own, in a directory of its own."""
     directory = Path(tempfile.mkdtemp())
-    monkeypatch.setattr(runtime, "root", lambda: directory)
+    monkeypatch.setattr(runtime_dir, "root", lambda: directory)
     running = Hub()
     yield running
     running.close()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nblaunch.rank import introspection, memory
+from nblaunch.rank import memory, shell
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -72,10 +72,10 @@ def test_what_the_frames_of_an_exception_hold_is_free_at_once(wrap):
 
 
 def test_on_a_rank_without_cuda_the_last_exception_stays_until_there_is_another(monkeypatch):
-    monkeypatch.setattr(introspection, "last_error", ValueError("mine"))
+    monkeypatch.setattr(shell, "last_error", ValueError("mine"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    introspection.let_go_on_gpu()
-    assert str(introspection.last_error) == "mine"
+    shell.let_go_on_gpu()
+    assert str(shell.last_error) == "mine"
 
 
 @pytest.fixture

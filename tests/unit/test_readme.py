@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch._options import options_table
+from nblaunch.options.launch import options_table
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import nblaunch
-from nblaunch._options import OPTIONS, LaunchOptions, parse_line
-from nblaunch.agent import forkserver
+from nblaunch.elastic import forkserver
+from nblaunch.group import session as live
 from nblaunch.magic import auto, commands, sessions
-from nblaunch.session import session as live
+from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
 
 
 @pytest.fixture(autouse=True)

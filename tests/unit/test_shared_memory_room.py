@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from nblaunch.job import shared
-from nblaunch.job.payload import Packed
+from nblaunch.capture import shared_memory
+from nblaunch.capture.pickling import Packed
 
 TOTAL = 4_000_000
 
@@ -22,7 +22,7 @@ def memory(monkeypatch):
         given.append(length)
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    monkeypatch.setattr(shared, "_free_memory", lambda: 10_000_000 - sum(given))
+    monkeypatch.setattr(shared_memory, "_free_memory", lambda: 10_000_000 - sum(given))
     return given
 
 
@@ -32,7 +32,7 @@ def packed():
 
 def test_what_is_enough_for_all_ranks_is_taken_without_a_lock(memory, monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with shared.put(packed(), lambda: tmp_path) as sent:
+    with shared_memory.put(packed(), lambda: tmp_path) as sent:
         assert sent.payload.fd >= 0
     assert memory == []
     assert list(tmp_path.iterdir()) == []
@@ -42,12 +42,12 @@ def test_where_it_is_not_enough_for_all_each_takes_its_share_before_the_next_loo
     memory, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    sent = [shared.put(packed(), lambda: tmp_path) for _ in range(4)]
+    sent = [shared_memory.put(packed(), lambda: tmp_path) for _ in range(4)]
     try:
         assert [each.payload.path == "" for each in sent] == [True, True, False, False]
         assert memory[:2] == [TOTAL, TOTAL]
         for each in sent:
-            assert shared.get(each.payload, private=True)[0].nbytes == TOTAL
+            assert shared_memory.get(each.payload, private=True)[0].nbytes == TOTAL
     finally:
         for each in sent:
             each.close()

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch import _transcript
-from nblaunch._protocol import (
+from nblaunch.diagnose.failures import blames_a_peer, explain
+from nblaunch.group.wait import silent_between
+from nblaunch.protocol.messages import (
     Aborted,
     Arrived,
     Asked,
@@ -22,7 +23,6 @@ from nblaunch._protocol import (
     Entered,
     Exited,
     FailureRecord,
-    Healed,
     Hello,
     InterruptSeen,
     Measured,
@@ -35,6 +35,7 @@ from nblaunch._protocol import (
     Printed,
     Raised,
     Reached,
+    Recovered,
     Returned,
     RunEnded,
     Shown,
@@ -45,10 +46,19 @@ from nblaunch._protocol import (
     Waiting,
     Where,
 )
-from nblaunch._state import RunState, State, advance
-from nblaunch._transcript import Display, Text, Transcript
-from nblaunch.diagnose.root_cause import blames_a_peer, explain
-from nblaunch.session.hang_watch import silent_between
+from nblaunch.protocol.state import RunState, State, advance
+from nblaunch.protocol.transcript import (
+    CHUNK_CHARACTERS,
+    HEAD_CHARACTERS,
+    MAXIMUM_DISPLAYS,
+    TAIL_CHARACTERS,
+    Display,
+    Text,
+    Transcript,
+    cleared,
+    displayed,
+    printed,
+)
 
 WORLD = 3
 
@@ -90,7 +100,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Arrived: st.builds(Arrived, rank=RANKS),
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
     Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
-    Healed: st.builds(Healed, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
+    Recovered: st.builds(Recovered, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
     InterruptSeen: st.builds(InterruptSeen, rank=RANKS, number=st.integers(0, 3)),
     Printed: st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=TEXTS),
     Exited: st.builds(
@@ -332,7 +342,7 @@ def _for_rank_1(message):
 # --- transcripts -----------------------------------------------------------------------------------
 
 
-LIMIT = _transcript.HEAD_CHARACTERS + _transcript.TAIL_CHARACTERS + 2 * _transcript.CHUNK_CHARACTERS
+LIMIT = HEAD_CHARACTERS + TAIL_CHARACTERS + 2 * CHUNK_CHARACTERS
 SIZES = st.sampled_from([1, 3, 80, 1000, 4095, 4096, 4097, 30_000, 70_000])
 PIECES = st.lists(st.tuples(st.sampled_from(Stream), SIZES), max_size=12)
 
@@ -350,7 +360,7 @@ def text_of(sizes):
 def put(pieces):
     transcript = Transcript()
     for stream, text in pieces:
-        transcript = _transcript.printed(transcript, stream, text)
+        transcript = printed(transcript, stream, text)
     return transcript
 
 
@@ -399,11 +409,11 @@ def test_little_output_is_kept_whole():
 def test_displays_are_bounded_too_and_keep_their_place():
     transcript = put([(Stream.STDOUT, "before")])
     for number in range(1000):
-        transcript = _transcript.displayed(transcript, Displayed(rank=0, data={"n": number}))
-    transcript = _transcript.printed(transcript, Stream.STDOUT, "after")
+        transcript = displayed(transcript, Displayed(rank=0, data={"n": number}))
+    transcript = printed(transcript, Stream.STDOUT, "after")
     numbers = [each.data["n"] for each in transcript.displays]
     assert len(numbers) + transcript.omitted_displays == 1000
-    assert len(numbers) <= _transcript.MAXIMUM_DISPLAYS + _transcript.HEAD_CHARACTERS // 100
+    assert len(numbers) <= MAXIMUM_DISPLAYS + HEAD_CHARACTERS // 100
     assert numbers == sorted(numbers)
     assert numbers[-1] == 999
     assert transcript.entries[0] == Text(Stream.STDOUT, "before")
@@ -418,19 +428,19 @@ def display(number, display_id=None, *, update=False):
 def test_an_update_changes_the_display_of_its_id_in_its_place():
     transcript = Transcript()
     for message in (display(1, "a"), display(2), display(3, "a"), display(9, "a", update=True)):
-        transcript = _transcript.displayed(transcript, message)
+        transcript = displayed(transcript, message)
     assert [each.data["n"] for each in transcript.displays] == [9, 2, 9]
-    unknown = _transcript.displayed(transcript, display(7, "b", update=True))
+    unknown = displayed(transcript, display(7, "b", update=True))
     assert unknown == transcript
 
 
 def test_clearing_takes_effect_at_once_or_with_the_next_output():
     transcript = put([(Stream.STDOUT, "old")])
-    assert _transcript.cleared(transcript, wait=False).entries == ()
-    waiting = _transcript.cleared(transcript, wait=True)
+    assert cleared(transcript, wait=False).entries == ()
+    waiting = cleared(transcript, wait=True)
     assert waiting.entries == transcript.entries
-    assert _transcript.printed(waiting, Stream.STDOUT, "new").entries == (Text(Stream.STDOUT, "new"),)
-    assert _transcript.displayed(waiting, display(1)).entries == (Display({"n": 1}),)
+    assert printed(waiting, Stream.STDOUT, "new").entries == (Text(Stream.STDOUT, "new"),)
+    assert displayed(waiting, display(1)).entries == (Display({"n": 1}),)
 
 
 @pytest.mark.parametrize(

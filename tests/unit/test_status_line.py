@@ -13,9 +13,9 @@ import termios
 import pyte
 import pytest
 
-from nblaunch._protocol import AttemptStarted, Exited, Payload, Printed, Returned, Started, Stream
-from nblaunch._state import RunState, advance
-from nblaunch.view.live import Terminal, elapsed
+from nblaunch.protocol.messages import AttemptStarted, Exited, Payload, Printed, Returned, Started, Stream
+from nblaunch.protocol.state import RunState, advance
+from nblaunch.view.terminal_view import Terminal, elapsed
 
 STATUS = re.compile(r"^\[nblaunch\] (.*)$", re.MULTILINE)
 

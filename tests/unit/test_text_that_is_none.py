@@ -7,7 +7,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch._protocol import (
+from nblaunch.protocol.messages import (
     Dispatch,
     Displayed,
     Payload,

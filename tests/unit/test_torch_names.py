@@ -29,12 +29,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
 
-from nblaunch.agent import elastic, observed, stand_ins
-from nblaunch.agent import forkserver as our_forkserver
-from nblaunch.agent import rendezvous as our_rendezvous
+from nblaunch.elastic import agent as our_agent
+from nblaunch.elastic import forkserver as our_forkserver
+from nblaunch.elastic import rendezvous as our_rendezvous
 
-ELASTIC = Path(elastic.__file__)
-AGENT_FILES = (ELASTIC, Path(observed.__file__), Path(our_rendezvous.__file__))
+ELASTIC = Path(our_agent.__file__)
+AGENT_FILES = (ELASTIC, Path(our_rendezvous.__file__))
 
 AGENT = (
     "_start_workers",
@@ -66,7 +66,7 @@ USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
 def broken(owner: object, name: str) -> str:
     kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
     return (
-        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/agent uses; "
+        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/elastic uses; "
         f"it worked with torch 2.8 to 2.13"
     )
 
@@ -133,7 +133,8 @@ def test_the_names_still_mean_the_same(agent, process_context, rendezvous):
     assert isinstance(agent._worker_group, WorkerGroup), broken(agent, "_worker_group")
     assert process_context._pc is None, broken(process_context, "_pc")
     assert list(process_context._ret_vals) == [0], broken(process_context, "_ret_vals")
-    assert type(process_context._ret_vals[0]) is stand_ins.ReturnSlot, broken(process_context, "_ret_vals")
+    slot = process_context._ret_vals[0]
+    assert type(slot) is our_forkserver.ReturnSlot, broken(process_context, "_ret_vals")
     assert rendezvous._state_holder.state.round == 0, broken(rendezvous, "_state_holder")
     assert rendezvous._shared_tcp_store_server is None, broken(rendezvous, "_shared_tcp_store_server")
     assert rendezvous._bootstrap_store_info is None, broken(rendezvous, "_bootstrap_store_info")
@@ -306,7 +307,7 @@ def test_only_the_agents_layer_imports_torchelastic():
         if isinstance(node, ast.Import | ast.ImportFrom)
         and any("torch.distributed.elastic" in name for name in imported(node))
     }
-    assert {user.partition("/")[0] for user in users} == {"agent"}
+    assert {user.partition("/")[0] for user in users} == {"elastic"}
 
 
 def imported(node: ast.Import | ast.ImportFrom) -> list[str]:

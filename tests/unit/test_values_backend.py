@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import nblaunch
-from nblaunch.agent import devices
+from nblaunch.elastic import placement
 
 
 @pytest.mark.parametrize("name", ["tin", "cpu:gloo,cuda:tin", "cpu:tin"])
@@ -28,15 +28,15 @@ def test_the_nearest_name_is_offered():
 
 @pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "fake", "cpu:gloo,cuda:gloo"])
 def test_torchs_own_are_taken(name):
-    devices.check_backend(name, {})
+    placement.check_backend(name, {})
 
 
 def test_without_torch_its_own_names_are_known(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
-    devices.check_backend("cpu:gloo,cuda:nccl", {})
-    devices.check_backend("mpi", {})
+    placement.check_backend("cpu:gloo,cuda:nccl", {})
+    placement.check_backend("mpi", {})
     with pytest.raises(nblaunch.OptionError):
-        devices.check_backend("tin", {})
+        placement.check_backend("tin", {})
 
 
 def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
@@ -47,6 +47,6 @@ def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
         return [plugin] if wanted == {"group": "torch.backends"} else found(**wanted)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
-    devices.check_backend("tin", {})
+    placement.check_backend("tin", {})
     with pytest.raises(nblaunch.OptionError):
-        devices.check_backend("tin", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+        placement.check_backend("tin", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})

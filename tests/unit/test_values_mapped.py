@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nblaunch._protocol import Payload
-from nblaunch.job import payload, shared
+from nblaunch.capture import pickling, shared_memory
+from nblaunch.protocol.messages import Payload
 
 SIZE = 9 * 1024 * 1024
 
 
 @pytest.fixture
 def outgoing(tmp_path):
-    with shared.put(payload.dumps(np.arange(SIZE // 8)), lambda: tmp_path) as kept:
+    with shared_memory.put(pickling.dumps(np.arange(SIZE // 8)), lambda: tmp_path) as kept:
         yield kept
 
 
@@ -31,15 +31,17 @@ def mappings():
 
 def test_mapped_values_hold_no_descriptor(outgoing):
     before = descriptors()
-    kept = [shared.get(outgoing.payload, private=private) for private in (True, False) for _ in range(10)]
+    kept = [
+        shared_memory.get(outgoing.payload, private=private) for private in (True, False) for _ in range(10)
+    ]
     assert descriptors() == before
     assert [int(np.frombuffer(each[1], dtype="i8")[-1]) for each in kept] == [SIZE // 8 - 1] * 20
 
 
 def test_the_memory_lives_as_long_as_a_view_of_it(outgoing):
     before = mappings()
-    stream, buffer = shared.get(outgoing.payload, private=False)
-    part = payload.loads(stream, [buffer])[5:9]
+    stream, buffer = shared_memory.get(outgoing.payload, private=False)
+    part = pickling.loads(stream, [buffer])[5:9]
     del stream, buffer
     gc.collect()
     assert mappings() == before + 1
@@ -51,7 +53,7 @@ def test_the_memory_lives_as_long_as_a_view_of_it(outgoing):
 
 def test_a_private_mapping_is_a_copy_and_a_shared_one_is_not(outgoing):
     first, second, copy = (
-        shared.get(outgoing.payload, private=private)[1] for private in (False, False, True)
+        shared_memory.get(outgoing.payload, private=private)[1] for private in (False, False, True)
     )
     first[0] = 200
     assert second[0] == 200
@@ -65,10 +67,10 @@ def test_a_mapping_that_cannot_be_made_is_an_error(tmp_path):
         file.truncate(2 * SIZE)
     sizes = (1 << 62,)
     with pytest.raises(OSError, match="announced"):
-        shared.get(Payload(sizes=sizes, path=str(path)), private=True)
+        shared_memory.get(Payload(sizes=sizes, path=str(path)), private=True)
     fd = os.open(path, os.O_RDONLY)
     try:
         with pytest.raises(OSError, match="could not be mapped"):
-            shared._mapped(fd, SIZE, private=False)
+            shared_memory._mapped(fd, SIZE, private=False)
     finally:
         os.close(fd)

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
-from nblaunch.job import payload, tensors
+from nblaunch.capture import pickling, tensors
 
 BIG = 1_000_000
 
 
 def sent(value, **options):
     """Return what arrives, and how many bytes travel."""
-    packed = payload.dumps(value, trim=True, **options)
+    packed = pickling.dumps(value, trim=True, **options)
     joined = b"".join(bytes(cast("memoryview", part)) for part in packed.parts)
     parts, start = [], 0
     for part in packed.parts:
         parts.append(memoryview(bytearray(joined[start : start + part.nbytes])))
         start += part.nbytes
-    return payload.loads(parts[0], parts[1:]), packed.size
+    return pickling.loads(parts[0], parts[1:]), packed.size
 
 
 def home(value):
-    packed = payload.dumps_home(value)
-    return payload.loads(
+    packed = pickling.dumps_home(value)
+    return pickling.loads(
         packed.stream, [memoryview(bytearray(cast("memoryview", each))) for each in packed.buffers]
     ), packed.size
 
@@ -48,7 +48,7 @@ def test_a_view_takes_along_what_it_shows(send):
 
 
 def test_without_being_asked_all_of_the_storage_travels():
-    assert payload.dumps(torch.arange(BIG)[:3]).size > 8 * BIG
+    assert pickling.dumps(torch.arange(BIG)[:3]).size > 8 * BIG
 
 
 def test_views_share_their_memory_on_the_other_side():
@@ -168,7 +168,7 @@ def test_a_module_whose_parameters_are_views_of_one_buffer_keeps_them_so():
 def test_a_storage_smaller_than_its_tensor_travels_as_it_is():
     tensor = torch.arange(BIG)
     tensor.untyped_storage().resize_(80_000)
-    packed = payload.dumps(tensor, trim=True)
+    packed = pickling.dumps(tensor, trim=True)
     assert packed.size < 90_000
 
 
@@ -190,7 +190,7 @@ class Leaves:
 
 def test_an_object_that_exits_while_it_is_loaded_is_one_that_cannot_be_loaded():
     with pytest.raises(pickle.UnpicklingError, match=r"SystemExit\(9\)"):
-        payload.loads_plain(payload.dumps_plain(Leaves()))
+        pickling.loads_plain(pickling.dumps_plain(Leaves()))
 
 
 # --- what a push fills ------------------------------------------------------------------------------

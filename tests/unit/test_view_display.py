@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch._protocol import (
+from nblaunch.group.wait import SilentWatcher
+from nblaunch.protocol.messages import (
     AttemptStarted,
     Displayed,
     Message,
@@ -21,15 +23,12 @@ from nblaunch._protocol import (
     Started,
     Stream,
 )
-from nblaunch._state import RunState, advance
-from nblaunch.session import notebook
-from nblaunch.session.ending import SilentWatcher
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
-from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view
-from nblaunch.view.drawing import Drawing
-from nblaunch.view.header import Header
+from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view, watcher
+from nblaunch.view.panel import Drawing
+from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
-from nblaunch.view.watch import watcher
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 REPOSITORY = str(Path(__file__).parents[2])
@@ -106,7 +105,7 @@ def test_a_panel_needs_a_kernel_with_comms(monkeypatch, mode, comm_manager, expe
             pass
 
     Shell.kernel.comm_manager = comm_manager  # type: ignore[attr-defined]
-    monkeypatch.setattr(notebook, "shell", Shell)
+    monkeypatch.setattr(_notebook, "shell", Shell)
     monkeypatch.delenv(display.TESTED_VARIABLE)
     view = choose_view(HEADER, mode)
     assert isinstance(view, GuardedView)
@@ -210,9 +209,9 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
         def close(self):
             self.closed += 1
 
-    module = type(sys)("nblaunch.view.widget")
+    module = type(sys)("nblaunch.view.panel")
     vars(module)["Panel"] = Panel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
     shown: list[object] = []
 
     def show(*_, display_id, **__):
@@ -271,9 +270,9 @@ class StoppedPanel:
 
 
 def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_nothing(monkeypatch):
-    module = type(sys)("nblaunch.view.widget")
+    module = type(sys)("nblaunch.view.panel")
     vars(module)["Panel"] = StoppedPanel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
     now = [0.0]
@@ -303,9 +302,9 @@ class CountingPanel(StoppedPanel):
 
 @pytest.mark.parametrize(("ranks", "least"), [(2, 10_000), (256, 200_000)])
 def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monkeypatch, ranks, least):
-    module = type(sys)("nblaunch.view.widget")
+    module = type(sys)("nblaunch.view.panel")
     vars(module)["Panel"] = CountingPanel
-    monkeypatch.setitem(sys.modules, "nblaunch.view.widget", module)
+    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
     monkeypatch.setattr(CountingPanel, "size", 0)
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
     monkeypatch.setattr("IPython.display.update_display", lambda *_, **__: None)
@@ -326,7 +325,7 @@ def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monk
 
 @pytest.fixture
 def panel(monkeypatch):
-    from nblaunch.view.widget import Panel
+    from nblaunch.view.panel import Panel
 
     now = [0.0]
     made = Panel(Drawing(HEADER, 0.0), lambda: now[0])

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lanes import sampled
 
-from nblaunch._protocol import (
+from nblaunch.diagnose.hang import report
+from nblaunch.protocol.messages import (
     AttemptStarted,
     Collective,
     Displayed,
@@ -34,12 +35,11 @@ from nblaunch._protocol import (
     Stream,
     Where,
 )
-from nblaunch._state import RunState, State, advance, looked_at
-from nblaunch.diagnose.hang import report
-from nblaunch.view.header import Header
+from nblaunch.protocol.state import RunState, State, advance, looked_at
 from nblaunch.view.html import render_html
 from nblaunch.view.markup import ICONS, STATE_COLORS
-from nblaunch.view.rich import balanced
+from nblaunch.view.mime import balanced
+from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 
 HEADER = Header("cell", "gloo")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch._protocol import (
+from nblaunch.diagnose.hang import report as hang_report
+from nblaunch.protocol.messages import (
     AttemptStarted,
     Cleared,
     Displayed,
@@ -27,19 +28,14 @@ from nblaunch._protocol import (
     Usage,
     Where,
 )
-from nblaunch._state import RunState, advance, looked_at
-from nblaunch.diagnose.hang import report as hang_report
-from nblaunch.view import feed, stragglers
-from nblaunch.view.drawing import Drawing
-from nblaunch.view.feed import Feed
-from nblaunch.view.header import Header
-from nblaunch.view.live_screen import WIDEST
+from nblaunch.protocol.state import RunState, advance, looked_at
+from nblaunch.view import panel_output, panel_ranks
 from nblaunch.view.output import read
-from nblaunch.view.report import Reporter
-from nblaunch.view.rows import Rows
-from nblaunch.view.stragglers import BEHIND, SILENT, UNFINISHED, Stragglers
-from nblaunch.view.tail import KEPT, WAITING
-from nblaunch.view.terminal import Line
+from nblaunch.view.panel import Drawing
+from nblaunch.view.panel_output import KEPT, WAITING, Feed
+from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Reporter, Rows, Stragglers
+from nblaunch.view.screen import WIDEST, Line
+from nblaunch.view.summary import Header
 
 HEADER = Header("cell", "gloo", node="host")
 FIGURE = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure>"}
@@ -368,7 +364,7 @@ def test_a_new_attempt_begins_anew():
 
 
 def test_more_ranks_than_a_page_may_be_sent_at_once(monkeypatch):
-    monkeypatch.setattr(feed, "WHOLE_CHARACTERS", 10_000)
+    monkeypatch.setattr(panel_output, "WHOLE_CHARACTERS", 10_000)
     ticker = Ticker(4)
     for step in range(20):
         ticker.tick(*(out(f"{rank} {step} {'x' * 80}\n", rank) for rank in range(4)))
@@ -517,10 +513,10 @@ def test_a_rank_that_the_others_wait_for_in_a_collective_is_marked_after_a_while
     looked, state = Stragglers(), run_of(3, began(0, 7), began(1, 7), began(2, 6))
     assert looked.marks(state, 0.0) == {}
     state = advance(advance(state, began(0, 9)), began(1, 9))
-    assert looked.marks(state, stragglers.BEHIND_SECONDS) == {2: f"3 collectives {BEHIND}"}
+    assert looked.marks(state, panel_ranks.BEHIND_SECONDS) == {2: f"3 collectives {BEHIND}"}
     state = advance(state, began(2, 8))
     assert looked.marks(state, 3.0) == {}, "it moves"
-    assert looked.marks(state, 3.0 + stragglers.BEHIND_SECONDS) == {2: f"1 collective {BEHIND}"}
+    assert looked.marks(state, 3.0 + panel_ranks.BEHIND_SECONDS) == {2: f"1 collective {BEHIND}"}
     assert looked.marks(advance(state, began(2, 9)), 20.0) == {}
 
 
@@ -534,5 +530,5 @@ def test_the_last_to_finish_are_marked_after_a_while():
     assert looked.marks(state, 0.0) == {}
     state = advance(state, returned(2))
     assert looked.marks(state, 10.0) == {}
-    assert looked.marks(state, 10.0 + stragglers.FINISHED_SECONDS) == {3: UNFINISHED}
+    assert looked.marks(state, 10.0 + panel_ranks.FINISHED_SECONDS) == {3: UNFINISHED}
     assert looked.marks(advance(state, returned(3)), 20.0) == {}

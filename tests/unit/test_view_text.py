@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch._protocol import (
+from nblaunch.protocol.messages import (
     AttemptStarted,
     Cleared,
     Displayed,
@@ -27,14 +27,13 @@ from nblaunch._protocol import (
     Started,
     Stream,
 )
-from nblaunch._state import RunState, advance
-from nblaunch._transcript import Text, Transcript, displayed, printed
-from nblaunch.view.cost import cost_of_text, fair_limit, shortened
-from nblaunch.view.header import Header
-from nblaunch.view.live import LiveLines
-from nblaunch.view.outcome import traceback_text
+from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
+from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import last_line
-from nblaunch.view.terminal import Screen, Style, colored, plain
+from nblaunch.view.screen import Screen, Style, colored, plain
+from nblaunch.view.summary import Header, traceback_text
+from nblaunch.view.terminal_view import LiveLines
 from nblaunch.view.text import render_ending, render_text
 
 HEADER = Header("cell", "gloo", node="some-host", log_dir="/logs", magic="%%distributed -n 2")

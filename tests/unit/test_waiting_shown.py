@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 
-from nblaunch._protocol import Returned, Started, Waiting
-from nblaunch._records import Payload
-from nblaunch._state import RunState, advance
-from nblaunch.view.header import Header
-from nblaunch.view.live import LiveLines, Terminal
-from nblaunch.view.rows import Rows
+from nblaunch.protocol.messages import Payload, Returned, Started, Waiting
+from nblaunch.protocol.state import RunState, advance
+from nblaunch.view.panel_ranks import Rows
+from nblaunch.view.summary import Header
+from nblaunch.view.terminal_view import LiveLines, Terminal
 
 SAID = "interrupted 3 s ago, still at cell line 2: torch.linalg.svd(a)"
 AGAIN = "a second interrupt ends all ranks, and their variables are lost"

@@ -1,0 +1,46 @@
+"""What a run asks of the notebook it was started from; works without one. IPython is never imported here."""
+
+from __future__ import annotations
+import __future__
+
+import functools
+import operator
+import sys
+from typing import Any
+
+
+def shell() -> Any | None:
+    """Return the running IPython shell, or None in plain Python."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def namespace() -> dict[str, Any] | None:
+    """Return the notebook's variables, or None in plain Python."""
+    running = shell()
+    return running.user_ns if running is not None else None
+
+
+def title_of(filename: str) -> str:
+    """Return what the reader calls a cell: `Cell In[3]` for the file name it was compiled under."""
+    running = shell()
+    described = running.compile.format_code_name(filename) if running is not None else None
+    return " ".join(described) if described else filename
+
+
+def inside_rank() -> int | None:
+    """Return this process's rank if it is one, else None."""
+    display = sys.modules.get("nblaunch.rank.shell")
+    outlet = getattr(display, "outlet", None)
+    return outlet.rank if outlet is not None and outlet.send is not None else None
+
+
+_FUTURE_FLAGS = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+def future_flags() -> int:
+    """Return the flags of `compile` that `from __future__ import` has switched on in this notebook."""
+    running: Any = shell()
+    return int(running.compile.flags) & _FUTURE_FLAGS if running is not None else 0

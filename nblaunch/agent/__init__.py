@@ -1,1 +1,0 @@
-"""torchelastic: rendezvous, agent thread, fork server, log files."""

@@ -1,0 +1,200 @@
+"""What a cell or a call takes along: values in one pickle, submodules by name, the source of functions."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nblaunch._errors import CaptureError
+from nblaunch.capture import pickling
+from nblaunch.capture.names import cell_names
+from nblaunch.capture.pickling import Packed
+
+if TYPE_CHECKING:
+    from nblaunch.capture.unpicklable import Culprit
+
+# These are the rank's own; `open`, `exit` and `quit` are put into the namespace by IPython.
+RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
+SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A job's payload, ready to be sent."""
+
+    packed: Packed
+    imports: tuple[str, ...]
+    sources: Mapping[str, str]
+    """File name -> source of the notebook cells that captured functions were defined in."""
+    names: frozenset[str] = frozenset()
+    """The variables that go along."""
+    used: frozenset[str] = frozenset()
+    """All names that the cell may use."""
+
+
+class KnownVariables(pickling.Known, Protocol):
+    """What ranks that stay have of a notebook's variables and objects."""
+
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
+        """Return which variables the ranks lack, of `names` and of those that functions use.
+
+        These are the functions that the variables and `roots` lead to.
+        """
+
+
+class _Everything:
+    """What fresh ranks lack."""
+
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:  # noqa: ARG002 - as above
+        return names
+
+
+def capture_cell(
+    source: str,
+    namespace: dict[str, Any],
+    transform: Callable[[str], str] = str,
+    *,
+    known: KnownVariables | None = None,
+) -> Captured:
+    """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
+
+    `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
+    have already, None for fresh ones. Those get, of a view of a tensor, no more of its storage than it shows.
+
+    Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
+    """
+    names = cell_names(source, transform=transform)
+    used = names.needed | names.maybe
+    available = namespace.keys() - RANK_NAMES - SHELL_NAMES
+    lacking = (known or _Everything()).needs(used) & available
+    packed, sent = _packed_cell(lacking, names.needed, namespace, known)
+    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent, used)
+
+
+def _packed_cell(
+    names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: KnownVariables | None
+) -> tuple[Packed, frozenset[str]]:
+    """Return the pickle of variables, and which are in it: those that may be needed are, if they can be."""
+    surely = {name: namespace[name] for name in sorted(names & needed)}
+    maybe = {name: namespace[name] for name in sorted(names - needed)}
+    try:
+        packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
+    except Exception:  # noqa: BLE001 - whatever the objects raise
+        # A name that the cell may never load must not fail the run.
+        maybe = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
+        packed = _pack({**surely, **maybe}, surely, namespace, "the cell uses", known)
+    return packed, frozenset(surely) | frozenset(maybe)
+
+
+def capture_values(
+    values: dict[str, Any], namespace: dict[str, Any] | None = None, known: pickling.Known | None = None
+) -> Captured:
+    """Capture variables that are to be pushed. Raises `CaptureError` for one that cannot be sent."""
+    try:
+        packed = (
+            pickling.dumps(values, namespace)
+            if known is None
+            else pickling.dumps_push(values, namespace, known)
+        )
+    except Exception as error:
+        raise _explained(error, values, namespace, "the push holds") from error
+    return Captured(packed, (), _sources(packed), frozenset(values))
+
+
+def capture_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    namespace: dict[str, Any] | None = None,
+    known: KnownVariables | None = None,
+) -> Captured:
+    """Capture a call with all it refers to; for `known` see `capture_cell`.
+
+    Raises `CaptureError` naming the part that cannot be sent.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    roots = {name: function}
+    roots.update({f"args[{position}]": value for position, value in enumerate(args)})
+    roots.update({f"kwargs[{key!r}]": value for key, value in kwargs.items()})
+    call = (function, tuple(args), tuple(kwargs.items()))
+    if known is None:
+        packed = _pack((*call, ()), roots, namespace, "the call uses")
+        return Captured(packed, (), _sources(packed))
+    # Variables that only functions use that the ranks have already: nothing else would bring them.
+    lacking = known.needs(frozenset(), function, args, kwargs) & (namespace or {}).keys()
+    variables = {name: (namespace or {})[name] for name in sorted(lacking)}
+    packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
+    return Captured(packed, (), _sources(packed), lacking)
+
+
+def _pack(
+    value: object,
+    roots: Mapping[str, object],
+    namespace: dict[str, Any] | None,
+    user: str,
+    known: pickling.Known | None = None,
+) -> Packed:
+    try:
+        return pickling.dumps(value, namespace, known, trim=known is None)
+    except Exception as error:
+        raise _explained(error, roots, namespace, user) from error
+
+
+def _explained(
+    error: Exception, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str
+) -> CaptureError:
+    from nblaunch.capture.unpicklable import find_culprit
+
+    culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
+    return _capture_error(culprit, error, user)
+
+
+def _refusal(value: object, namespace: dict[str, Any] | None) -> Exception | None:
+    try:
+        pickling.dumps(value, namespace)
+    except Exception as error:  # noqa: BLE001 - whatever the objects raise
+        return error
+    return None
+
+
+def _capture_error(culprit: Culprit | None, error: Exception, user: str) -> CaptureError:
+    if culprit is None:
+        return CaptureError(
+            f"What {user} cannot be sent to the ranks all together: {type(error).__name__}: {error}."
+        )
+    msg = (
+        f"{culprit.path}: {culprit.reason} ({culprit.type_name}, {culprit.size} bytes). "
+        f"{user.capitalize()} {culprit.name}, and what it holds is sent to every rank. Make "
+        f"{culprit.path} on the ranks instead, or leave it out of {culprit.name}'s state (__getstate__)."
+    )
+    return CaptureError(msg, name=culprit.name, path=culprit.path, size=culprit.size)
+
+
+def _submodules(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return modules that attribute chains reach: `import xml` on a rank does not load `xml.etree`."""
+    found = set()
+    for chain in dotted:
+        root, *attributes = chain.split(".")
+        name = getattr(namespace.get(root), "__name__", None)
+        if not isinstance(name, str) or sys.modules.get(name) is not namespace.get(root):
+            continue
+        for attribute in attributes:
+            name = f"{name}.{attribute}"
+            if name not in sys.modules:
+                break
+            found.add(name)
+    return tuple(sorted(found))
+
+
+def _sources(packed: Packed) -> dict[str, str]:
+    """Return the source of every notebook cell that the pickle holds code of."""
+    found = {}
+    for filename in packed.filenames:
+        entry = linecache.cache.get(filename)
+        # Entries without a modification time are no files: IPython puts cells there.
+        if entry is not None and len(entry) == 4 and entry[1] is None:  # noqa: PLR2004
+            found[filename] = "".join(entry[2])
+    return found

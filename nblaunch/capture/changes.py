@@ -1,0 +1,376 @@
+"""Whether an object of the notebook was changed in place since the ranks got it.
+
+Such a change does not travel to the ranks of a session, so whoever uses the object there has to hear of it.
+Each object that is sent leaves a print: its size and its elements' identities, or a digest of its content. A
+print says nothing of what lies deeper, which has prints of its own. No code of the user's runs to make one.
+
+What this cannot see: changes of large arrays that leave a sample of their elements alone, of files and other
+things outside memory, and of objects of C extensions that are large or cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import types
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from nblaunch.capture import tensors
+from nblaunch.capture.identity import HEAP_TYPE, ObjectTable, is_by_value
+
+_MOST_ELEMENTS = 1000
+_ENDS = 100
+_MOST_BYTES = 256 * 1024
+_SAMPLE = 4096
+_MOST_VISITED = 20_000
+_ATOMS = (int, float, complex, bool, str, bytes, type(None))
+_PLAIN = frozenset(_ATOMS)
+_NO_CHILDREN = frozenset({*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, range})
+_OF_CLASSES = frozenset(
+    {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
+)
+
+
+class Prints:
+    """The prints of the objects that one table knows."""
+
+    def __init__(self, table: ObjectTable) -> None:
+        """Begin without any."""
+        self._table = table
+        self._prints: dict[int, object] = {}
+
+    def of(self, obj: Any) -> object:
+        """Return the print of an object as it is now."""
+        try:
+            return _print_of(obj, self._mark)
+        except Exception:  # noqa: BLE001 - an object in a state of its own: nothing can be said of it
+            return None
+
+    def update(self, prints: Mapping[int, object]) -> None:
+        """Keep prints, by key."""
+        self._prints |= prints
+
+    def copy(self) -> Prints:
+        """Return prints that can be changed without these."""
+        other = Prints(self._table)
+        other._prints = dict(self._prints)
+        return other
+
+    def discard(self, keys: Iterable[int]) -> None:
+        """Forget prints."""
+        for key in keys:
+            self._prints.pop(key, None)
+
+    def changed(self, root: Any) -> bool:
+        """Return whether `root`, or an object that it leads to, has another print than the one kept."""
+        for obj in self.walk(root):
+            key = self._table.key_of(obj)
+            if key is not None and key in self._prints and self._prints[key] != self.of(obj):
+                return True
+        return False
+
+    def walk(self, *roots: Any) -> Iterator[Any]:
+        """Yield the roots and what they lead to, up to a bound; no plain values, no classes of libraries."""
+        waiting = [root for root in roots if type(root) not in _NO_CHILDREN]
+        visited = set(map(id, waiting))
+        while waiting:
+            obj = waiting.pop()
+            yield obj
+            if len(visited) > _MOST_VISITED:
+                continue
+            for child in _children(obj):
+                if type(child) not in _NO_CHILDREN and id(child) not in visited and self._follows(child):
+                    visited.add(id(child))
+                    waiting.append(child)
+
+    @staticmethod
+    def _follows(child: Any) -> bool:
+        if isinstance(child, dict | list | set | tuple) and not child:
+            return False  # what holds it has its length in its own print
+        # Classes of libraries do not change, and lead everywhere.
+        return not isinstance(child, type) or is_by_value(child)
+
+    def _mark(self, child: Any) -> object:
+        """Return what tells a child from any other: a value by itself, an object by its identity."""
+        if type(child) in _PLAIN:
+            return type(child), hash(child)
+        key = self._table.key_of(child)
+        return ("address", id(child)) if key is None else ("key", key)
+
+
+def _print_of(obj: Any, mark: Callable[[Any], object]) -> object:
+    kind = type(obj)
+    if isinstance(obj, list | tuple):
+        return kind, len(obj), tuple(map(mark, _some(obj)))
+    if isinstance(obj, dict):
+        items = obj if len(obj) <= _MOST_ELEMENTS else list(obj)[-_ENDS:]
+        return kind, len(obj), tuple((mark(name), mark(obj[name])) for name in items), _attributes(obj, mark)
+    if isinstance(obj, set | frozenset):
+        return kind, len(obj), frozenset(map(mark, obj)) if len(obj) <= _MOST_ELEMENTS else None
+    if isinstance(obj, bytearray):
+        return len(obj), zlib.crc32(obj[:_MOST_BYTES])
+    if kind is types.FunctionType:
+        named = tuple(map(mark, (obj.__kwdefaults__ or {}).values()))
+        cells = tuple(_cell(cell, mark) for cell in obj.__closure__ or ())
+        defaults = tuple(map(mark, obj.__defaults__ or ()))
+        return id(obj.__code__), defaults, named, cells, _attributes(obj, mark)
+    if isinstance(obj, type):
+        return tuple((name, mark(value)) for name, value in vars(obj).items() if name not in _OF_CLASSES)
+    array = _array_print(obj)
+    if array is not None:
+        return array
+    if hasattr(obj, "__dict__") or _slots(kind):
+        return id(kind), _attributes(obj, mark)
+    return _digest(obj)
+
+
+def _some(sequence: Any) -> Iterable[Any]:
+    if len(sequence) <= _MOST_ELEMENTS:
+        return tuple(sequence)
+    return (*sequence[:_ENDS], *sequence[-_ENDS:])
+
+
+def _cell(cell: Any, mark: Callable[[Any], object]) -> object:
+    try:
+        return mark(cell.cell_contents)
+    except ValueError:
+        return None  # empty
+
+
+def _attributes(obj: Any, mark: Callable[[Any], object]) -> tuple[object, ...]:
+    """Return marks of an object's attributes; of an empty container its emptiness is all there is."""
+    return tuple(
+        (name, mark(value), len(value) if isinstance(value, dict | list | set) else 0)
+        for name, value in _variables(obj)
+    )
+
+
+def _variables(obj: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(obj, "__dict__", {}).items()
+    for name in _slots(type(obj)):
+        if hasattr(obj, name):
+            yield name, getattr(obj, name)
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the names of a Python class's slots; C classes have no names for theirs."""
+    if not kind.__flags__ & HEAP_TYPE:
+        return []
+    found = (vars(each).get("__slots__", ()) for each in kind.__mro__)
+    names = [name for each in found for name in ((each,) if isinstance(each, str) else tuple(each))]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+
+
+def _array_print(obj: Any) -> object:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(obj, torch.Tensor):
+        version = None if obj.is_inference() else obj._version  # noqa: SLF001 - documented, and it has no other name
+        return version, tuple(obj.shape), str(obj.dtype), obj.requires_grad, _address(obj)
+    if torch is not None and isinstance(obj, torch.UntypedStorage):
+        return ("storage",)  # its tensors have versions
+    if numpy is not None and isinstance(obj, numpy.ndarray) and not obj.dtype.hasobject:
+        whole = obj if obj.nbytes <= _MOST_BYTES else obj.reshape(-1)[:: max(obj.size // _SAMPLE, 1)]
+        if obj.nbytes > _MOST_BYTES and not obj.flags.c_contiguous:
+            return obj.shape, str(obj.dtype)  # a sample of it would copy all of it
+        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(whole).view(numpy.uint8).data)
+    return None
+
+
+def _address(tensor: Any) -> int:
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:  # of sparse tensors, and of those without storage
+        return 0
+
+
+class _Bounded(io.RawIOBase):
+    """Takes a digest of what is written, up to a bound."""
+
+    def __init__(self) -> None:
+        self.digest = self.size = 0
+
+    def write(self, data: Any) -> int:
+        self.size += len(data)
+        if self.size > _MOST_BYTES:
+            raise OverflowError
+        self.digest = zlib.crc32(data, self.digest)
+        return len(data)
+
+
+def _digest(obj: Any) -> object:
+    """Return a digest of a small object that only C code can look into."""
+    if sys.getsizeof(obj, _MOST_BYTES) >= _MOST_BYTES:
+        return None
+    sink = _Bounded()
+    pickle.Pickler(sink, protocol=5).dump(obj)
+    return sink.size, sink.digest
+
+
+def _children(obj: Any) -> Iterable[Any]:
+    if type(obj) in (list, tuple):
+        return _some(obj)
+    if isinstance(obj, dict):
+        return [*_some(list(obj.values())), *(value for _, value in _variables(obj))]
+    if type(obj) is types.CellType:
+        try:
+            return (obj.cell_contents,)
+        except ValueError:
+            return ()
+    if type(obj) is types.FunctionType:
+        return (*(obj.__closure__ or ()), *(obj.__defaults__ or ()))
+    if isinstance(obj, type):
+        return [*obj.__bases__, *(value for value in vars(obj).values() if type(value) is types.FunctionType)]
+    return _all_of(obj)
+
+
+def _all_of(obj: Any) -> list[Any]:
+    elements = _some(list(obj)) if isinstance(obj, list | tuple | set | frozenset) else ()
+    # A class of the notebook is looked at with its objects.
+    return [*elements, *(value for _, value in _variables(obj)), type(obj)]
+
+
+# --- Pushing an object that the ranks have: its content replaces theirs, in the object that they have.
+#
+# So whatever refers to it there goes on doing so: an optimizer keeps stepping the model whose weights were
+# pushed. What an object holds is sent by key where the ranks have it, and is refreshed in turn.
+
+
+Content = tuple[str, Any]
+"""How an object is filled, and with what."""
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_NOT_REFRESHED = frozenset({"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"})
+
+
+class RefreshError(TypeError):
+    """A rank's object cannot take the pushed content; says why."""
+
+
+class ByValue:
+    """Pickles as a copy of a tensor, a storage or an array, though the ranks have it."""
+
+    def __init__(self, obj: Any) -> None:
+        """Stand for `obj`."""
+        self.obj = obj
+
+    def __reduce__(self) -> Any:
+        """Reduce to the content of the object."""
+        return tensors.reduce_by_value(self.obj)
+
+
+def content_of(obj: Any) -> Content | None:
+    """Return what fills another object like `obj`, None where only a new one will do."""
+    kind = type(obj)
+    if kind is list or kind is deque:
+        return "list", list(obj)
+    if kind in _DICTS:
+        return "dict", dict(obj)
+    if kind is set:
+        return "set", list(obj)
+    if kind is bytearray:
+        return "list", bytes(obj)
+    if tensors.is_tensor(obj) or tensors.is_storage(obj):
+        return "tensor", ByValue(obj)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and kind is numpy.ndarray:
+        return "array", ByValue(obj)
+    if kind is types.FunctionType:
+        return "function", (obj.__code__, obj.__defaults__, obj.__kwdefaults__, dict(obj.__dict__))
+    if isinstance(obj, type):
+        plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
+        return "class", {
+            name: value
+            for name, value in vars(obj).items()
+            if name not in _NOT_REFRESHED and not isinstance(value, plain)
+        }
+    return _state_of(obj)
+
+
+def _state_of(obj: Any) -> Content | None:
+    if isinstance(obj, list | dict | set | tuple | type(sys)):
+        return None
+    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if not isinstance(reduced, tuple) or reduced[0].__name__ != "__newobj__":
+        return None
+    state = reduced[2] if len(reduced) > 2 else None  # noqa: PLR2004 - the state's place, by pickle's protocol
+    return "object", dict(state) if type(state) is dict else state
+
+
+def fill(target: Any, content: Content) -> Callable[[], None]:
+    """Return what fills `target`; raises `RefreshError` if it cannot be filled, and changes nothing yet."""
+    how, data = content
+    if how in ("tensor", "array"):
+        return _fill_array(target, data)
+    if how == "object" and type(data) is not dict and not hasattr(target, "__setstate__"):
+        return lambda: _set_slots(target, data)
+    return lambda: _FILL[how](target, data)
+
+
+def _fill_list(target: Any, data: Any) -> None:
+    target.clear()
+    target.extend(data)
+
+
+def _fill_dict(target: Any, data: Any) -> None:
+    target.clear()
+    target.update(data)
+
+
+def _fill_function(target: Any, data: Any) -> None:
+    target.__code__, target.__defaults__, target.__kwdefaults__, attributes = data
+    _fill_dict(target.__dict__, attributes)
+
+
+def _fill_class(target: Any, data: Any) -> None:
+    for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
+        delattr(target, name)
+    for name, value in data.items():
+        if vars(target).get(name) is not value and name not in ("__doc__", "__slots__"):
+            setattr(target, name, value)
+
+
+def _fill_object(target: Any, data: Any) -> None:
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(data)
+    else:
+        _fill_dict(target.__dict__, data or {})
+
+
+_FILL: dict[str, Callable[[Any, Any], None]] = {
+    "list": _fill_list,
+    "dict": _fill_dict,
+    "set": _fill_dict,
+    "function": _fill_function,
+    "class": _fill_class,
+    "object": _fill_object,
+}
+
+
+def _set_slots(target: Any, data: Any) -> None:
+    attributes, slots = data if isinstance(data, tuple) else (data, {})
+    if hasattr(target, "__dict__"):
+        _fill_dict(target.__dict__, attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+def _fill_array(target: Any, data: Any) -> Callable[[], None]:
+    same = type(target) is type(data) and (
+        tensors.is_storage(target) or (target.shape == data.shape and target.dtype == data.dtype)
+    )
+    if tensors.is_storage(target):
+        same = same and target.nbytes() == data.nbytes()
+    if same:
+        return lambda: tensors.copy_content(target, data)
+    if tensors.is_plain_tensor(target) and tensors.is_tensor(data):
+        return lambda: setattr(target, "data", data.detach())
+    shown = f"{type(target).__module__}.{type(target).__qualname__}"
+    msg = (
+        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one "
+        f"of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+    )
+    raise RefreshError(msg)

@@ -1,0 +1,586 @@
+"""What notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
+
+The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
+not at all, for a lock or a weak reference that means nothing elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import pickle
+import sys
+import threading
+import types
+import typing
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
+
+from nblaunch.capture import changes, identity, tensors
+
+_CachedFunction: type = type(functools.cache(id))
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+
+
+def reduce(obj: Any) -> Any:
+    """Return how to rebuild one of these, `NotImplemented` for anything else."""
+    kind = type(obj)
+    if kind is _CachedFunction and _is_notebooks_own(obj):
+        return _cached_function, (obj.__wrapped__, obj.cache_parameters())
+    if kind is functools.cached_property:
+        return _cached_property, (obj.func, obj.attrname)
+    if kind is typing.NewType and _is_notebooks_own(obj):
+        return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
+    # `functools.singledispatch` keeps both in the function that it makes.
+    if kind in _WEAK:
+        return kind, (dict(obj),)
+    if kind is types.MappingProxyType:
+        return kind, (dict(obj),)
+    return NotImplemented
+
+
+def _is_notebooks_own(obj: object) -> bool:
+    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _new_type(name: str, supertype: Any, module: str) -> Any:
+    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
+    made.__module__ = module
+    return made
+
+
+# --- Pickles with their large buffers beside them, and the notebook's own functions and classes.
+#
+# `dumps` gives a `Packed`: a protocol-5 pickle stream and the buffers that it refers to.
+# `nblaunch.capture.shared_memory`
+# moves those between processes, `loads` puts them together again without copying a buffer.
+#
+# Two things differ from plain cloudpickle:
+#
+# * CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share
+#   their memory on the other side; of a large storage only the range that they show is sent. CUDA tensors
+#   travel through the CPU (see `nblaunch.capture.tensors`).
+# * Functions of the notebook live in the rank's own `__main__`: a cell that changes a global that such a
+#   function reads sees the change, as in the notebook. On the way back nothing is written into the
+#   notebook: classes that came from there are sent by name, functions get globals of their own.
+
+
+OUT_OF_BAND = 4096
+"""Buffers of fewer bytes stay inside the pickle stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickle stream and its out-of-band buffers, each contiguous; a GPU's are copied when written."""
+
+    stream: memoryview
+    buffers: tuple[memoryview | tensors.Far, ...]
+    filenames: frozenset[str] = frozenset()
+    """Where the code that it holds was compiled."""
+    carried: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the notebook that these functions take along."""
+    keys: frozenset[int] = frozenset()
+    """What it refers to by key: objects that the ranks have."""
+    places: Sequence[tuple[int, Any]] = ()
+    """What the ranks are to know by a key from here on: (place in the pickle, object)."""
+
+    @property
+    def parts(self) -> tuple[memoryview | tensors.Far, ...]:
+        """Return the stream first, then the buffers."""
+        return (self.stream, *self.buffers)
+
+    def is_same(self, other: Packed) -> bool:
+        """Return whether both are equal and refer to the same memory, so that one can be sent for both."""
+        places = [_address(buffer) for buffer in self.buffers]
+        return (
+            self.stream == other.stream
+            and None not in places
+            and places == [_address(buffer) for buffer in other.buffers]
+        )
+
+    @property
+    def size(self) -> int:
+        """Bytes, all parts together."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def _address(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
+    """Return where a buffer is in memory and its length, None for one that cannot be written to."""
+    if isinstance(buffer, tensors.Far):
+        return buffer.address
+    if buffer.readonly or not buffer.nbytes:
+        return None
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
+
+
+class _MainGlobals:
+    """Unpickles as the globals of the process's own `__main__`."""
+
+    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
+        return main_globals, ()
+
+
+def main_globals() -> dict[str, Any]:
+    """Return the globals of this process's `__main__`."""
+    return sys.modules["__main__"].__dict__
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
+
+    def __init__(
+        self, *arguments: Any, storages: tensors.Whole | tensors.Trimmer | None = None, **keywords: Any
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
+        self.filenames: set[str] = set()
+        self.carried: dict[str, Any] = {}
+        self.keys: set[int] = set()
+
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - ranks that stay need it
+        """Return what has been written and is to be known by a key; `root` holds it all."""
+        return ()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.CodeType:
+            self.filenames.add(obj.co_filename)
+        reduced = self._reduce_tensor(obj)
+        if reduced is NotImplemented:
+            reduced = reduce(obj)
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and isinstance(reduced, tuple):
+            if slots := vars(obj).get("__slots__"):
+                _make_with_slots(slots, reduced)
+            if reduced[0] in _TRACKED and (name := self._name_of(obj)):
+                reduced = _named_class(reduced, name)
+        return reduced
+
+    def _name_of(self, obj: type) -> str:
+        """Return the name of a class that ranks have made; of any other, nothing."""
+        return _names.get(obj, "")
+
+
+def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
+    """Have a class that goes by value be made with its slots.
+
+    cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
+    `__dict__`, and could not come home to the class of the notebook, which has none.
+    """
+    if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
+        reduced[1][3]["__slots__"] = slots
+
+
+class Known(Protocol):
+    """What the ranks of a session have already."""
+
+    def key_of(self, obj: Any) -> int | None:
+        """Return the key of an object that all of these ranks have."""
+
+    def lacks(self, name: str, value: Any) -> bool:
+        """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
+
+
+class _Nothing:
+    """Fresh ranks have nothing."""
+
+    def key_of(self, obj: Any) -> int | None:  # noqa: ARG002 - as every `Known`
+        return None
+
+    def lacks(self, name: str, value: Any) -> bool:  # noqa: ARG002 - as every `Known`
+        return True
+
+
+class _Outbound(_Pickler):
+    """From the notebook to the ranks."""
+
+    def __init__(
+        self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None = None, **keywords: Any
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
+        self._notebook = frozenset(map(id, notebook))
+        self._known = known or _Nothing()
+        for each in self._notebook:
+            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+            self.globals_ref[each] = _MainGlobals()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
+            reduced = super().reducer_override(obj)
+            return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
+        reduced = super().reducer_override(obj)
+        return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
+
+    def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
+        """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
+        make, arguments, (attributes, slots), *_ = reduced
+        names = (name for name in global_names(function) if name in function.__globals__)
+        used = {**dict.fromkeys(slots["__globals__"]), **dict.fromkeys(names)}
+        needed = {
+            name: value for name in used if self._known.lacks(name, value := function.__globals__[name])
+        }
+        self.carried.update(needed)
+        state = (attributes, {**slots, "__globals__": {}}, needed)
+        return make, arguments, state, None, None, _set_function
+
+
+def global_names(function: types.FunctionType) -> Iterable[str]:
+    """Return the global names that a function uses, whether or not there are such variables."""
+    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it sends
+    return itertools.chain(names, _names_of_class_bodies(function.__code__))
+
+
+def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that classes within a function look up; cloudpickle follows functions alone."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
+                yield from each.co_names
+            yield from _names_of_class_bodies(each)
+
+
+class _Identifying(_Outbound):
+    """To ranks that stay: what they have is referred to."""
+
+    # Not in `_Outbound`: pickle asks it for every single object.
+    def persistent_id(self, obj: Any) -> int | None:
+        key = self._known.key_of(obj)
+        if key is not None:
+            self.keys.add(key)
+        return key
+
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:
+        return identity.found_in(self.memo.copy(), root)
+
+
+class _Refreshing(_Identifying):
+    """Pushes: of what the ranks have, the content goes along."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._contents: list[tuple[int, changes.Content]] = []
+        self._new: set[int] = set()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        key = self._known.key_of(obj)
+        if key is None or key in self._new:
+            return None
+        if key not in self.keys:
+            content = changes.content_of(obj)
+            if content is None:
+                self._new.add(key)
+                return None
+            self.keys.add(key)
+            self._contents.append((key, content))
+        return key
+
+    def dump(self, obj: object) -> None:
+        super().dump(obj)
+        while self._contents:
+            # What these lead to has content of its own.
+            contents, self._contents = self._contents, []
+            super().dump(contents)
+        super().dump([])
+
+
+def _set_function(function: types.FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
+    attributes, slots, offered = state
+    _cloudpickle._function_setstate(function, (attributes, slots))  # noqa: SLF001 - cloudpickle's own way
+    getattr(_loading, "offer", _fill)(offered)
+
+
+def _fill(offered: Mapping[str, Any]) -> None:
+    """Give `__main__` the globals that it lacks."""
+    for name, value in offered.items():
+        main_globals().setdefault(name, value)
+
+
+_loading = threading.local()
+
+
+class _Homebound(_Pickler):
+    """From a rank to the notebook: classes that came from there go back by name.
+
+    A class that a rank has made goes by value, under a digest of its definition: those of several ranks
+    that are defined alike are one class in the notebook, and what is equal on the ranks is equal there.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj in received_classes:
+            return known_class, (received_classes[obj],)
+        tensors.refuse_bound(obj)
+        return super().reducer_override(obj)
+
+    def _name_of(self, obj: type) -> str:
+        """Return the same name for classes of the same definition, where it can be told."""
+        try:
+            name = f"nblaunch-{_definition(obj)}"
+        except Exception:  # noqa: BLE001 - whatever the objects raise: then no two classes are one
+            name = str(_cloudpickle._get_or_create_tracker_id(obj))  # noqa: SLF001 - no public name
+        # It may come back: as the very class that it is here.
+        made_classes.add(obj)
+        _completed.add(obj)
+        _by_name[name] = obj
+        return name
+
+
+class _Defining(_Homebound):
+    """Pickles a class to be compared: with all it refers to, and without names that are random."""
+
+    def _name_of(self, obj: type) -> str:  # noqa: ARG002 - what tells it from others is its definition
+        return "same"
+
+
+_TRACKED = {
+    _cloudpickle._make_skeleton_class: 4,  # noqa: SLF001 - what cloudpickle writes into a pickle
+    _cloudpickle._make_skeleton_enum: 5,  # noqa: SLF001 - see above
+}
+"""How cloudpickle makes a class anew, and which argument is the name that it tracks it by."""
+
+_DEFINITION_LIMIT = 64 * 1024 * 1024
+
+
+def _definition(cls: type) -> str:
+    """Return a digest of a class with all that its methods use. Raises what pickling raises."""
+    digest, size = hashlib.sha256(), 0
+
+    def add(buffer: pickle.PickleBuffer) -> bool:
+        nonlocal size
+        raw = buffer.raw()
+        size += raw.nbytes
+        if size > _DEFINITION_LIMIT:
+            msg = "too large to compare"
+            raise pickle.PicklingError(msg)
+        digest.update(raw)
+        return False
+
+    stream = io.BytesIO()
+    _Defining(stream, protocol=5, buffer_callback=add).dump(cls)
+    digest.update(stream.getbuffer())
+    return digest.hexdigest()
+
+
+# Classes that ranks have made, in the process that made them and in those that got them. What is complete
+# has its attributes.
+_by_name: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_completed: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Return cloudpickle's way to make a class, for one that may be there already under `name`."""
+    make, arguments, state, *_ = reduced
+    place = _TRACKED[make]
+    arguments = (*arguments[:place], name, *arguments[place + 1 :])
+    return _class_of, (name, make, arguments), state, None, None, _complete
+
+
+def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """Return the class of a name; if there is none yet, one without attributes."""
+    known = _by_name.get(name)
+    if known is None:
+        known = _by_name[name] = make(*arguments)
+        _names[known] = name
+    return known
+
+
+def _complete(cls: type, state: Any) -> type:
+    """Give a class its attributes, once: one that is here already keeps those that it has."""
+    if cls not in _completed:
+        _cloudpickle._class_setstate(cls, state)  # noqa: SLF001 - no public name
+        _completed.add(cls)
+    return cls
+
+
+received_classes: dict[type, str] = {}
+"""In a rank: classes that the notebook sent by value, and cloudpickle's name for each."""
+
+made_classes: weakref.WeakSet[type] = weakref.WeakSet()
+"""In a rank: classes of its own that it has sent to the notebook."""
+
+
+def remember_received_classes() -> None:
+    """Note which classes have come from the notebook; call before any code of the job runs."""
+    tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
+    received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
+
+
+def known_class(tracker_id: str) -> type:
+    """Return the notebook's own class that was sent under `tracker_id`."""
+    tracked: dict[str, type] = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # noqa: SLF001
+    try:
+        return tracked[tracker_id]
+    except KeyError:
+        msg = "a rank returned an object of a class that has been deleted from the notebook meanwhile"
+        raise pickle.UnpicklingError(msg) from None
+
+
+def dumps(
+    value: object,
+    namespace: dict[str, Any] | None = None,
+    known: Known | None = None,
+    *,
+    trim: bool = False,
+) -> Packed:
+    """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
+
+    With `known`, the ranks of a session, what they have is referred to. With `trim` a view of a large tensor
+    takes along what it shows of its storage; without, all of it. Raises whatever the objects raise
+    when they cannot be pickled.
+    """
+    kind = _Outbound if known is None else _Identifying
+    return _dumps(
+        value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs), trim=trim
+    )
+
+
+def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, known: Known) -> Packed:
+    """Pickle variables that are pushed, with the content of what these ranks have."""
+    return _dumps(
+        values, lambda *args, **kwargs: _Refreshing(*args, namespace=namespace, known=known, **kwargs)
+    )
+
+
+def dumps_home(value: object) -> Packed:
+    """Pickle a rank's value for the notebook."""
+    return _dumps(value, _Homebound, trim=True)
+
+
+def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Packed:
+    buffers: list[memoryview | tensors.Far] = []
+    storages = tensors.Trimmer() if trim else tensors.Whole()
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if storages.holds(buffer, len(buffers)):
+            buffers.append(memoryview(b""))
+            return False
+        try:
+            raw = buffer.raw()
+        except BufferError:  # not contiguous: pickle copies it into the stream
+            return True
+        if raw.nbytes < OUT_OF_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    stream = io.BytesIO()
+    pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
+    pickler.dump(value)
+    storages.finish(buffers)
+    return Packed(
+        stream.getbuffer(),
+        tuple(buffers),
+        frozenset(pickler.filenames),
+        pickler.carried,
+        frozenset(pickler.keys),
+        pickler.places(value),
+    )
+
+
+def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
+    """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
+
+    Only for bytes from an authenticated sender: unpickling runs code. An object that raises `SystemExit`
+    there is one that cannot be loaded; it must end neither a rank nor the notebook.
+    """
+    try:
+        with tensors.arriving_on(device):
+            return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+    except SystemExit as error:
+        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
+
+
+def _exit_while_loading(error: SystemExit) -> str:
+    """Say which function has called `sys.exit` while an object was loaded."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_code.co_name if trace is not None else ""
+    where = f" (in {name})" if name not in ("", loads.__name__) else ""
+    return (
+        f"it raised SystemExit({'' if error.code is None else repr(error.code)}) while it was loaded{where}"
+    )
+
+
+class _Loader(pickle.Unpickler):
+    """Finds objects by the keys that the notebook refers to them by."""
+
+    def __init__(self, *arguments: Any, found: Callable[[int], Any], **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._found = found
+
+    def persistent_load(self, key: int) -> Any:
+        return self._found(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank that stays has unpickled."""
+
+    value: Any
+    places: Callable[[], Mapping[int, Any]]
+    """Returns each object by its place in the pickle."""
+    fills: Sequence[Callable[[], None]]
+    """What gives objects that the rank has the content that was pushed."""
+
+
+def loads_known(
+    parts: Sequence[memoryview],
+    device: str,
+    found: Callable[[int], Any],
+    offer: Callable[[Mapping[str, Any]], None],
+    *,
+    pushed: bool,
+) -> Loaded:
+    """Unpickle on a rank that stays.
+
+    `found(key)` returns an object that the rank has, `offer(globals)` takes those of a function.
+    """
+    stream, *buffers = parts
+    loader = _Loader(io.BytesIO(stream), buffers=buffers, found=found)
+    contents: list[tuple[int, changes.Content]] = []
+    _loading.offer = offer
+    try:
+        with tensors.arriving_on(device):
+            value = loader.load()
+            while pushed and (more := loader.load()):
+                contents += more
+    except SystemExit as error:
+        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
+    finally:
+        del _loading.offer
+    fills = [changes.fill(found(key), content) for key, content in contents]
+    return Loaded(value, loader.memo.copy, fills)
+
+
+def dumps_plain(value: object) -> bytes:
+    """Pickle a small object for the notebook, all in one piece."""
+    stream = io.BytesIO()
+    _Homebound(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+def loads_plain(data: bytes) -> Any:
+    """Unpickle what `dumps_plain` made; only from an authenticated sender."""
+    return loads(data, ())

@@ -1,0 +1,471 @@
+"""How torch storages are pickled: as buffers, once per storage, and never as a CUDA handle.
+
+What is on a GPU is copied where it is written to, piece by piece: it is never in the host's memory twice.
+
+torch is not imported here: an object is a storage only where torch has been imported already.
+"""
+
+from __future__ import annotations
+
+import array
+import copyreg
+import ctypes
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ACCELERATORS = ("cuda", "xpu")
+"""Kinds of device whose tensors travel through the CPU, and arrive on the rank's own device."""
+
+_arrival = threading.local()
+_outgoing = threading.local()
+
+
+def reduce(obj: Any) -> Any:
+    """Return how to rebuild a torch storage, `NotImplemented` for anything else."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return NotImplemented
+    if type(obj) is torch.storage.TypedStorage:
+        # Every tensor makes a new typed wrapper; the untyped storage below is one object per memory,
+        # so that pickle's own memo keeps aliases aliases.
+        return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
+    if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
+        return _with_typed_storage(torch, obj)
+    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", *ACCELERATORS):
+        kind = obj.device.type
+        _refuse_unreadable(obj)
+        here = obj if kind == "cpu" else obj.cpu()
+        return _untyped, (_buffer(here), here.nbytes(), kind)
+    return NotImplemented
+
+
+@contextmanager
+def only_from(readable: Callable[[Any], bool]) -> Iterator[None]:
+    """Within the block, a storage on a device that is not `readable` raises `PicklingError`."""
+    _outgoing.readable = readable
+    try:
+        yield
+    finally:
+        del _outgoing.readable
+
+
+def _refuse_unreadable(storage: Any) -> None:
+    readable = getattr(_outgoing, "readable", None)
+    if readable is not None and not readable(storage.device):
+        msg = f"a tensor on {storage.device} cannot be read: the device is busy, or of no use any more"
+        raise pickle.PicklingError(msg)
+
+
+def refuse_bound(obj: Any) -> None:
+    """Raise `PicklingError` for a module that its process group must be there for to load it: DDP's."""
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is not None and isinstance(obj, parallel.DistributedDataParallel):
+        msg = (
+            "a DistributedDataParallel module loads only where its process group is, which is not in the "
+            "notebook: take its .module, or .module.state_dict()"
+        )
+        raise pickle.PicklingError(msg)
+
+
+def _with_typed_storage(torch: Any, tensor: Any) -> Any:
+    """Return torch's own reduction of a tensor of a newer dtype (uint16, float8), mended.
+
+    torch 2.13 pickles an untyped storage there, and unpickles a typed one: it cannot read what it wrote.
+    """
+    rebuild, (storage, *others), *state = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if type(storage) is torch.UntypedStorage:
+        storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    return (rebuild, (storage, *others), *state)
+
+
+def _buffer(storage: Any) -> pickle.PickleBuffer:
+    size = storage.nbytes()
+    memory: Any = (ctypes.c_ubyte * size).from_address(storage.data_ptr()) if size else (ctypes.c_ubyte * 0)()
+    memory.storage = storage  # lives as long as the buffer
+    return pickle.PickleBuffer(memory)
+
+
+def _untyped(buffer: Any, size: int, kind: str) -> Any:
+    import torch
+
+    if size == 0:
+        storage = torch.UntypedStorage(0)
+    else:
+        view = memoryview(buffer)
+        if view.readonly:
+            # Small buffers live inside the pickle stream, which cannot be written to.
+            view = memoryview(bytearray(view))
+        storage = torch.frombuffer(view, dtype=torch.uint8, count=size).untyped_storage()
+    device = getattr(_arrival, "device", None)
+    if kind != "cpu" and device is not None:
+        return torch.UntypedStorage(size, device=device).copy_(storage, False)  # noqa: FBT003 - torch's
+    return storage
+
+
+def _typed(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+@contextmanager
+def arriving_on(device: str | None) -> Iterator[None]:
+    """Within the block, storages that were on an accelerator are rebuilt on `device` (None: the CPU)."""
+    before = getattr(_arrival, "device", None)
+    _arrival.device = device if device is not None and not device.startswith("cpu") else None
+    try:
+        yield
+    finally:
+        _arrival.device = before
+
+
+def reduce_device(obj: Any) -> Any:
+    """Return how to rebuild a `torch.device` as the rank's own, `NotImplemented` for anything else."""
+    if type(obj).__name__ != "device":
+        return NotImplemented  # asked for every object that pickle finds
+    torch = sys.modules.get("torch")
+    if torch is None or type(obj) is not getattr(torch, "device", None) or obj.type not in ACCELERATORS:
+        return NotImplemented
+    return _own_device, (obj.type, obj.index)
+
+
+def _own_device(kind: str, index: int | None) -> Any:
+    """Return where a tensor arrives that was on this device."""
+    import torch
+
+    device = torch.device(getattr(_arrival, "device", None) or "cpu")
+    # Without an index it means the current device there, too.
+    return torch.device(kind) if index is None and device.type == kind else device
+
+
+def is_tensor(obj: Any) -> bool:
+    """Return whether `obj` is a torch tensor of any class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def is_plain_tensor(obj: Any) -> bool:
+    """Return whether `obj` is a tensor or a parameter, and of no other class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(obj) in _plain(torch)
+
+
+def is_storage(obj: Any) -> bool:
+    """Return whether `obj` is the memory of tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, torch.UntypedStorage)
+
+
+def reduce_by_value(obj: Any) -> Any:
+    """Return how to rebuild a copy of a tensor, a storage or an array, whose memory nobody else has."""
+    if not is_tensor(obj):
+        return reduce(obj) if is_storage(obj) else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    import torch
+
+    alone = _elsewhere(obj)
+    if isinstance(obj, torch.nn.Parameter):
+        return torch.nn.Parameter, (alone, obj.requires_grad)
+    return alone.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _elsewhere(tensor: Any) -> Any:
+    """Return a tensor of the same elements over a storage that no other tensor is known to have.
+
+    It reads the memory of a contiguous tensor on the CPU where that is; any other is copied.
+    """
+    import torch
+
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+    if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
+        memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+        memory.tensor = tensor  # lives as long as the memory is read
+        alone = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    else:
+        alone = tensor.detach().clone()
+    return alone.requires_grad_() if tensor.requires_grad else alone
+
+
+def copy_content(target: Any, data: Any) -> None:
+    """Copy the elements of `data` into `target`, which is like it."""
+    if not is_tensor(target):
+        if is_storage(target):
+            target.copy_(data, False)  # noqa: FBT003 - torch's
+        else:
+            target[...] = data
+        return
+    import torch
+
+    with torch.no_grad():
+        alike = target.device == data.device and target.stride() == data.stride()
+        if alike and target.layout is torch.strided and _is_sole_user(torch, target):
+            target.data = data.detach()  # the memory of the payload, not a copy of it
+            torch.autograd.graph.increment_version(target)
+        else:
+            target.copy_(data)
+        if target.is_leaf:
+            target.requires_grad_(data.requires_grad)
+
+
+def _is_sole_user(torch: Any, tensor: Any) -> bool:
+    """Return whether nothing but the Python object `tensor` leads to its memory.
+
+    A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
+    add to a count. What a new tensor counts differs between versions of torch.
+    """
+    return type(tensor) in _plain(torch) and _users(torch, tensor) == _users(torch, torch.empty(1))
+
+
+def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
+    storage = tensor.untyped_storage()
+    in_torch = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # noqa: SLF001 - no public counts
+    return (*in_torch, sys.getrefcount(storage))
+
+
+def _plain(torch: Any) -> tuple[type, type]:
+    return torch.Tensor, torch.nn.Parameter
+
+
+# --- what a pickle shows of its storages -----------------------------------------------------------
+
+LARGE = 4096
+"""Storages of fewer bytes travel whole."""
+
+
+class Far:
+    """Bytes of a storage on an accelerator, from `low` to `high`, that are copied when they are needed.
+
+    That may be on another thread, and later: all that the device had been given by now is done before.
+    """
+
+    readonly = False
+
+    def __init__(self, storage: Any, low: int, high: int) -> None:
+        """Refer to the storage, which lives as long as this."""
+        import torch
+
+        self._storage, self._low, self.nbytes = storage, low, high - low
+        module = torch.get_device_module(storage.device)
+        self._module, self._written = module, module.current_stream(storage.device).record_event()
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where the bytes are on their device, and how many."""
+        return self._storage.data_ptr() + self._low, self.nbytes
+
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """Yield the bytes, at most `size` at a time; each piece is valid until the next one is asked for."""
+        import torch
+
+        device = self._storage.device
+        host = torch.empty(min(size, self.nbytes), dtype=torch.uint8)
+        whole = memoryview(_buffer(host.untyped_storage())).cast("B")
+        with self._module.device(device):
+            self._module.current_stream(device).wait_event(self._written)
+            for start in range(0, self.nbytes, size):
+                count = min(size, self.nbytes - start)
+                piece = torch.empty(0, dtype=torch.uint8, device=device).set_(
+                    self._storage, self._low + start, (count,), (1,)
+                )
+                host[:count].copy_(piece)
+                yield whole[:count]
+
+
+class Whole:
+    """Pickles storages whole; those of an accelerator are copied when the pickle is written somewhere.
+
+    Until `finish` the buffer of such a one is a placeholder.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a storage."""
+        self._far: dict[int, tuple[pickle.PickleBuffer, Far]] = {}
+        self._positions: dict[int, int] = {}
+
+    def reduce(self, obj: Any) -> Any:
+        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
+        if type(obj).__name__ != "UntypedStorage":
+            return reduce(obj)  # asked for every object that pickle finds
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not torch.UntypedStorage:
+            return reduce(obj)
+        if obj.device.type not in ACCELERATORS or obj.nbytes() < LARGE:
+            return reduce(obj)
+        placeholder = pickle.PickleBuffer(bytearray(1))
+        self._far[id(placeholder)] = placeholder, Far(obj, 0, obj.nbytes())
+        return _untyped, (placeholder, obj.nbytes(), obj.device.type)
+
+    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
+        """Whether a buffer is a placeholder; it is then the one at `position`."""
+        known = id(buffer) in self._far
+        if known:
+            self._positions[position] = id(buffer)
+        return known
+
+    def finish(self, buffers: list[memoryview | Far]) -> None:
+        """Put what is to be sent in the place of the placeholders."""
+        for position, known in self._positions.items():
+            buffers[position] = self._far[known][1]
+
+
+# A storage begins where the CPU's vector instructions like it, on this side and on the other.
+_ALIGNED = 64
+
+
+class Trimmer:
+    """Pickles, of each large storage, only the range that the tensors of one pickle show.
+
+    That range is known at the end alone: until `finish` each storage's buffer is a placeholder. Tensors
+    that share a storage share it on the other side, where it begins at a later byte: by how many stands in a
+    table, which is a buffer as well.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a storage."""
+        self._memories: dict[int, _Memory] = {}
+        self._table = _Table()
+        self._positions: dict[int, int] = {}
+
+    def reduce(self, obj: Any) -> Any:
+        """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "UntypedStorage"):
+            return NotImplemented
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(torch, obj)
+        if type(obj) is torch.UntypedStorage and (memory := self._memory(obj)) is not None:
+            # Bare, or a tensor's of a kind that is not known here. Its typed wrapper leads here too.
+            memory.show(0, obj.nbytes())
+            return _same, (memory,)
+        return reduce(obj)
+
+    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
+        """Whether a buffer is a placeholder; it is then the one at `position`."""
+        known = id(buffer) in self._positions
+        if known:
+            self._positions[id(buffer)] = position
+        return known
+
+    def finish(self, buffers: list[memoryview | Far]) -> None:
+        """Put what is to be sent in the place of the placeholders."""
+        memories = list(self._memories.values())
+        shifts = array.array("q", [memory.settle() for memory in memories])
+        for memory in memories:
+            position = self._positions[id(memory.placeholder)]
+            if position >= 0:
+                buffers[position] = memory.view()
+        position = self._positions.get(id(self._table.placeholder), -1)
+        if position >= 0:
+            buffers[position] = memoryview(shifts if any(shifts) else b"").cast("B")
+
+    def _memory(self, storage: Any) -> _Memory | None:
+        """Return what is known of a large storage, None of any other."""
+        if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
+            return None
+        key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
+        if key not in self._memories:
+            memory = self._memories[key] = _Memory(storage, len(self._memories))
+            self._positions[id(memory.placeholder)] = -1
+            self._positions[id(self._table.placeholder)] = -1
+        return self._memories[key]
+
+    def _tensor(self, torch: Any, tensor: Any) -> Any:
+        kind = type(tensor)
+        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ or kind in copyreg.dispatch_table:
+            return NotImplemented
+        reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if type(reduced) is not tuple:
+            return reduced
+        rebuild, arguments, *state = reduced
+        if rebuild is torch._tensor._rebuild_from_type_v2:  # noqa: SLF001 - what torch writes into a pickle
+            inner, kind, inner_arguments, attributes = arguments
+            inner, inner_arguments = self._within(torch, tensor, inner, inner_arguments)
+            return (rebuild, (inner, kind, inner_arguments, attributes), *state)
+        return (*self._within(torch, tensor, rebuild, arguments), *state)
+
+    def _within(self, torch: Any, tensor: Any, rebuild: Any, arguments: Any) -> tuple[Any, Any]:
+        """Return torch's rebuilding of a tensor, from the range of its storage that is sent."""
+        rebuilds = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)  # noqa: SLF001 - see above
+        if rebuild not in rebuilds:
+            return rebuild, arguments
+        storage, offset, size, stride, *others = arguments
+        if type(storage) is torch.UntypedStorage:
+            storage = _typed(storage, torch.uint8)  # see `_with_typed_storage`
+        memory = self._memory(storage._untyped_storage)  # noqa: SLF001 - see `reduce`
+        if memory is None:
+            return rebuild, (storage, *arguments[1:])
+        width = tensor.element_size()
+        if 0 not in size:
+            last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+            memory.show(offset * width, (last + 1) * width)
+        where = (memory, self._table, memory.number, storage.dtype, width)
+        return _rebuilt_within, (rebuild, *where, offset, size, stride, *others)
+
+
+class _Memory:
+    """A storage that a pickle shows something of: the bytes from `low` to `high`."""
+
+    def __init__(self, storage: Any, number: int) -> None:
+        self.storage, self.number = storage, number
+        self.low: int = storage.nbytes()
+        self.high = 0
+        # Writable, as what will take its place.
+        self.placeholder = pickle.PickleBuffer(bytearray(1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _untyped_part, (self.placeholder, self.storage.device.type)
+
+    def show(self, low: int, high: int) -> None:
+        """Include a range; of a storage that was resized below its tensors, all there is."""
+        if high > self.storage.nbytes():
+            low, high = 0, self.storage.nbytes()
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def settle(self) -> int:
+        """Return how many bytes at the beginning are left out."""
+        self.low = self.low // _ALIGNED * _ALIGNED if self.high else 0
+        return self.low
+
+    def view(self) -> memoryview | Far:
+        """Return the range, and nothing beside it."""
+        if self.low >= self.high:
+            return memoryview(b"")
+        if self.storage.device.type != "cpu":
+            return Far(self.storage, self.low, self.high)
+        return memoryview(_buffer(self.storage)).cast("B")[self.low : self.high]
+
+
+class _Table:
+    """By how many bytes each storage of a pickle begins later on the other side."""
+
+    def __init__(self) -> None:
+        self.placeholder = pickle.PickleBuffer(bytearray(1))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shifts, (self.placeholder,)
+
+
+def _untyped_part(buffer: Any, kind: str) -> Any:
+    return _untyped(buffer, memoryview(buffer).nbytes, kind)
+
+
+def _same(storage: Any) -> Any:
+    return storage
+
+
+def _shifts(buffer: Any) -> array.array[int]:
+    shifts = array.array("q")
+    shifts.frombytes(buffer)
+    return shifts
+
+
+def _rebuilt_within(  # noqa: PLR0913, PLR0917 - torch's own arguments, and where the storage begins
+    rebuild: Any, storage: Any, shifts: Any, number: int, dtype: Any, width: int, offset: int, *others: Any
+) -> Any:
+    """Rebuild a tensor over a storage that begins later than the one it was made of."""
+    shift = shifts[number] if shifts else 0
+    # An empty tensor may lie outside what was sent.
+    return rebuild(_typed(storage, dtype), max(offset - shift // width, 0), *others)

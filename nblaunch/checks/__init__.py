@@ -1,0 +1,1 @@
+"""Checks of this machine and this process, before a run needs them."""

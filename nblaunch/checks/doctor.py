@@ -1,0 +1,162 @@
+"""The doctor: looks at this machine and this process before a run does, and says what would go wrong.
+
+Each check is a small function that yields findings. All of them run at the same time, each on a thread
+of its own and with a time of its own, because what is looked at may not answer: a resolver, a driver, a
+disk on the network. A check that raises or does not answer is a warning that names it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from nblaunch.checks import gpu, machine, notebook, processes
+from nblaunch.checks import nccl as nccl_check
+from nblaunch.checks.report import DoctorReport, Finding, warning
+
+_SECONDS = 4.4
+_RESOLVER_SECONDS = 2.0
+_SLOW_TORCH = "Importing torch takes long here. Is the machine busy, or the environment on a slow disk?"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A function that yields findings, the time it has, and what to do if it takes longer."""
+
+    name: str
+    find: Callable[[], Iterable[Finding]]
+    seconds: float = _SECONDS
+    if_stuck: str = ""
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("versions", notebook.versions),
+    Check("torch", processes.build, if_stuck=_SLOW_TORCH),
+    Check("NCCL", processes.nccl, if_stuck=_SLOW_TORCH),
+    Check("GPU", gpu.gpus, if_stuck=_SLOW_TORCH),
+    Check("GPU health", gpu.health, if_stuck=_SLOW_TORCH),
+    Check(
+        "fork server",
+        processes.fork_server,
+        if_stuck="The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early.",
+    ),
+    Check("processes", processes.process_control),
+    Check("hand-over", processes.hand_over),
+    Check("loopback", processes.loopback),
+    Check(
+        "hostname",
+        processes.hostname,
+        seconds=_RESOLVER_SECONDS,
+        if_stuck="The resolver hangs, and so does torch code that looks this machine up. Add a line "
+        "`127.0.1.1 <hostname>` to /etc/hosts.",
+    ),
+    Check("/dev/shm", machine.shared_memory),  # noqa: S108 - a name
+    Check(
+        "temp dir",
+        machine.temporary_directory,
+        if_stuck="The disk does not answer. Set TMPDIR to a directory on a local disk.",
+    ),
+    Check("leftovers", machine.leftovers),
+    Check("open files", machine.open_files),
+    Check("process limit", machine.processes),
+    Check("memory", machine.memory),
+    Check("CPU threads", machine.threads),
+    Check("notebook", notebook.front_end),
+    Check("this process", processes.this_process),
+)
+
+
+def doctor(*, nccl: bool = False) -> DoctorReport:
+    """Look for what would make runs fail, hang or crawl here; return the findings.
+
+    Looked at are torch and its backends, GPUs, their state and the memory this kernel holds on them, NCCL,
+    peer-to-peer, the fork server, the loopback interface and the hostname, shared memory, the temporary
+    directory, limits on files, processes and memory, what the notebook can show, and versions that do not
+    fit together.
+
+    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. The fork server
+    is started if it was not running, as the first run would start it; nothing else changes.
+
+    With `nccl` every GPU takes part in an NCCL all_reduce, in processes of its own. That takes seconds, and
+    up to a minute and a half where it does not work.
+
+    `.ok` is False if there is a problem; `.findings` has a level (ok, warning, problem), one line and what
+    to do for each. `print` shows them as text, a notebook as a table.
+
+    >>> report = nblaunch.doctor()                                         # doctest: +SKIP
+    >>> [finding.advice for finding in report.problems]                    # doctest: +SKIP
+    []
+    """
+    if processes.rank_here() is not None:
+        # A rank has no business with a fork server or a runtime directory of its own.
+        return examine([each for each in CHECKS if each.find is processes.this_process])
+    report = examine()
+    return with_nccl(report) if nccl else report
+
+
+def with_nccl(report: DoctorReport) -> DoctorReport:
+    """Return the report with what came of an all_reduce; its ranks are gone, also after an interrupt."""
+    started = time.monotonic()
+    check = Check(nccl_check.NAME, nccl_check.all_reduce)
+    found = _found_by(check)
+    return DoctorReport((*report.findings, *found), report.seconds + time.monotonic() - started)
+
+
+def examine(checks: Sequence[Check] = CHECKS) -> DoctorReport:
+    """Run the checks and return what they found, in their order."""
+    started = time.monotonic()
+    running = [_Running(check) for check in checks]
+    findings = tuple(finding for each in running for finding in each.findings(started))
+    return DoctorReport(findings, time.monotonic() - started)
+
+
+@dataclass(slots=True)
+class _Running:
+    """One check on its thread; the thread of one that never answers ends with the process at the latest."""
+
+    check: Check
+    found: list[Finding] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"nblaunch-doctor {self.check.name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No more threads: that is a finding to come, and the checks are needed more than ever.
+            self._run()
+
+    def _run(self) -> None:
+        try:
+            self.found = _found_by(self.check)
+        except BaseException as error:  # noqa: BLE001 - a doctor that falls ill helps nobody
+            self.found = [_ill(self.check, error)]
+        self.done.set()
+
+    def findings(self, started: float) -> list[Finding]:
+        """Wait for the check's end, or the end of its time."""
+        if self.done.wait(max(started + self.check.seconds - time.monotonic(), 0)):
+            return self.found
+        summary = f"no answer within {self.check.seconds:g} s; a thread goes on waiting for it"
+        return [warning(self.check.name, summary, self.check.if_stuck)]
+
+
+def _found_by(check: Check) -> list[Finding]:
+    try:
+        return list(check.find())
+    except Exception as error:  # noqa: BLE001 - see above
+        return [_ill(check, error)]
+
+
+def _ill(check: Check, error: BaseException) -> Finding:
+    summary = f"could not be checked: {_describe(error)}"
+    return warning(check.name, summary, "Please report this, with the text above.")
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - an exception's __str__ may do anything
+        return type(error).__name__

@@ -1,0 +1,282 @@
+"""The doctor's look at what the system allows: files, processes, memory, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from nblaunch import _cgroups
+from nblaunch._errors import LaunchError
+from nblaunch.checks.report import Finding, ok, problem, warning
+from nblaunch.elastic import descriptors, runtime_dir
+from nblaunch.protocol.reports import size
+
+cgroups = _cgroups.directories
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+# Measured with torch 2.13: the threads of a rank.
+_TASKS_AT_ALL = 20
+_TASKS_PER_RANK = 10
+_FEW_RANKS = 2
+_MANY_RANKS = 32
+_FILES_WANTED = 1024
+_MEMORY_WANTED = 1 * _GIB
+_MEMORY_NEEDED = 256 * _MIB
+
+
+def open_files() -> Iterator[Finding]:
+    """Compare the limits on open files with what ranks take in this process; a run raises the soft one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        yield ok("open files", "no limit")
+        return
+    used = descriptors.in_use(soft)
+    ranks = descriptors.room(used, hard)
+    summary = f"{used} of {hard} in use by this process"
+    if soft < hard:
+        summary += f" (the limit is {soft} until a run needs more)"
+    room = f"{summary}, room for about {ranks} ranks"
+    advice = "Raise it: ulimit -n 65536 where Jupyter is started."
+    if ranks < _FEW_RANKS:
+        yield problem("open files", room, advice)
+    elif ranks < _MANY_RANKS or hard < _FILES_WANTED:
+        yield warning("open files", room, advice)
+    else:
+        yield ok("open files", summary)
+
+
+def processes() -> Iterator[Finding]:
+    """Compare the limits on processes, the user's and the container's, with what ranks take."""
+    name = "process limit"
+    limits = [each for each in (_user_tasks(), _container_tasks()) if each is not None]
+    if not limits:
+        yield ok(name, "none that counts")
+        return
+    whose, used, limit = min(limits, key=lambda each: each[2] - each[1])
+    ranks = max(limit - used - _TASKS_AT_ALL, 0) // _TASKS_PER_RANK
+    summary = f"{used} of {limit} processes and threads in use by {whose}"
+    room = f"{summary}, room for about {ranks} ranks"
+    advice = (
+        "Raise it: --pids-limit of the container, pids.max of the cgroup."
+        if whose == "the container"
+        else "Raise it: ulimit -u where Jupyter is started."
+    )
+    if ranks < _FEW_RANKS:
+        yield problem(name, room, advice)
+    elif ranks < _MANY_RANKS:
+        yield warning(name, room, advice)
+    else:
+        yield ok(name, summary)
+
+
+def _user_tasks() -> tuple[str, int, int] | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # The system does not hold root to this limit.
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:
+        return None
+    used = 0
+    for process in psutil.process_iter(["uids", "num_threads"]):
+        uids = process.info["uids"]
+        if uids is not None and uids.real == os.getuid():
+            used += process.info["num_threads"] or 1
+    return "this user", used, soft
+
+
+def _container_tasks() -> tuple[str, int, int] | None:
+    tightest = _cgroups.tightest_tasks(cgroups("pids"))
+    return None if tightest is None else ("the container", *tightest)
+
+
+def memory() -> Iterator[Finding]:
+    """Say how much memory there is, for the machine and within the container's limit."""
+    machine = psutil.virtual_memory()
+    free = int(machine.available)
+    summary = f"{size(free)} available of {size(machine.total)}"
+    advice = "Free some: a rank that gets none is killed, and takes the run with it."
+    container = container_memory()
+    if container is not None:
+        limit, left = container
+        summary += f"; the container may use {size(limit)}, of which {size(left)} are left"
+        if left < free:
+            free = left
+            advice = "Raise the container's limit (--memory), or free some: who exceeds it is killed."
+    if free < _MEMORY_NEEDED:
+        yield problem("memory", summary, advice)
+    elif free < _MEMORY_WANTED:
+        yield warning("memory", summary, advice)
+    else:
+        yield ok("memory", summary)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if address_space != resource.RLIM_INFINITY:
+        yield warning(
+            "address space",
+            f"limited to {size(address_space)} for each process",
+            "CUDA reserves far more than it uses, and fails under it. ulimit -v unlimited lifts it.",
+        )
+
+
+def container_memory() -> tuple[int, int] | None:
+    """Return the limit of the tightest cgroup around this process, and what is left of it, in bytes."""
+    return _cgroups.tightest_memory(cgroups("memory"))
+
+
+def threads() -> Iterator[Finding]:
+    """Say how many threads each rank computes with."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    value = os.environ.get("OMP_NUM_THREADS")
+    if value is None:
+        yield ok(
+            "CPU threads",
+            f"OMP_NUM_THREADS is not set: each rank computes on 1 of {cpus} CPUs, as under torchrun",
+        )
+        return
+    summary = f"OMP_NUM_THREADS={value}, and {cpus} CPUs for all ranks together"
+    if value.isdecimal() and int(value) > 1 and int(value) * _FEW_RANKS > cpus:
+        yield warning(
+            "CPU threads",
+            summary,
+            f"Even {_FEW_RANKS} ranks have more threads than there are CPUs, and slow each other down. "
+            "Unset it, or set it to CPUs divided by ranks, before the kernel starts.",
+        )
+    else:
+        yield ok("CPU threads", summary)
+
+
+# --- The doctor's look at shared memory and the temporary directory.
+
+_SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
+_CONTAINER_DEFAULT = 64 * _MIB
+_SHARED_WANTED = 512 * _MIB
+_SHARED_NEEDED = 4 * _MIB
+_DISK_WANTED = 1024 * _MIB
+_DISK_NEEDED = 32 * _MIB
+_SHOWN = 3
+_YOUNG_SECONDS = 60.0
+"""A kernel that starts makes its directory a moment before the processes by which it is known."""
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Say whether NCCL and DataLoader workers have room; our own payloads need none of it."""
+    try:
+        state = os.statvfs(_SHARED)
+    except OSError as error:
+        if sys.platform == "linux":
+            yield problem(_SHARED, f"not there: {error}", f"Mount a tmpfs on {_SHARED}.")
+        return
+    free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    summary = f"{size(free)} free of {size(total)}"
+    used_by = "NCCL and the workers of a DataLoader share memory there and die of SIGBUS when it is full."
+    if total <= _CONTAINER_DEFAULT:
+        advice = f"{used_by} Start the container with --shm-size=8g, or with --ipc=host."
+    else:
+        advice = f"{used_by} Remove what dead processes have left in it."
+    if free < _SHARED_NEEDED:
+        yield problem(_SHARED, summary, advice)
+    elif free < _SHARED_WANTED:
+        yield warning(_SHARED, summary, advice)
+    else:
+        yield ok(_SHARED, summary)
+
+
+def temporary_directory() -> Iterator[Finding]:
+    """Make there what a run makes: a private directory, a file, a unix socket."""
+    name = "temp dir"
+    try:
+        root = runtime_dir.root()
+    except (LaunchError, OSError) as error:
+        yield problem(name, str(error), "Set TMPDIR to a short path that you may write to.")
+        return
+    try:
+        _try_out(root)
+    except OSError as error:
+        yield problem(
+            name,
+            f"{root} cannot hold a file and a unix socket: {error}",
+            "Set TMPDIR to a directory on a local disk with room in it.",
+        )
+        return
+    free = shutil.disk_usage(root).free
+    summary = f"{root.parent}, {size(free)} free"
+    wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
+    if free < _DISK_NEEDED:
+        yield problem(name, summary, "What ranks print is kept there. Make room, or set TMPDIR elsewhere.")
+    elif free < _DISK_WANTED:
+        yield warning(name, summary, "What ranks print is kept there. Make room, or set TMPDIR elsewhere.")
+    elif not _same(Path(wanted), root.parent):
+        yield warning(
+            name,
+            f"{summary}, in place of TMPDIR={wanted}",
+            "TMPDIR is too long for a unix socket, cannot be written to, or was set after the first use. "
+            "Set it to a short path before the kernel starts, or leave it.",
+        )
+    else:
+        yield ok(name, summary)
+
+
+def _try_out(root: Path) -> None:
+    with (
+        tempfile.NamedTemporaryFile(dir=root, prefix="doctor-") as file,
+        socket.socket(socket.AF_UNIX) as made,
+    ):
+        file.write(bytes(64 * 1024))
+        file.flush()
+        # Network and overlay file systems may refuse sockets that the length of a path allows.
+        path = root / f"doctor-{os.getpid()}"
+        made.bind(os.fspath(path))
+        path.unlink()
+
+
+def _same(one: Path, other: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
+
+
+def leftovers() -> Iterator[Finding]:
+    """Name the runtime directories whose kernel, and all below it, was killed at once."""
+    bases, own = {Path(tempfile.gettempdir())}, Path()
+    with contextlib.suppress(LaunchError, OSError):
+        own = runtime_dir.root()
+        bases.add(own.parent)
+    found = [each for base in sorted(bases) for each in sorted(base.glob(f"{runtime_dir.PREFIX}*"))]
+    candidates = [each for each in found if each != own and _old(each)]
+    in_use = _paths_in_use() if candidates else ""
+    dead = [str(each) for each in candidates if str(each) not in in_use]
+    if not dead:
+        yield ok("leftovers", "no directory of a dead kernel")
+        return
+    shown = " ".join(dead[:_SHOWN]) + (" ..." if len(dead) > _SHOWN else "")
+    yield warning(
+        "leftovers",
+        f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}",
+        "Remove them, unless another machine or container shares this directory and uses them.",
+    )
+
+
+def _old(path: Path) -> bool:
+    """Whether a directory is one of ours, of this user, and older than a start takes."""
+    with contextlib.suppress(OSError):
+        state = path.lstat()
+        private = stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == stat.S_IRWXU
+        return private and state.st_uid == os.getuid() and time.time() - state.st_mtime > _YOUNG_SECONDS
+    return False
+
+
+def _paths_in_use() -> str:
+    """Return where sockets are bound and what processes were called with, as keepers are with their path."""
+    texts = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    with contextlib.suppress(OSError):
+        texts.append(Path("/proc/net/unix").read_text(errors="replace"))
+    return "\n".join(texts)

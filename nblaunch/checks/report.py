@@ -1,0 +1,127 @@
+"""What the doctor found: one finding per line, and how they are shown."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from enum import StrEnum
+
+_COLORS = {"ok": "#238b45", "warning": "#a1700d", "problem": "#dc403b"}
+_CELL = "padding:2px 8px;text-align:left;vertical-align:top"
+
+
+class Level(StrEnum):
+    """How bad a finding is: a problem fails runs, a warning fails some of them or slows them down."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found: `summary` is one line, `advice` what to do, empty where there is nothing."""
+
+    name: str
+    level: Level
+    summary: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DoctorReport:
+    """What `nblaunch.doctor()` found on this machine, in this process, `seconds` after it was asked.
+
+    >>> report = DoctorReport((ok("torch", "2.13.0"), problem("network", "no loopback", "Bring up lo.")))
+    >>> report.ok
+    False
+    >>> print(report)
+    nblaunch doctor: 1 problem, 0 warnings
+    ok       torch    2.13.0
+    problem  network  no loopback
+                      -> Bring up lo.
+    """
+
+    findings: tuple[Finding, ...]
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem; there may be warnings."""
+        return not self.problems
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """The findings that fail runs."""
+        return tuple(each for each in self.findings if each.level is Level.PROBLEM)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """The findings that fail some runs, or slow them down."""
+        return tuple(each for each in self.findings if each.level is Level.WARNING)
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        return f"{_count(len(self.problems), 'problem')}, {_count(len(self.warnings), 'warning')}"
+
+    def __str__(self) -> str:
+        """Return one line per finding, in columns, with the advice below."""
+        level_width = max(map(len, Level))
+        name_width = max((len(each.name) for each in self.findings), default=0)
+        indent = " " * (level_width + name_width + 4)
+        lines = [f"nblaunch doctor: {self.summary}"]
+        for each in self.findings:
+            lines.append(f"{each.level:<{level_width}}  {each.name:<{name_width}}  {each.summary}")
+            if each.advice:
+                lines.append(f"{indent}-> {each.advice}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        """Return the same text: a prompt shows it."""
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Show a table in a notebook (an IPython protocol); no script, no style sheet."""
+        rows = "".join(_row(each) for each in self.findings)
+        return f"<div><strong>nblaunch doctor</strong>: {self.summary}</div><table>{rows}</table>"
+
+
+def ok(name: str, summary: str, advice: str = "") -> Finding:
+    """Return a finding that needs nothing done."""
+    return Finding(name, Level.OK, one_line(summary), advice)
+
+
+def warning(name: str, summary: str, advice: str = "") -> Finding:
+    """Return a finding that fails some runs, or slows them down."""
+    return Finding(name, Level.WARNING, one_line(summary), advice)
+
+
+def problem(name: str, summary: str, advice: str = "") -> Finding:
+    """Return a finding that fails runs."""
+    return Finding(name, Level.PROBLEM, one_line(summary), advice)
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    r"""Return `text`, which may be a library's, in one line of at most `limit` characters.
+
+    >>> one_line("first\n  second")
+    'first second'
+    """
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _row(finding: Finding) -> str:
+    # The second declaration takes the contrast from 4.3 to above 4.5, where the browser can mix.
+    color = _COLORS[finding.level]
+    style = f"color:{color};color:color-mix(in srgb,{color} 75%,currentcolor)"
+    text = html.escape(finding.summary)
+    if finding.advice:
+        text += f"<br><em>{html.escape(finding.advice)}</em>"
+    cells = (f'<span style="{style}">{finding.level}</span>', html.escape(finding.name), text)
+    return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"

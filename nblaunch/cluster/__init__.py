@@ -1,1 +1,0 @@
-"""Where agents run beside the notebook's own: nodes that join it."""

@@ -1,0 +1,1 @@
+"""torchelastic and processes: agent, rendezvous, fork server, log files."""

@@ -1,0 +1,503 @@
+"""What stands in for torchelastic's own ways of returning values and ending ranks: the hub does both."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, spawn, util
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import LaunchError
+from nblaunch.elastic import descriptors, keeper, runtime_dir
+
+
+class Released:
+    """Stands in for the `Event` by which torchelastic lets finished ranks end.
+
+    Ranks end when the hub tells them to, so nobody waits here; and no semaphore file is made.
+    """
+
+    def set(self) -> None:
+        """Do nothing."""
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the signature of Event
+        """Return at once."""
+        return True
+
+
+class ReturnSlot:
+    """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
+
+    It is full once the hub has released the rank. A rank that ends before that has ended without a
+    word (`os._exit(0)`), for which torchelastic would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.released = False
+
+    def put(self, value: object) -> None:
+        """Do nothing: runs in the rank, whose value has been sent."""
+
+    def empty(self) -> bool:
+        """Return whether the rank is still wanted."""
+        return not self.released
+
+    def get(self) -> None:
+        """Return the value torchelastic is to see."""
+
+
+# --- The fork server: one per kernel, torch imported, CUDA never touched; and how ranks are forked from it.
+#
+# It does what the standard library's `multiprocessing.forkserver` does, with these differences: it is ours
+# alone (the user's own `forkserver` context is left as it is), it is started under the keeper, requests reach
+# it through a socket without a name, which nobody can remove, and a fork that the system refuses does not end
+# it.
+
+
+START_METHOD = "nblaunch"
+"""The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
+
+# Only a machine that hardly moves takes so long; a keeper that does not answer is replaced.
+_ANSWER_TIMEOUT = 30.0
+_STOP_TIMEOUT = 5.0
+# Importing torch from a cold network disk takes minutes; longer than that nothing will come.
+_BOOT_SECONDS = 300.0
+# The stubs leave these two out.
+_private_util: Any = util
+
+
+LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
+"""Why a rank ended whose exit code nobody can tell."""
+
+_BOOT_STEP = 0.05
+_on_this_thread = threading.local()
+
+
+class AbandonedError(Exception):
+    """The rank is not wanted any more, and has not been forked yet."""
+
+
+class _RefusedError(Exception):
+    """The system has refused the fork; the server goes on. Holds the number of the error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def abandon_when(event: threading.Event) -> None:
+    """Have this thread wait for a fork server that is still starting only until `event` is set."""
+    _on_this_thread.abandon = event
+
+
+@contextlib.contextmanager
+def all_or_none() -> Iterator[None]:
+    """End the ranks that have been forked on this thread in the block if the block fails."""
+    forked: list[RankProcess] = []
+    _on_this_thread.forked = forked
+    try:
+        yield
+    except BaseException:
+        for each in forked:
+            kill_group(each.pid or 0)
+        wait_for([each.sentinel for each in forked], _STOP_TIMEOUT)
+        raise
+    finally:
+        del _on_this_thread.forked
+
+
+class Server:
+    """The keeper and its fork server, started on first use and again if they died."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._lock = threading.RLock()
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._requests: socket.socket | None = None
+        self._log = Path()
+        self._owner = 0
+        self._count = 0
+        self.has_forked = False
+        self.environ: dict[str, str] = {}
+        """The environment under which it has loaded Python, torch and what they need."""
+
+    def ensure_running(self) -> None:
+        """Start the fork server if it is not running; does not wait until it is ready."""
+        with self._lock:
+            if not self._answers():
+                self.stop()
+                try:
+                    self._start()
+                except OSError as error:
+                    if number := descriptors.scarcity(error):
+                        raise _refused(number) from error
+                    raise
+
+    @property
+    def pid(self) -> int | None:
+        """The keeper's process id."""
+        return self._keeper.pid if self._keeper is not None else None
+
+    def _alive(self) -> bool:
+        return self._keeper is not None and self._owner == os.getpid() and self._keeper.poll() is None
+
+    def _answers(self) -> bool:
+        """Return whether the keeper and the fork server are there, and can be reached.
+
+        A fork server that has been killed takes its keeper along, a moment later.
+        """
+        return self._alive() and self._asked(keeper.PING)
+
+    def _asked(self, request: bytes) -> bool:
+        if self._control is None:
+            return False
+        self._control.settimeout(_ANSWER_TIMEOUT)
+        try:
+            self._count = self._count % 255 + 1
+            self._control.sendall(request + bytes([self._count]))
+            while (answer := self._control.recv(1)) and answer[0] != self._count:
+                pass  # to a question whose asker was interrupted
+            return bool(answer)
+        except OSError:
+            return False
+
+    def _start(self) -> None:
+        self.has_forked = False
+        root = runtime_dir.root()
+        self._log = root / "forkserver.log"
+        with contextlib.ExitStack() as stack:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            self.environ = _environment()
+            log = stack.enter_context(self._log.open("ab"))
+            self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
+                self._command(asked.fileno(), theirs.fileno(), root),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environ,
+                pass_fds=(asked.fileno(), theirs.fileno()),
+                # The stop button's SIGINT goes to the kernel's process group: we are not in it.
+                start_new_session=True,
+            )
+            self._control, self._requests = ours.dup(), asking.dup()
+        self._owner = os.getpid()
+
+    @staticmethod
+    def _command(requests_fd: int, control_fd: int, root: Path) -> list[str]:
+        executable = spawn.get_executable()
+        name = os.fsdecode(executable) if executable else sys.executable
+        code = (
+            f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.elastic.keeper import main; "
+            f"main({requests_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
+        )
+        flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
+        return [name, *flags, "-c", code]
+
+    def ask_for_fork(self) -> tuple[int, int]:
+        """Ask for one more process; return (its number and its end arrive here, its orders are written here).
+
+        Raises `OSError` where no descriptor is left here, that or `EOFError` where the fork server is gone.
+        """
+        self.ensure_running()
+        requests = self._requests
+        if requests is None:
+            raise EOFError  # another thread has just stopped it
+        parent_read, child_write = os.pipe()
+        try:
+            child_read, parent_write = os.pipe()
+        except OSError:
+            _private_util.close_fds(parent_read, child_write)
+            raise
+        try:
+            socket.send_fds(requests, [b"f"], [child_read, child_write])
+        except OSError:
+            _private_util.close_fds(parent_read, parent_write)
+            raise
+        finally:
+            _private_util.close_fds(child_read, child_write)
+        return parent_read, parent_write
+
+    def sweep(self) -> None:
+        """Kill what ranks that are gone have left running."""
+        with self._lock:
+            if self._alive():
+                self._asked(keeper.SWEEP)
+
+    def log(self) -> str:
+        """Return what the fork server has printed: why it did not start, if it did not."""
+        try:
+            return self._log.read_text(errors="replace")[-4000:]
+        except OSError:
+            return ""
+
+    def stop(self) -> None:
+        """End the fork server and whatever is below it, and wait until it is gone."""
+        with self._lock:
+            if self._alive() and self._control is not None and self._keeper is not None:
+                with contextlib.suppress(OSError):
+                    self._control.sendall(keeper.END)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._keeper.wait(_STOP_TIMEOUT)
+                if self._keeper.poll() is None:
+                    self._keeper.kill()
+                    self._keeper.wait()
+            self._forget()
+
+    def _forget(self) -> None:
+        for each in (self._control, self._requests):
+            if each is not None:
+                each.close()
+        if self._keeper is not None and self._owner != os.getpid():
+            # A fork of the kernel: the keeper is our parent's child, not ours to wait for.
+            self._keeper.returncode = 0
+        self._keeper, self._control, self._requests = None, None, None
+
+    def after_fork(self) -> None:
+        """Take a lock of our own: a thread of the parent's may have held the one there was."""
+        self._lock = threading.RLock()
+
+
+server = Server()
+os.register_at_fork(after_in_child=server.after_fork)
+
+
+def close() -> None:
+    """End the fork server, and remove the runtime directory."""
+    server.stop()
+    runtime_dir.remove_root()
+
+
+# Here, at the bottom of all that runs at exit: whoever has ranks, and imports this, ends them before.
+# A fork server that goes first looks like ranks that are lost, and their agent would start others.
+atexit.register(close)
+
+
+def _absolute_path() -> list[str]:
+    here = _working_directory()
+    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return os.sep  # it has been removed, which is for others to refuse
+
+
+_CALLS_CUDA = "KINETO_USE_DAEMON"
+"""Has torch initialise CUDA when it is imported, which no fork survives."""
+
+
+def _environment() -> dict[str, str]:
+    # torchrun's rule: more than one rank on a machine, and nobody said how many threads: one each.
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    environ.pop(_CALLS_CUDA, None)
+    return environ
+
+
+def loaded_under() -> dict[str, str]:
+    """Return the environment under which the fork server has loaded torch, or will."""
+    return server.environ or _environment()
+
+
+class RankPopen(popen_forkserver.Popen):
+    """Starts a process from our fork server; otherwise the standard library's."""
+
+    method = START_METHOD
+    lost = False
+
+    def _launch(self, process_obj: Any) -> None:
+        buffer = io.BytesIO()
+        # Neither the main module (a script without a `__main__` guard would run again in every rank)
+        # nor the start method (a rank's own processes start as under torchrun) goes along.
+        preparation = {
+            "name": process_obj.name,
+            "authkey": bytes(process.current_process().authkey),
+            "log_to_stderr": False,
+            "sys_path": _absolute_path(),
+            "orig_dir": _working_directory(),
+        }
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(preparation, buffer)
+            reduction.dump(process_obj, buffer)
+        finally:
+            context.set_spawning_popen(None)
+        try:
+            self._fork_or_replace(buffer)
+        except _RefusedError as refused:
+            raise _refused(refused.number) from None
+        except (EOFError, OSError) as error:
+            if number := descriptors.scarcity(error):
+                raise _refused(number) from error
+            server.stop()
+            msg = (
+                "A rank was to be forked, and the fork server ended instead. Its last words:\n"
+                f"{server.log() or '(none)'}"
+            )
+            raise LaunchError(msg, phase="fork server") from error
+
+    def _fork_or_replace(self, order_of_rank: io.BytesIO) -> None:
+        try:
+            self._fork(order_of_rank)
+        except (EOFError, OSError) as error:
+            if descriptors.scarcity(error):
+                raise  # of this process: the server, and all ranks of other runs, go on
+            # Killed since it was last asked, for memory say: another one is as good.
+            server.stop()
+            self._fork(order_of_rank)
+
+    def _fork(self, order_of_rank: io.BytesIO) -> None:
+        self.sentinel, order_fd = server.ask_for_fork()
+        # The orders' pipe stays open: by it the rank's `multiprocessing.parent_process()` knows of this one.
+        self.finalizer = util.Finalize(self, _private_util.close_fds, (order_fd, self.sentinel))
+        # No orders before the fork: a rank that nobody wants any more finds none, and ends.
+        self._await_fork()
+        pid = _read_signed(self.sentinel)
+        if pid < 0:
+            self.finalizer()
+            raise _RefusedError(-pid)
+        self.pid = pid
+        server.has_forked = True
+        # A rank that is gone already is seen by its end, not by this.
+        with contextlib.suppress(BrokenPipeError), open(order_fd, "wb", closefd=False) as order:
+            order.write(order_of_rank.getbuffer())
+
+    def _await_fork(self) -> None:
+        abandon: threading.Event | None = getattr(_on_this_thread, "abandon", None)
+        deadline = time.monotonic() + _BOOT_SECONDS
+        while not connection.wait([self.sentinel], timeout=_BOOT_STEP):
+            # A group of which some are forked already is ended by its agent.
+            if abandon is not None and abandon.is_set() and not server.has_forked:
+                self.finalizer()
+                raise AbandonedError
+            if time.monotonic() > deadline:
+                server.stop()
+                msg = (
+                    f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
+                    f"Its last words:\n{server.log() or '(none)'}"
+                )
+                raise LaunchError(msg, phase="fork server")
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, or None while the process lives.
+
+        Where the server is gone there is none to read, and the rank has been killed with it.
+        """
+        if self.returncode is None and connection.wait(
+            [self.sentinel], timeout=0 if flag == os.WNOHANG else None
+        ):
+            try:
+                self.returncode = _read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.lost, self.returncode = True, -signal.SIGKILL
+        code: int | None = self.returncode
+        return code
+
+
+def _refused(number: int) -> LaunchError:
+    msg = (
+        f"A rank was to be forked, and the system refused: {descriptors.describe(number)}. Use fewer ranks, "
+        "or raise the limits on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or "
+        "memory."
+    )
+    return LaunchError(msg, phase="fork")
+
+
+def _read_signed(fd: int) -> int:
+    read: Callable[[int], int] = forkserver.read_signed
+    return read(fd)
+
+
+class RankProcess(process.BaseProcess):
+    """A process of our context; its own default start method stays the platform's."""
+
+    _start_method = None
+    _popen: RankPopen
+    _args: tuple[object, ...]
+
+    def start(self) -> None:
+        """Fork the process from our server."""
+        # torch would have a rank that fails before it can say so write a file, which nobody reads or removes.
+        self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
+        super().start()
+        forked: list[RankProcess] | None = getattr(_on_this_thread, "forked", None)
+        if forked is not None:
+            forked.append(self)
+        # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
+        # end of this process, and of any that the user forks from it.
+        children: set[process.BaseProcess] = process._children  # type: ignore[attr-defined]  # noqa: SLF001
+        children.discard(self)
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has gone with the fork server, without an exit code that anybody could read."""
+        return self._popen.lost
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802 - as the standard library has it
+        return RankPopen(process_obj)
+
+
+def _is_error_file(argument: object) -> bool:
+    return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
+
+
+class RankContext(context.BaseContext):
+    """The `multiprocessing` context whose processes are forks of our server."""
+
+    _name = START_METHOD
+    Process = RankProcess
+
+    def get_start_method(self, allow_none: bool = False) -> str:  # noqa: ARG002, FBT001, FBT002 - as inherited
+        """Return our own name."""
+        return self._name
+
+    def SimpleQueue(self) -> ReturnSlot:  # type: ignore[override]  # noqa: N802 - as inherited
+        """Return a slot that needs no descriptor: 128 ranks would pass the limit of 256."""
+        return ReturnSlot()
+
+    def Event(self) -> Released:  # type: ignore[override]  # noqa: N802 - as inherited
+        """Return an event that needs no semaphore in /dev/shm."""
+        return Released()
+
+    def _check_available(self) -> None:
+        reduction_possible = reduction.HAVE_SEND_HANDLE
+        if not reduction_possible:
+            msg = "Ranks were to be forked from a server, but this system cannot send descriptors."
+            raise LaunchError(msg, phase="fork server")
+
+
+def register() -> str:
+    """Make `multiprocessing.get_context(START_METHOD)` ours; return the name."""
+    contexts: dict[str, context.BaseContext] = context._concrete_contexts  # type: ignore[attr-defined]  # noqa: SLF001
+    contexts.setdefault(START_METHOD, RankContext())
+    return START_METHOD
+
+
+def kill_group(pid: int) -> None:
+    """Kill a rank and its process group at once."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def wait_for(sentinels: list[int], seconds: float) -> None:
+    """Wait until all processes behind `sentinels` have ended, at most `seconds`."""
+    deadline = time.monotonic() + seconds
+    pending = set(sentinels)
+    while pending and (left := deadline - time.monotonic()) > 0:
+        pending -= {fd for fd in connection.wait(list(pending), timeout=left) if isinstance(fd, int)}

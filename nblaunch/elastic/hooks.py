@@ -1,0 +1,166 @@
+"""torchelastic's events of one run, taken where torch hands them to a logger, and passed on to the user's.
+
+torch's private name: `torch.distributed.elastic.events._events_loggers`, in which this run's stream stands
+beside torch's loggers, under a name of its own; `torch.distributed.elastic.events.handlers._log_handlers`,
+for what an error says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from torch.distributed.elastic import events
+from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.timer import FileTimerServer
+from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest
+
+from nblaunch._errors import OptionError
+from nblaunch._results import Event
+
+_log = logging.getLogger("nblaunch")
+NOWHERE = "null"
+
+
+def check_handler(name: str) -> None:
+    """Raise `OptionError` for a handler that torchelastic does not know."""
+    try:
+        handlers.get_logging_handler(name)
+    except KeyError:
+        known = ", ".join(sorted(_known_handlers()))
+        msg = (
+            f"event_log_handler={name!r} was asked for, but torchelastic has no such handler; there are: "
+            f"{known}. Register yours in torch.distributed.elastic.events.handlers, or give one of these."
+        )
+        raise OptionError(msg) from None
+
+
+def _known_handlers() -> Any:
+    return handlers._log_handlers  # noqa: SLF001 - see above
+
+
+class EventStream:
+    """Stands in for the logger that torchelastic gives the events of one run to.
+
+    A logger would be one for all runs, and could be silenced (`logging.disable`, `LOGLEVEL`).
+    """
+
+    def __init__(self, handler: str, tell: Callable[[Event], None]) -> None:
+        """Begin under `name`, to be the `event_log_handler` of this run; `handler` is the user's."""
+        # Not the run's id, which the user may have chosen, for two runs at a time.
+        self.name = f"nblaunch-{uuid.uuid4().hex}"
+        self._handler = handler
+        self._tell = tell
+
+    def __enter__(self) -> None:
+        """Stand in torch's list while the block lasts."""
+        _loggers()[self.name] = self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave torch's list."""
+        _loggers().pop(self.name, None)
+
+    def info(self, text: str) -> None:
+        """Take an event; called by torch, on any of the agent's threads."""
+        self._tell(Event.parse(text, time.time()))
+        if self._handler == NOWHERE:
+            return
+        try:
+            events.record(events.Event.deserialize(text), self._handler)
+        except Exception:  # noqa: BLE001 - logged
+            # It is the user's own code, and the run must not end because of it.
+            _log.error("the event handler %r failed:\n%s", self._handler, traceback.format_exc())
+
+
+def _loggers() -> dict[str, Any]:
+    loggers: dict[str, Any] = vars(events)["_events_loggers"]
+    return loggers
+
+
+# --- torch's file-based expiration timers, run so that they can end a rank, and nobody else.
+#
+# torchelastic's `FileTimerServer` sends the signal to its own process as well, to have the agent's supervisor
+# start it again; here that process is the notebook. torch's private names: `FileTimerServer._reap_worker`,
+# `._watchdog_loop`, `._stop_signaled`, `._file_path`, `._watchdog_thread`.
+
+
+SWITCH = "TORCHELASTIC_ENABLE_FILE_TIMER"
+FILE = "TORCHELASTIC_TIMER_FILE"
+_LOOK_SECONDS = 0.1
+_NOTHING = b'{"pid": 0, "scope_id": "", "expiration_time": -1, "signal": 0}\n'
+
+
+class Watchdog(FileTimerServer):
+    """A `FileTimerServer` that signals only processes that `is_rank` knows, and keeps why."""
+
+    def __init__(
+        self,
+        path: str,
+        run_id: str,
+        thread_name: str,
+        is_rank: Callable[[int], bool],
+        log_event: Callable[[str, FileTimerRequest | None], None],
+    ) -> None:
+        """Make the pipe at `path`; `start` begins to look at it."""
+        self.reasons: dict[int, str] = {}
+        """Process id -> why it was killed."""
+        self._is_rank = is_rank
+        self._thread_name = thread_name
+        self._tell = log_event
+        super().__init__(path, run_id, max_interval=_LOOK_SECONDS, daemon=True, log_event=self._note)
+
+    def _note(self, name: str, request: FileTimerRequest | None) -> None:
+        if name == "timer expired" and request is not None and request.signal > 0:
+            # Before the signal, whose effect the agent may see at once.
+            self.reasons[request.worker_pid] = _why(request)
+        self._tell(name, request)
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        # Also asked, after a rank, about this very process; and anybody who can write to the pipe could
+        # name any process.
+        return self._is_rank(worker_pid) and bool(super()._reap_worker(worker_pid, signal))
+
+    def _watchdog_loop(self) -> None:
+        # What torchelastic logs on threads of this name is kept off the notebook.
+        threading.current_thread().name = self._thread_name
+        super()._watchdog_loop()
+
+    def stop(self) -> None:
+        """End the thread, also one to which no rank has ever spoken: it waits for the pipe to be opened."""
+        self._stop_signaled = True
+        with contextlib.suppress(OSError):
+            pipe = os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK)
+            try:
+                os.write(pipe, _NOTHING)
+                if self._watchdog_thread is not None:
+                    self._watchdog_thread.join(_LOOK_SECONDS * 10)
+            finally:
+                os.close(pipe)
+        super().stop()
+        # It refers to itself, and to the agent with all that this has: nothing must wait for the collector.
+        self._is_rank, self._tell = _nobody, _silence
+
+
+def _nobody(pid: int) -> bool:  # noqa: ARG001 - asked as `is_rank`
+    return False
+
+
+def _silence(name: str, request: FileTimerRequest | None) -> None:
+    """Tell nobody."""
+
+
+def _why(request: FileTimerRequest) -> str:
+    deadline = datetime.fromtimestamp(request.expiration_time).astimezone()
+    return (
+        f"was killed by {signal.Signals(request.signal).name}: scope {request.scope_id!r} was not left by "
+        f"its deadline, {deadline:%H:%M:%S} (torch.distributed.elastic.timer.expires)"
+    )

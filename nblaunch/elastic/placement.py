@@ -1,0 +1,382 @@
+"""How many GPUs ranks will see, asked of the driver's management library: this process's CUDA is left alone.
+
+Names of torch's that are not public (`tests/unit/test_torch_names.py`): `torch.cuda._raw_device_count_nvml`,
+`._raw_device_uuid_nvml` and, for ROCm, `._raw_device_count_amdsmi`, `._raw_device_uuid_amdsmi`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from nblaunch import _visible
+from nblaunch._errors import OptionError
+from nblaunch.options.table import nearest
+from nblaunch.rank import environment
+
+
+def count(environ: Mapping[str, str], *, each_alone: bool = False) -> int:
+    """Return how many devices ranks with this environment will see.
+
+    With `each_alone`, how many there are for ranks that see one each: a process sees one MIG instance at
+    most, but each rank can have another one.
+    """
+    import torch
+
+    hip = torch.version.hip is not None
+    choice = _visible.chosen(environ, hip=hip)
+    if choice is not None and not _visible.names(choice):
+        return 0
+    if choice is not None and _visible.is_mig(choice):
+        named = len(_visible.names(choice)) if each_alone else 1
+        return named if _is_built() else 0
+    unchanged = all(environ.get(name) == os.environ.get(name) for name in _visible.VARIABLES)
+    if unchanged and not torch.cuda.is_initialized():
+        return _without_mig(torch.cuda.device_count(), choice)
+    # The ranks' own choice; or one that was made here after CUDA had read the variable, which it does once.
+    return _without_mig(_chosen(choice), choice)
+
+
+def _chosen(choice: str | None) -> int:
+    import torch
+
+    if not _is_built():
+        return 0
+    installed = torch.cuda.device_count()
+    with contextlib.suppress(
+        Exception
+    ):  # no driver, or another torch: what this process sees is the best guess
+        installed = max(_installed(), installed)
+    return installed if choice is None else len(_visible.ordinals(choice, installed, _uuids))
+
+
+def _is_built() -> bool:
+    import torch
+
+    return torch.backends.cuda.is_built() or torch.cuda.device_count() > 0
+
+
+def _installed() -> int:
+    import torch
+
+    if torch.version.hip is not None:
+        return torch.cuda._raw_device_count_amdsmi()  # noqa: SLF001 - no public name counts them all
+    return torch.cuda._raw_device_count_nvml()  # noqa: SLF001 - see above
+
+
+def _uuids() -> Sequence[str]:
+    import torch
+
+    with contextlib.suppress(Exception):  # no driver, or another torch: then no name is known
+        if torch.version.hip is not None:
+            return torch.cuda._raw_device_uuid_amdsmi() or ()  # noqa: SLF001 - as above
+        return torch.cuda._raw_device_uuid_nvml() or ()  # noqa: SLF001 - as above
+    return ()
+
+
+# --- MIG -------------------------------------------------------------------------------------------
+
+
+def _without_mig(seen: int, choice: str | None) -> int:
+    """Correct a count for cards in MIG mode, of which NVML and torch know nothing else.
+
+    If there is a MIG instance on a visible card, CUDA gives a process the first of them and no other device.
+    A card in MIG mode without instances is not there at all.
+    """
+    if not seen:
+        return 0
+    try:
+        instances = _mig_instances()
+    except Exception:  # noqa: BLE001 - no NVML, or one that does not know MIG
+        return seen
+    visible = range(len(instances)) if choice is None else _visible.ordinals(choice, len(instances), _uuids)
+    found = [instances[index] for index in visible]
+    if any(found):
+        return 1
+    return min(seen, sum(each is None for each in found))
+
+
+def _mig_instances() -> list[int | None]:
+    """Return how many MIG instances each card has, None for one that is not in MIG mode."""
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    cards = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(cards)):
+        return []
+    try:
+        return [_instances_of(nvml, index) for index in range(cards.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _instances_of(nvml: ctypes.CDLL, index: int) -> int | None:
+    card, mode, pending, most = ctypes.c_void_p(), ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_uint(0)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)):
+        return None
+    # Not supported, say: then it is no card that has MIG.
+    if nvml.nvmlDeviceGetMigMode(card, ctypes.byref(mode), ctypes.byref(pending)) or not mode.value:
+        return None
+    if nvml.nvmlDeviceGetMaxMigDeviceCount(card, ctypes.byref(most)):
+        return None
+    instance = ctypes.c_void_p()
+    return sum(
+        int(nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number, ctypes.byref(instance)) == 0)
+        for number in range(most.value)
+    )
+
+
+# --- How many ranks a run gets, on which devices and with which backend.
+
+
+_DEFAULT_CPU_RANKS = 2
+# Those of torch itself; what is not built into this one is found out where torch is loaded.
+_TORCHS_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "fake")
+_PLUGINS = "torch.backends"
+"""Entry points that torch loads when it is imported; they may register backends of their own."""
+_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Has NCCL 2.30 and later take several ranks on one GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many ranks, on what, with which backend."""
+
+    nproc: int
+    backend: str
+    device_type: str
+    accelerators: int
+    note: str = ""
+    """Why they are there, for the panel of a run."""
+    warning: str = ""
+    """The same where it is hardly what was meant, for the result."""
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """Return how many CUDA devices (ROCm's among them) ranks with this environment will see."""
+    return count(environ)
+
+
+def check_backend(backend: str, environ: Mapping[str, str]) -> None:
+    """Raise `OptionError` for a backend that torch does not know, before a rank is started to find out.
+
+    `backend` is a name, or one for each device. Backends that a package registers when torch is imported are
+    known to the ranks alone: where there is such a package, any name may be one.
+    """
+    known = known_backends()
+    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is None or _has_plugins(environ):
+        return
+    guess = nearest(unknown, known)
+    msg = (
+        f"backend {unknown!r} was asked for, but torch has {', '.join(known)} here. "
+        f"{f'Did you mean {guess!r}? ' if guess else ''}Use one of these; for a backend that your own code "
+        "registers, start without a group (--no-init, init_process_group=False) and form it there."
+    )
+    raise OptionError(msg)
+
+
+def _has_plugins(environ: Mapping[str, str]) -> bool:
+    autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    return autoload and bool(metadata.entry_points(group=_PLUGINS))
+
+
+def known_backends() -> tuple[str, ...]:
+    """Return the backends that a process group can have here; does not import torch."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available():
+        return _TORCHS_BACKENDS
+    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list)
+    return tuple(
+        name
+        for name in dict.fromkeys(registered)
+        if name != "undefined" and getattr(distributed, f"is_{name}_available", lambda: True)()
+    )
+
+
+def place_ranks(
+    nproc: int | str, backend: str, environ: Mapping[str, str], *, virtual_local_rank: bool = False
+) -> Placement:
+    """Decide the number of ranks, their devices and the backend.
+
+    Raises `OptionError` for more nccl ranks than GPUs, or for GPUs where there are none.
+    """
+    there = _accelerator(environ, each_alone=virtual_local_rank)
+    usable = there.count if there.backend else 0
+    count, note = _count(nproc, usable, there)
+    wanted, shared = _wants(backend, there), _may_share(backend, there, environ)
+    if backend == "auto":
+        wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
+    elif wanted and (not usable or (count > usable and not shared)):
+        if not set(_by_device(backend).values()) <= {*_TORCHS_BACKENDS}:
+            check_backend(backend, environ)  # of two reasons the nearer one
+        raise OptionError(_too_many(count, backend, usable))
+    if wanted:
+        if count > usable:
+            note = f"{count} ranks share {_gpus(usable)}"
+        # gloo beside it: a collective on a CPU tensor works there as it does without an accelerator.
+        automatic = f"cpu:gloo,{there.kind}:{there.backend}"
+        return Placement(count, automatic if backend == "auto" else backend, there.kind, usable, note)
+    warning = ""
+    if backend == "auto" and 0 < usable < count and nproc != "cpu":
+        share = ", or --backend cpu:gloo,cuda:gloo to share" if there.kind == "cuda" else ""
+        warning = (
+            f"{count} ranks were asked for and {_gpus(usable)} {'is' if usable == 1 else 'are'} visible: all "
+            f"ranks are on the CPU, since {there.backend} takes one rank for each GPU (-n {usable}{share})"
+        )
+    return Placement(count, "gloo" if backend == "auto" else backend, "cpu", 0, warning or note, warning)
+
+
+@dataclass(frozen=True, slots=True)
+class _Accelerator:
+    """What this torch computes on beside the CPU: kind, number, and backend if there is one."""
+
+    kind: str
+    count: int
+    backend: str
+
+
+def _accelerator(environ: Mapping[str, str], *, each_alone: bool) -> _Accelerator:
+    import torch
+
+    current = torch.accelerator.current_accelerator()
+    kind = "cuda" if current is None else current.type
+    if kind == "cuda":
+        seen = count(environ, each_alone=True) if each_alone else visible_gpus(environ)
+        return _Accelerator(kind, seen, "nccl")
+    seen = 0
+    with contextlib.suppress(Exception):  # a plugin's own module may raise anything
+        seen = torch.get_device_module(kind).device_count()
+    return _Accelerator(kind, seen, _backend_of(kind))
+
+
+def _backend_of(kind: str) -> str:
+    """Return the backend that torch has for a kind of device; nothing where it cannot take its tensors.
+
+    For mps torch names gloo, which knows the CPU and CUDA.
+    """
+    from torch import distributed
+
+    with contextlib.suppress(Exception):  # none registered, or a torch without torch.distributed
+        name = distributed.get_default_backend_for_device(kind)
+        if kind in distributed.Backend.backend_capability.get(name, ()):
+            return name
+    return ""
+
+
+def _count(nproc: int | str, usable: int, there: _Accelerator) -> tuple[int, str]:
+    """Return the number of ranks, and a note where it was not asked for."""
+    match nproc:
+        case "gpu" if not usable:
+            msg = "nproc='gpu' was asked for, but no GPU is visible here. Use nproc=2 (gloo on the CPU)."
+            raise OptionError(msg)
+        case "cpu":
+            return os.cpu_count() or 1, ""
+        case int():
+            return nproc, ""
+        case _ if usable:
+            return usable, ""
+        case _:
+            why = f"torch has no backend for {there.kind}" if there.count else "no GPU is visible"
+            number = _DEFAULT_CPU_RANKS
+            return number, f"{why}: {number} ranks on the CPU (set -n for another number)"
+
+
+def _by_device(backend: str) -> dict[str, str]:
+    """Return the backend of each device; one that is for all devices under the empty name."""
+    parts = (part.strip().rpartition(":") for part in backend.split(","))
+    return {device: name for device, _, name in parts}
+
+
+def _wants(backend: str, there: _Accelerator) -> bool:
+    """Whether ranks with this backend are on the accelerator; gloo alone means the CPU."""
+    chosen = _by_device(backend)
+    # One that nobody knows is refused for that, not for want of a GPU.
+    named = chosen.get(there.kind) in known_backends()
+    return named or (there.backend != "" and there.backend in chosen.values())
+
+
+def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) -> bool:
+    """Whether several ranks may have one device: gloo has no objection, nor has NCCL that was told so."""
+    chosen = _by_device(backend).get(there.kind)
+    if chosen is not None and chosen != there.backend:
+        return True
+    return there.backend == "nccl" and environ.get(_SHARING, "0").strip() not in ("", "0")
+
+
+def _too_many(count: int, backend: str, usable: int) -> str:
+    name = "nccl" if "nccl" in backend else backend
+    needs = "at least one" if "cuda:gloo" in backend else "one for each rank"
+    return (
+        f"{count} ranks with backend {name} were asked for, but only {_gpus(usable)} "
+        f"{'are' if usable != 1 else 'is'} visible here, and {name} needs {needs}. "
+        f"Lower nproc{f' to {usable}' if usable else ''}, or pass backend='gloo' to run on the CPU"
+        f"{', or cpu:gloo,cuda:gloo to share GPUs' if usable else ''}."
+    )
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+# --- How the processes of ranks come into being, and which ways there are not.
+
+
+def check_start_method(method: str) -> None:
+    """Raise `OptionError` for a way that does not work from here."""
+    if method != "fork":
+        return
+    if torch.cuda.is_initialized():
+        why = "CUDA is initialised in this process, and a process forked from it cannot use CUDA"
+    else:
+        why = (
+            f"this process has {threading.active_count()} threads, and one forked from it has only one of "
+            "them, with the locks that the others held at that moment: sooner or later a rank waits for ever"
+        )
+    msg = (
+        f"start_method='fork' was asked for, but {why}. Use forkserver, the default: it forks as fast, "
+        "from a process with torch loaded that has one thread and never touches CUDA."
+    )
+    raise OptionError(msg)
+
+
+# --- Binding each rank to the CPUs near its GPU: whether that can be done; `rank.numa` does it.
+
+
+_DIVIDING = ("exclusive", "core-complex")
+"""These divide the CPUs of a node among its GPUs, and a virtual local rank sees only one of those."""
+
+
+def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_rank: bool = False) -> None:
+    """Raise `OptionError` where ranks have no GPU, or torch cannot bind."""
+    asked = f"numa_binding={binding!r} was asked for"
+    if gpus < nproc:
+        has = (
+            f"{gpus} {'is' if gpus == 1 else 'are'} visible here for {nproc} ranks"
+            if gpus
+            else "none is visible"
+        )
+        msg = (
+            f"{asked}, which binds each rank to the CPUs near its GPU, but {has}. "
+            "Leave it out, or run on a machine with a GPU for each rank."
+        )
+        raise OptionError(msg)
+    if virtual_local_rank and binding in _DIVIDING:
+        msg = (
+            f"{asked}, which divides CPUs among GPUs, but with virtual_local_rank each rank sees one GPU "
+            "only. Use numa_binding='node' or 'socket', or leave one of the two out."
+        )
+        raise OptionError(msg)
+    try:
+        environment.numa_options(binding)
+    except (ImportError, ValueError, TypeError) as error:
+        why = f"torch {torch.__version__} cannot do that ({error})"
+        msg = f"{asked}, but {why}. Use torch 2.13, or leave it out."
+        raise OptionError(msg) from error

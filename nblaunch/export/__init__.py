@@ -1,0 +1,1 @@
+"""Cells as a script for torchrun."""

@@ -1,0 +1,428 @@
+"""What of the cells stands at the top of a script, and what in its main function."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import NblaunchError
+from nblaunch.capture.capture import RANK_NAMES
+from nblaunch.capture.dataflow import class_scope, module_scope
+from nblaunch.capture.names import cell_names
+from nblaunch.export.collect import Collected, Collector, Item
+from nblaunch.export.files import Load
+from nblaunch.export.imports import Import, imports_in, rendered
+from nblaunch.export.source import (
+    Chunk,
+    NotebookSource,
+    chunks,
+    indented,
+    plain,
+    printing_its_value,
+    replaced,
+    uses_await,
+)
+
+_REACH_ALL = frozenset({"globals", "exec", "eval"})
+_BEFORE_IMPORTS = frozenset({"environ", "putenv", "path", "use", "install", "set_start_method"})
+"""What a cell may do before an import for that import to see it."""
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(slots=True)
+class Split:
+    """The cells, taken apart."""
+
+    imports: set[Import] = field(default_factory=set)
+    definitions: list[str] = field(default_factory=list)
+    body: str = ""
+    shared: list[str] = field(default_factory=list)
+    """Variables of the body that functions outside of it use."""
+    waits: bool = False
+
+
+def split(source: str, imports: set[Import], above: Iterable[str], used_above: Iterable[str]) -> Split:
+    """Take cells apart.
+
+    `imports` are those that the script has already, `above` the other variables that it has before the main
+    function, `used_above` what its functions use.
+    """
+    whole, tail = chunks(source)
+    names = cell_names(source)
+    made = Counter(name for chunk in whole for node in chunk.nodes for name in _bound(node))
+    imported = Counter(each for chunk in whole if chunk.node is not None for each in imports_in(chunk.node))
+    taken = {*names.needed, *names.maybe, *above, *(each.bound for each in imports)}
+    found = Split()
+    body: list[Chunk] = []
+    may_move = True
+
+    def moves(each: Import) -> bool:
+        if each.name == "*" or each.module == "__future__":
+            return True
+        always_this = made[each.bound] == imported[each]
+        return may_move and always_this and (each in imports or each.bound not in taken)
+
+    for chunk in whole:
+        here = imports_in(chunk.node) if chunk.node is not None else []
+        if here and all(moves(each) for each in here):
+            found.imports.update(here)
+            body += [Chunk(comments, ())] if (comments := _comments(chunk)) else []
+            continue
+        may_move = may_move and not any(_prepares(node) for node in chunk.nodes)
+        body.append(chunk)
+    body = _without_definitions(body, found, made, taken)
+    found.body = "\n".join(chunk.text for chunk in _spaced(body)) + (f"\n{tail}" if tail else "")
+    tree = ast.parse(found.body)
+    at_top = {*above, *(each.bound for each in imports | found.imports)}
+    outside = set(used_above).union(*(_names(text) for text in found.definitions))
+    found.shared = sorted(_shared(tree, at_top | outside))
+    found.body = _without_annotations(tree, found.body, set(found.shared))
+    found.waits = uses_await(tree)
+    return found
+
+
+def _bound(node: ast.stmt) -> frozenset[str]:
+    scope = module_scope([node])
+    return scope.bound | scope.declared_global
+
+
+def bound_in_code(source: str) -> frozenset[str]:
+    """Return the variables that cells make."""
+    return frozenset(name for node in ast.parse(source).body for name in _bound(node))
+
+
+def _prepares(node: ast.stmt) -> bool:
+    if isinstance(node, _Definition):
+        return False
+    return any(isinstance(each, ast.Attribute) and each.attr in _BEFORE_IMPORTS for each in ast.walk(node))
+
+
+def _comments(chunk: Chunk) -> str:
+    return "\n".join(line for line in chunk.text.split("\n") if line.lstrip().startswith("#"))
+
+
+def _names(text: str) -> frozenset[str]:
+    found = cell_names(text)
+    return found.needed | found.maybe
+
+
+def _without_definitions(
+    body: list[Chunk], found: Split, made: Counter[str], elsewhere: set[str] | frozenset[str]
+) -> list[Chunk]:
+    """Move the functions and classes to the top that need nothing of the body."""
+    moving = [
+        chunk
+        for chunk in body
+        if isinstance(chunk.node, _Definition)
+        and made[chunk.node.name] == 1
+        and chunk.node.name not in elsewhere
+    ]
+    while True:
+        stays = [chunk for chunk in body if chunk not in moving]
+        of_the_body = frozenset[str]().union(*(_bound(node) for chunk in stays for node in chunk.nodes))
+        kept = [chunk for chunk in moving if not _names(chunk.text) & of_the_body]
+        if len(kept) == len(moving):
+            found.definitions = [chunk.text.strip("\n") for chunk in moving]
+            return stays
+        moving = kept
+
+
+def _spaced(body: list[Chunk]) -> list[Chunk]:
+    """Return the chunks with an empty line around functions, as their cells had or should have had."""
+    spaced = []
+    for number, chunk in enumerate(body):
+        near = isinstance(chunk.node, _Definition) or (
+            number > 0 and isinstance(body[number - 1].node, _Definition)
+        )
+        gap = "\n" if near and number and not chunk.text.startswith("\n") else ""
+        spaced.append(Chunk(gap + chunk.text, chunk.nodes))
+    return spaced
+
+
+def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
+    """Return the variables that must be the module's own, although the main function makes them."""
+    bound = set(module_scope(tree.body).bound)
+    if any(isinstance(node, ast.Name) and node.id in _REACH_ALL for node in ast.walk(tree)):
+        return bound
+    shared = bound & outside
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            shared |= bound & set(node.names)
+        if isinstance(node, ast.ClassDef):
+            # A class body finds what it also binds itself in the module only.
+            shared |= bound & class_scope(node, module_scope([])).bound
+    # Pickle finds a class under the module's names only.
+    return shared | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _without_annotations(tree: ast.Module, source: str, shared: set[str]) -> str:
+    """Return the body without the annotations of variables declared global, which Python refuses."""
+    edits: list[tuple[ast.AST, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in shared:
+            value = ast.get_source_segment(source, node.value) if node.value is not None else None
+            edits.append((node, f"{node.target.id} = {value}" if value is not None else "pass"))
+    return replaced(source, edits)
+
+
+def written(name: str, found: Split, first: list[str], last: list[str]) -> str:
+    """Return the main function: `first`, the body, `last`."""
+    lines = [f"global {', '.join(found.shared)}"] if found.shared else []
+    lines += first
+    if lines and found.body.strip():
+        lines.append("")
+    lines += [found.body.strip("\n")] if found.body.strip() else []
+    lines += ["", *last] if last else []
+    text = "\n".join(lines)
+    if not ast.parse(text).body:
+        text += "\npass"
+    return f"{'async ' if found.waits else ''}def {name}() -> None:\n{indented(text)}"
+
+
+# --- A script out of notebook cells: what they are, and what they take from the notebook.
+#
+# The script has no trace of nblaunch: imports first, then what the cells use (constants, functions, classes,
+# what is loaded from files beside the script), then a main function with the cells themselves. It runs under
+# torchrun, and prints the value of each cell as `[rank 0] value`.
+
+
+MARKER = "exported from a notebook by nblaunch"
+"""In the docstring of each script: whoever finds it there may write the script anew."""
+
+_RANK_NAMES = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell to be exported: its source without the magic's line, and what the reader calls it: `In[3]`."""
+
+    source: str
+    title: str
+    on_ranks: bool = True
+    """Whether it was a `%%distributed` cell: its value is printed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a cell has without asking for it. `backend` is None where no process group is formed."""
+
+    backend: str | None
+    device_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script, the files that it loads, and variables that were left out since they may never be used."""
+
+    text: str
+    files: tuple[Load, ...]
+    left_out: tuple[str, ...]
+
+
+def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
+    cells: Sequence[Cell],
+    namespace: dict[str, Any],
+    history: Mapping[int, str],
+    setting: Setting,
+    *,
+    command: str,
+    directory: str,
+    transform: Callable[[str], str] = str,
+    elsewhere: Mapping[str, int] | None = None,
+) -> Script:
+    """Return the script of `cells`, which take what they need from `namespace`.
+
+    `history` are the cells that the notebook has run, by number, in Python; `transform` is IPython's.
+    `command` goes into the docstring, `directory` is where the files will be, seen from the script.
+    `elsewhere` are variables that only ranks have, and the numbers of the cells that made them there.
+    Raises `NblaunchError` for what cannot be written.
+    """
+    texts = [plain(cell.source, transform, cell.title).strip("\n") for cell in cells]
+    used = {name for text in texts for name in _words(text)}
+    value = _unused("value", used)
+    texts = [
+        printing_its_value(text, value) if cell.on_ranks else text
+        for cell, text in zip(cells, texts, strict=True)
+    ]
+    source = "\n\n".join(text for text in texts if text) + "\n"
+    names = cell_names(source)
+    _refuse_rank_variables(names.needed, elsewhere or {}, cells)
+    saved = _unused("DATA", used | namespace.keys())
+    found = Collector(namespace, NotebookSource(history), device=setting.device_type != "cpu").collect(
+        names, saved
+    )
+    if "subprocess.run(" in source:
+        found.imports.add(Import("subprocess"))
+    above = {name for item in found.items for name in item.names}
+    of_ranks = found.names & RANK_NAMES
+    used_above = found.names - names.needed - names.maybe
+    functions = {name for item in found.items for name in item.needs | item.later}
+    body = split(source, found.imports, above | of_ranks, used_above | functions)
+    return Script(
+        text=_Writer(found, body, setting, used | found.names, of_ranks).text(
+            ", ".join(cell.title for cell in cells), command, saved, directory
+        ),
+        files=tuple(found.files),
+        left_out=tuple(found.left_out),
+    )
+
+
+def _words(text: str) -> frozenset[str]:
+    names = cell_names(text)
+    return names.needed | names.maybe | bound_in_code(text)
+
+
+def _unused(name: str, used: set[str]) -> str:
+    while name in used:
+        name += "_"
+    return name
+
+
+def _refuse_rank_variables(
+    needed: frozenset[str], elsewhere: Mapping[str, int], cells: Sequence[Cell]
+) -> None:
+    lacking = sorted(name for name in needed & elsewhere.keys() if not hasattr(builtins, name))
+    if lacking:
+        told = ", ".join(f"{name} (made in In[{elsewhere[name]}])" for name in lacking)
+        titles = [cell.title for cell in cells]
+        numbers = {elsewhere[name] for name in lacking} | {int(title[3:-1]) for title in titles}
+        msg = (
+            f"{', '.join(titles)} was to become a script, but uses variables that live only on the ranks: "
+            f"{told}. Export the cells that made them as well: --cells {','.join(map(str, sorted(numbers)))}"
+        )
+        raise NblaunchError(msg)
+
+
+def bound_in(source: str, transform: Callable[[str], str] = str) -> frozenset[str]:
+    """Return the variables that a cell makes, as far as its text tells."""
+    try:
+        return bound_in_code(transform(source))
+    except SyntaxError:
+        return frozenset()
+
+
+class _Writer:
+    """Puts the parts of a script together."""
+
+    def __init__(
+        self,
+        found: Collected,
+        body: Split,
+        setting: Setting,
+        used: set[str],
+        of_ranks: frozenset[str] | set[str],
+    ) -> None:
+        self._found, self._body, self._setting, self._used = found, body, setting, used
+        self._imports = set(found.imports) | body.imports
+        self._of_ranks = set(of_ranks)
+        self._everything = "\n".join([*(item.text for item in found.items), *body.definitions, body.body])
+
+    def text(self, title: str, command: str, saved: str, directory: str) -> str:
+        """Return the whole script."""
+        first, last = self._process_group()
+        main = _unused("main", self._used)
+        top = self._rank_variables()
+        if self._found.files:
+            self._imports.add(Import("pathlib", "Path"))
+            top = [f'{saved} = Path(__file__).with_name("{directory}")', *top]
+        function = written(main, self._body, first, last)
+        call = f"{main}()"
+        if self._body.waits:
+            self._imports.add(Import("asyncio"))
+            call = f"asyncio.run({call})"
+        loaded = {load.names[0] for load in self._found.files}
+        constants, others = self._constants(loaded)
+        blocks = [
+            _docstring(title, command),
+            rendered(self._imports),
+            "\n".join([*top]),
+            *constants,
+        ]
+        above = "\n\n".join(block for block in blocks if block)
+        below = [*others, *self._body.definitions, function, f'if __name__ == "__main__":\n    {call}']
+        return above + "".join(f"\n\n\n{block}" for block in below) + "\n"
+
+    def _constants(self, loaded: set[str]) -> tuple[list[str], list[str]]:
+        """Return what stands right below the imports, and what follows, in which functions come first."""
+        items = list(self._found.items)
+        first = []
+        while items and not items[0].definition and not items[0].needs:
+            first.append(items.pop(0))
+        short = "\n".join(item.text for item in first if item.names[0] not in loaded)
+        long = [item.text for item in first if item.names[0] in loaded]
+        return [short, *long], list(_grouped(items))
+
+    def _rank_variables(self) -> list[str]:
+        wanted = self._of_ranks
+        if self._setting.device_type != "cpu":
+            wanted |= {"local_rank", "device"}
+        lines = [f'{name} = int(os.environ["{key}"])' for name, key in _RANK_NAMES.items() if name in wanted]
+        if lines:
+            self._imports.add(Import("os"))
+        if "device" in wanted:
+            self._imports.add(Import("torch"))
+            kind = self._setting.device_type
+            place = '"cpu"' if kind == "cpu" else f'"{kind}", local_rank'
+            lines.append(f"device = torch.device({place})")
+        return lines
+
+    def _process_group(self) -> tuple[list[str], list[str]]:
+        """Return what forms the default group, and what ends it; nothing that the cells do themselves."""
+        first: list[str] = []
+        last: list[str] = []
+        kind, backend = self._setting.device_type, self._setting.backend
+        if kind != "cpu":
+            first.append(f"torch.{kind}.set_device(device)")
+        if backend is None:
+            return first, last
+        dist = Import("torch.distributed", alias="dist")
+        prefix = "dist." if "dist" not in self._used or dist in self._imports else ""
+        called = [
+            name for name in ("init_process_group", "destroy_process_group") if f"{name}(" in self._everything
+        ]
+        if "init_process_group" not in called:
+            where = ", device_id=device" if kind != "cpu" else ""
+            first.append(f'{prefix}init_process_group("{backend}"{where})')
+        if "destroy_process_group" not in called:
+            # Without it a rank may be gone while another one still connects to it.
+            last += [f"{prefix}barrier()", f"{prefix}destroy_process_group()"]
+        if first or last:
+            here = [line.partition("(")[0] for line in [*first, *last] if not line.startswith("torch.")]
+            self._imports.update([dist] if prefix else [Import("torch.distributed", name) for name in here])
+        return first, last
+
+
+def _grouped(items: list[Item]) -> list[str]:
+    """Return texts with functions and classes apart, and other statements in a row together."""
+    blocks: list[str] = []
+    open_block = False
+    for item in items:
+        if open_block and not item.definition:
+            gap = "\n\n" if item.text.startswith("#") else "\n"
+            blocks[-1] += f"{gap}{item.text}"
+        else:
+            blocks.append(item.text)
+        open_block = not item.definition
+    return blocks
+
+
+def _docstring(title: str, command: str) -> str:
+    # Not indented: formatters take the margin of a docstring away.
+    text = f"{title}, {MARKER}.\n\n{command}"
+    escaped = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return f'"""{escaped}\n"""'
+
+
+def is_exported(path: Path) -> bool:
+    """Return whether a file was written by an export, and may be written again."""
+    try:
+        found = ast.get_docstring(ast.parse(path.read_bytes()))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return found is not None and MARKER in found

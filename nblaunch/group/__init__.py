@@ -1,0 +1,1 @@
+"""The worker group: hub, life of a job, sessions."""

@@ -1,0 +1,354 @@
+"""The hub: one thread, one ZMQ socket, all ranks of all worker groups of this kernel.
+
+Whatever happens to a group happens on this thread, one thing after the other: messages from ranks,
+reports of its agent's thread (`call`), and its own clock (`tick`). So a group needs no locks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import logging
+import os
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Container
+from typing import Protocol
+
+import zmq
+
+from nblaunch._errors import LaunchError
+from nblaunch.elastic import runtime_dir
+from nblaunch.protocol.messages import FromRank, Hello, ProtocolError, ToRank, decode_from_rank, encode
+
+_log = logging.getLogger("nblaunch")
+_TICK_SECONDS = 0.05
+_DRAIN_SECONDS = 0.02
+_BIND_SECONDS = 5.0
+
+
+class Addressee(Protocol):
+    """A worker group, as its messages are addressed."""
+
+    group: str
+    attempt: int
+
+
+class Member(Addressee, Protocol):
+    """A worker group, as the hub sees it."""
+
+    token: str
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due until somebody speaks."""
+
+    def receive(self, message: FromRank) -> None:
+        """Take a message from an authenticated rank of the present attempt."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due; `now` is monotonic."""
+
+    def lost(self, error: Exception) -> None:
+        """Take note that no rank can be heard any more."""
+
+
+class Hub:
+    """Routes between ranks and their groups. Made on first use, lives as long as the kernel."""
+
+    def __init__(self) -> None:
+        """Bind the socket and start the thread."""
+        self._owner = os.getpid()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # A rank whose process is gone must not make a send fail; a full queue must not drop one.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        try:
+            self._bind()
+        except LaunchError:
+            self._context.destroy(linger=0)
+            raise
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._members: dict[str, Member] = {}
+        self._known: set[bytes] = set()
+        self._refused: set[bytes] = set()
+        self._watched: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._poller = zmq.Poller()
+        self._closing = False
+        self._broken = False
+        self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        """Where ranks connect: a unix socket in the private runtime directory."""
+        return self._address
+
+    @property
+    def usable(self) -> bool:
+        """Whether this hub serves this process; a fork has none."""
+        works = self._thread.is_alive() and not self._broken and not self._socket.closed
+        return works and self._owner == os.getpid()
+
+    def be_reachable(self) -> None:
+        """Bind the socket's file again if somebody has cleaned the temporary directory.
+
+        Ranks that are connected have not noticed. Raises `LaunchError` if it cannot be bound.
+        """
+        if runtime_dir.root() == self._directory and (self._directory / "hub").exists():
+            return
+        refused: list[LaunchError] = []
+        done = threading.Event()
+
+        def bind() -> None:
+            try:
+                self._bind()
+            except LaunchError as error:
+                refused.append(error)
+            finally:
+                done.set()
+
+        self.call(bind)
+        if done.wait(_BIND_SECONDS) and refused:
+            raise refused[0]
+
+    def _bind(self) -> None:
+        self._directory = runtime_dir.root()
+        self._address = f"ipc://{self._directory / 'hub'}"
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
+            raise LaunchError(msg, phase="connect") from error
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` on the hub's thread, after all that was asked before."""
+        self._calls.put(action)
+        # Closed while a run is up: the process ends, and a daemon thread of it still waits for ranks.
+        if not self._closing:
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"\0")
+
+    def add(self, member: Member) -> None:
+        """Begin to route messages of this group."""
+        self.call(lambda: self._members.__setitem__(member.group, member))
+
+    def remove(self, member: Member) -> None:
+        """Stop routing messages of this group, and forget its ranks."""
+
+        def forget() -> None:
+            self._members.pop(member.group, None)
+            prefix = f"{member.group}/".encode()
+            self._known = {identity for identity in self._known if not identity.startswith(prefix)}
+
+        self.call(forget)
+
+    def members(self) -> tuple[Member, ...]:
+        """Return the groups that messages are routed to; only on the hub's thread."""
+        return tuple(self._members.values())
+
+    def send(self, member: Addressee, rank: int, message: ToRank) -> None:
+        """Send to one rank of the group's present attempt; only on the hub's thread."""
+        identity = f"{member.group}/{member.attempt}/{rank}".encode()
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, encode(message)])
+
+    def watch(self, socket: zmq.Socket[bytes], action: Callable[[], None] | None) -> None:
+        """Call `action` whenever another socket has something; only on the hub's thread. None: no more."""
+        if action is not None:
+            self._watched[socket] = action
+            self._poller.register(socket, zmq.POLLIN)
+        elif self._watched.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
+        """Handle the messages that are here already; only on the hub's thread.
+
+        Not for longer than `seconds`: a rank that never pauses must not keep others, or an interrupt, out.
+        """
+        until = time.monotonic() + seconds
+        with contextlib.suppress(zmq.ZMQError):
+            while self._socket.poll(0) and time.monotonic() < until:
+                self._receive()
+
+    def close(self) -> None:
+        """End the thread and the socket."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"\0")
+        self._thread.join(5)
+
+    def _serve(self) -> None:
+        try:
+            self._route()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would end the runs
+            self._broken = True
+            self._end_members(error)
+        finally:
+            self._closing = True
+            self._context.destroy(linger=0)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _end_members(self, error: Exception) -> None:
+        """Go on without the socket until every group has been ended by its agent."""
+        for member in list(self._members.values()):
+            self._guard(functools.partial(member.lost, error))
+        while self._members:
+            select.select([self._wake_read], [], [], _TICK_SECONDS)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+            self._run_calls()
+
+    def _route(self) -> None:
+        poller = self._poller
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_tick = 0.0
+        while not self._closing:
+            quiet = all(member.quiet for member in self._members.values())
+            wait = None if quiet else max(0, int((next_tick - time.monotonic()) * 1000))
+            if self._socket.closed:
+                # A poller would take it for descriptor 0.
+                raise zmq.ZMQError(zmq.ENOTSOCK)
+            ready = dict(poller.poll(wait))
+            if self._socket in ready:
+                self.drain()
+            self._hear_others(ready)
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._run_calls()
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + _TICK_SECONDS
+                self._tick(now)
+
+    def _hear_others(self, ready: Container[object]) -> None:
+        for socket, action in list(self._watched.items()):
+            if socket in ready:
+                self._guard(action)
+
+    def _tick(self, now: float) -> None:
+        # Not in the loop that calls this: its variable would keep the last group, values and all.
+        for member in list(self._members.values()):
+            self._guard(functools.partial(member.tick, now))
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                action = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            self._guard(action)
+
+    def _receive(self) -> None:
+        frames = self._socket.recv_multipart()
+        identity, data = frames[0], frames[-1]
+        try:
+            message = decode_from_rank(data, _name(identity))
+        except ProtocolError as error:
+            self._refuse(identity, str(error))
+            return
+        group, attempt, rank = _parse(identity)
+        if group not in self._members:
+            # Its ranks were forked after `add`, whose action may still wait in the queue behind this message.
+            self._run_calls()
+        member = self._members.get(group)
+        if member is None or attempt != member.attempt:
+            return  # of a group that has ended, or an attempt that has been given up
+        if identity not in self._known:
+            if not self._authentic(member, message, rank):
+                self._refuse(identity, f"{_name(identity)} did not say hello with this run's token")
+                return
+            self._known.add(identity)
+        if message.rank != rank:
+            self._refuse(identity, f"{_name(identity)} spoke for rank {message.rank}")
+            return
+        self._guard(lambda: member.receive(message))
+
+    @staticmethod
+    def _authentic(member: Member, message: FromRank, rank: int) -> bool:
+        return (
+            isinstance(message, Hello)
+            and message.rank == rank
+            and message.attempt == member.attempt
+            and hmac.compare_digest(message.token.encode(), member.token.encode())
+        )
+
+    def _refuse(self, identity: bytes, why: str) -> None:
+        if identity not in self._refused:
+            self._refused.add(identity)
+            _log.warning("refused: %s", why)
+
+    @staticmethod
+    def _guard(action: Callable[[], None]) -> None:
+        """Keep one group's defect from ending the thread that serves all of them."""
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - whatever it is, the other groups go on
+            _log.exception("nblaunch's hub could not do a step; please report this")
+
+
+def _name(identity: bytes) -> str:
+    return f"sender {identity[:64]!r}"
+
+
+def _parse(identity: bytes) -> tuple[str, int, int]:
+    try:
+        group, attempt, rank = identity.decode().split("/")
+        return group, int(attempt), int(rank)
+    except ValueError:
+        return "", -1, -1
+
+
+_lock = threading.Lock()
+_hub: Hub | None = None
+
+
+def _after_fork() -> None:
+    # Another thread of the parent's may have held it: nobody here would ever let it go.
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def get() -> Hub:
+    """Return this kernel's hub."""
+    global _hub
+    with _lock:
+        if _hub is None or not _hub.usable:
+            if _hub is not None and _hub._owner == os.getpid():  # noqa: SLF001 - our own
+                _hub.close()
+            _hub = Hub()
+        else:
+            _hub.be_reachable()
+        return _hub
+
+
+def later(action: Callable[[], None]) -> None:
+    """Run `action` on the hub's thread, where no KeyboardInterrupt breaks it off; here if there is no hub."""
+    hub = _hub
+    if hub is not None and hub.usable:
+        hub.call(action)
+    else:
+        action()
+
+
+def close() -> None:
+    """Close this kernel's hub, if there is one; the next run makes another."""
+    global _hub
+    with _lock:
+        hub, _hub = _hub, None
+    if hub is not None and hub._owner == os.getpid():  # noqa: SLF001 - our own
+        hub.close()

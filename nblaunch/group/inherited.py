@@ -1,0 +1,111 @@
+"""What ranks take over from this process besides variables: directory, umask, limits, environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Mapping
+from pathlib import Path
+
+from nblaunch import _join_key
+from nblaunch._errors import LaunchError
+from nblaunch.elastic import descriptors
+
+READ_WHEN_LOADED = frozenset(
+    {
+        # the dynamic linker and the C library
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "LD_BIND_NOW", "DYLD_LIBRARY_PATH"),
+        *("DYLD_INSERT_LIBRARIES", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "MALLOC_CONF", "LD_HWCAP_MASK"),
+        *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_PERTURB_"),
+        # Python
+        *("PYTHONHASHSEED", "PYTHONMALLOC", "PYTHONOPTIMIZE", "PYTHONDEVMODE", "PYTHONUTF8", "PYTHONHOME"),
+        *("PYTHONTRACEMALLOC", "PYTHONFAULTHANDLER", "PYTHONWARNINGS", "PYTHONDONTWRITEBYTECODE"),
+        *("PYTHONINTMAXSTRDIGITS", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHON_GIL", "PYTHON_JIT"),
+        # OpenMP, MKL, OpenBLAS, NumPy
+        *("OMP_PROC_BIND", "OMP_PLACES", "OMP_STACKSIZE", "OMP_WAIT_POLICY", "OMP_DYNAMIC", "OMP_SCHEDULE"),
+        *("KMP_AFFINITY", "KMP_BLOCKTIME", "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "MKL_CBWR"),
+        *("MKL_NUM_THREADS", "MKL_DYNAMIC", "MKL_THREADING_LAYER", "MKL_ENABLE_INSTRUCTIONS"),
+        *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "BLIS_NUM_THREADS"),
+        # torch
+        *("PYTORCH_JIT", "TORCH_CPP_LOG_LEVEL", "ATEN_CPU_CAPABILITY", "TORCH_SHOW_CPP_STACKTRACES"),
+    }
+)
+"""Variables that a program reads once, when it or a library is loaded: in the fork server, long ago."""
+
+
+def working_directory() -> bytes:
+    """Return the directory in which ranks begin. Raises `LaunchError` if it has been removed."""
+    try:
+        return os.fsencode(Path.cwd())
+    except OSError as error:
+        there = ""
+        with contextlib.suppress(OSError):
+            there = f" ({Path('/proc/self/cwd').readlink()})"
+        msg = (
+            f"Ranks begin in the working directory of this process, which is gone{there}: {error.strerror}. "
+            "Change to one that is there: os.chdir(...)."
+        )
+        raise LaunchError(msg, phase="fork") from error
+
+
+def umask() -> int | None:
+    """Return this process's umask, None where it cannot be read without changing it for other threads."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return None
+
+
+def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
+    """Return name, soft and hard limit of all that the system limits, with enough descriptors for a rank."""
+    found = []
+    for name in sorted(each for each in dir(resource) if each.startswith("RLIMIT_")):
+        soft, hard = resource.getrlimit(getattr(resource, name))
+        if name == "RLIMIT_NOFILE":
+            soft = descriptors.for_rank(nproc, soft, hard)
+        found.append((name, soft, hard))
+    return tuple(found)
+
+
+def encoded(environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return an environment as ranks are told it: without the key of a rendezvous."""
+    return tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items())
+
+
+_ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_KINETO = "KINETO_USE_DAEMON"
+
+
+def needs_new_python(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> bool:
+    """Return whether a fork of the server would fail under `environ`, or CUDA be initialised too soon there.
+
+    torch takes its allocator for CUDA when it is loaded, and raises where the variable is another one later.
+    Kineto's daemon initialises CUDA when torch is loaded.
+    """
+    return environ.get(_KINETO) != loaded_under.get(_KINETO) or any(
+        _backend_of(environ.get(name, "")) != _backend_of(loaded_under.get(name, "")) for name in _ALLOCATORS
+    )
+
+
+def _backend_of(settings: str) -> str:
+    """Return which allocator the settings ask for; all others of them are read when CUDA is initialised."""
+    pairs = (part.partition(":") for part in settings.replace(" ", "").split(","))
+    return next((value for name, _, value in pairs if name == "backend"), "native")
+
+
+def unheeded(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> str:
+    """Return a warning about variables that forks of the server do not heed; empty if there are none."""
+    changed = sorted(
+        name
+        for name in READ_WHEN_LOADED & (environ.keys() | loaded_under.keys())
+        if environ.get(name) != loaded_under.get(name)
+    )
+    if not changed:
+        return ""
+    return (
+        f"no effect in the ranks: {', '.join(changed)}. A program reads such a variable only when it starts, "
+        "and the ranks are forks of a server that had started before it was changed. Use --start-method "
+        "spawn, or set it before nblaunch is loaded."
+    )

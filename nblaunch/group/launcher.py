@@ -1,0 +1,504 @@
+"""The events of the run before, for whoever asks what torchelastic did."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from nblaunch import _notebook, _visible
+from nblaunch._errors import LaunchError, OptionError, RunFailedError
+from nblaunch._results import EventLog, RunResult
+from nblaunch.capture import shared_memory
+from nblaunch.capture.capture import Captured
+from nblaunch.capture.pickling import Packed
+from nblaunch.capture.shared_memory import Outgoing
+from nblaunch.elastic import descriptors, forkserver, hooks, logs, rendezvous_config, runtime_dir
+from nblaunch.elastic.placement import (
+    Placement,
+    check_backend,
+    check_numa_binding,
+    check_start_method,
+    place_ranks,
+    visible_gpus,
+)
+from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.elastic.thread import join_all
+from nblaunch.group import hub, inherited, key
+from nblaunch.group.group import WorkerGroup
+from nblaunch.group.job import Job, Shown
+from nblaunch.group.result import LogDirectory, collect, error_of
+from nblaunch.group.standby import Standby, StandbyGroup
+from nblaunch.group.usage import Seen, measuring
+from nblaunch.group.wait import Ending, Watcher
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.messages import (
+    CellJob,
+    Dispatch,
+    FunctionJob,
+    Noticed,
+    Objects,
+    Phase,
+    Prepare,
+    PullJob,
+    PushJob,
+    ScriptJob,
+)
+from nblaunch.protocol.state import RunState
+
+_last: EventLog | None = None
+
+
+def remember_events(log: EventLog) -> None:
+    """Take note of the events of a run that has ended."""
+    global _last
+    _last = log
+
+
+def last_events() -> EventLog | None:
+    """Return those of the last run, None before the first."""
+    return _last
+
+
+# --- Options that torchelastic itself carries out: what they become, and what is wrong with them.
+
+
+_SWITCHED_ON = "1"
+
+
+def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> ProcessSettings:
+    """Return what the agent is to know; `environ` is that of the ranks."""
+    method = options.start_method
+    built = torch.backends.cuda.is_built()
+    if method == "forkserver" and built and inherited.needs_new_python(environ, forkserver.loaded_under()):
+        method = "spawn"
+    return ProcessSettings(
+        logs_specs=options.logs_specs,
+        duplicate_stdout_filters=options.duplicate_stdout_filters,
+        duplicate_stderr_filters=options.duplicate_stderr_filters,
+        event_log_handler=options.event_log_handler,
+        numa_binding=options.numa_binding,
+        start_method=method,
+        virtual_local_rank=options.virtual_local_rank,
+        watchdog=environ.get(hooks.SWITCH) == _SWITCHED_ON,
+        timer_file=environ.get(hooks.FILE),
+        environ=inherited.encoded(environ) if method == "spawn" else (),
+    )
+
+
+def check_process_options(options: LaunchOptions, placement: Placement, environ: Mapping[str, str]) -> None:
+    """Raise `OptionError` for what cannot be carried out here; no process has started yet."""
+    if options.init_process_group:
+        check_backend(placement.backend, environ)
+    check_start_method(options.start_method)
+    hooks.check_handler(options.event_log_handler)
+    logs.find(options.logs_specs)
+    logs.check_filters((*options.duplicate_stdout_filters, *options.duplicate_stderr_filters))
+    if options.numa_binding is not None:
+        check_numa_binding(
+            options.numa_binding,
+            visible_gpus(environ),
+            placement.nproc,
+            virtual_local_rank=options.virtual_local_rank,
+        )
+    if options.virtual_local_rank and not placement.accelerators:
+        _check_enough_devices(environ, placement)
+
+
+def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> None:
+    hip = torch.version.hip is not None
+    chosen = _visible.chosen(environ, hip=hip) or ""
+    named = [part for part in chosen.split(",") if part.strip()]
+    if named and len(named) < placement.nproc:
+        variable = next(name for name in (_visible.HIP, *_visible.VARIABLES) if environ.get(name) == chosen)
+        msg = (
+            f"virtual_local_rank was asked for with {placement.nproc} ranks, which gives each rank one GPU "
+            f"of its own, but {variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."
+        )
+        raise OptionError(msg)
+
+
+# --- One run from its options to its result: place, capture, start, wait, collect.
+
+
+_END_SECONDS = 30.0
+# What an agent does once its ranks are gone takes milliseconds.
+_AGENT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPayload:
+    """What ranks that stay are sent with a job; ranks that know the same get the same."""
+
+    ranks: frozenset[int]
+    captured: Captured
+    objects: Objects | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A job with everything that is decided before a process starts."""
+
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    captured: Captured
+    options: LaunchOptions
+    placement: Placement
+    environ: dict[str, str]
+    title: str
+    cancelled: threading.Event | None = None
+    """Whoever sets it interrupts the run, from any thread."""
+    internal: bool = False
+    """Whether its result is seen by nobody."""
+    rank_payloads: tuple[RankPayload, ...] = ()
+    """In place of `captured`, where ranks are sent different things."""
+    arrived: Callable[[], None] = lambda: None
+    """Called once all parcels are where they belong."""
+    notices: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """Return the backend of the ranks' default process group, nothing where none is formed."""
+        return self.placement.backend if self.options.init_process_group else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A result, and what is to be raised once the result is where the user can reach it."""
+
+    result: RunResult | None
+    error: BaseException | None
+
+
+def refuse_inside_rank() -> None:
+    """Raise `LaunchError` in a process that is itself a rank."""
+    rank = _notebook.inside_rank()
+    if rank is not None:
+        msg = (
+            f"A run was asked for inside rank {rank} of a run, but a rank cannot start ranks of its own. "
+            "Call it in the notebook, outside the distributed cell."
+        )
+        raise LaunchError(msg, phase=Phase.FORK.value)
+
+
+def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
+    """Decide ranks, devices and backend; return them and the ranks' environment."""
+    refuse_inside_rank()
+    if sys.platform == "win32":
+        msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
+        raise LaunchError(msg, phase=Phase.FORK.value)
+    inherited.working_directory()
+    environ = {**os.environ, **options.env}
+    rdzv = rendezvous_config.rdzv_of(options)
+    if rdzv is not None:
+        _wait_for_groups(lambda group: _leaves(group, rdzv))
+        rendezvous_config.refuse_taken(rdzv)
+        environ |= rendezvous_config.network_variables(rdzv, environ.__contains__)
+    placement = place_ranks(
+        options.nproc_per_node, options.backend, environ, virtual_local_rank=options.virtual_local_rank
+    )
+    check_process_options(options, placement, environ)
+    return placement, environ
+
+
+def run_fresh(launch: Launch, watcher: Watcher) -> Outcome:
+    """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
+    forkserver.server.ensure_running()
+    wait_for_gpus(launch.placement)
+    if launch.placement.warning:
+        launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
+    options = launch.options
+    settings = settings_of(options, launch.placement)
+    settings = key.with_key(settings)
+    # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
+    ahead = options.log_dir is None and options.numa_binding is None and settings.rdzv is None
+    shape = replace(settings, grace=0.0) if ahead else None
+    script = isinstance(launch.job, ScriptJob)
+    prepare = prepare_of(options, launch.placement, launch.environ, script=script)
+    standby_group = standby.take(shape)
+    try:
+        if standby_group is not None:
+            standby_group.group.adopt(settings)
+        else:
+            descriptors.make_room(settings.nproc)
+            standby_group = _standby_group(with_logs(settings, options), private=options.log_dir is None)
+        warn_of_unheeded(standby_group.group, launch.environ)
+        _leaving.append(weakref.ref(standby_group.group))
+        keep(standby_group.group)  # it may be at work, or wait for other nodes, when the program ends
+        return run_job(standby_group.group, launch, prepare, watcher, private=standby_group.private)
+    finally:
+        standby.used(shape)
+
+
+def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
+    """Have the next job warn of variables that ranks forked from the server cannot heed."""
+    if group.settings.processes.start_method == "forkserver":
+        warning = inherited.unheeded(environ, forkserver.server.environ)
+        if warning:
+            group.note(warning)
+
+
+def _standby_group(settings: AgentSettings, *, private: bool) -> StandbyGroup:
+    """Make a group; it is not started yet."""
+    kept = LogDirectory(settings.log_dir) if private else None
+    return StandbyGroup(WorkerGroup(hub.get(), settings), kept)
+
+
+def _ahead(shape: AgentSettings) -> StandbyGroup:
+    """Start a group before it is asked for."""
+    descriptors.make_room(shape.nproc)
+    forkserver.server.ensure_running()
+    standby_group = _standby_group(with_logs(shape), private=True)
+    keep(standby_group.group)
+    standby_group.group.start()
+    return standby_group
+
+
+standby = Standby(_ahead)
+"""This kernel's group that is ready before it is asked for."""
+
+
+def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
+    group: WorkerGroup,
+    launch: Launch,
+    prepare: Prepare,
+    watcher: Watcher,
+    *,
+    private: object,
+    ranks: tuple[int, ...] | None = None,
+) -> Outcome:
+    """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
+    with ExitStack() as sent:
+        state = RunState.fresh(group.state.world_size, ranks, time=time.time())
+        job = Job(_dispatches(launch, sent), state, internal=launch.internal, shown=Shown.of(launch.options))
+        job.whole = launch.arrived
+        for text in launch.notices:
+            job.fold(Noticed(text=text))
+        ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
+        shown = job.state
+        try:
+            seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
+            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
+                error = ending.wait()
+            _wait_for_exit()
+            try:
+                result = _collect(group, job, launch, private)
+            except KeyboardInterrupt as interrupt:
+                # All values are here: whoever stops the notebook now still gets them.
+                result, error = _collect(group, job, launch, private), interrupt
+            shown = result.state
+        finally:
+            try:
+                ending.ensure()
+                group.close()
+                job.values = {}
+            finally:
+                watcher.close(shown if shown.finished else job.state)
+    error = error or error_of(job, result, launch.options)
+    if isinstance(error, RunFailedError):
+        error.result, error.root_cause = result, error.root_cause or result.root_cause
+    return Outcome(result, error)
+
+
+_kept: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+_keeper_pid = 0
+
+
+def keep(group: WorkerGroup) -> None:
+    """Remember a group that outlives its runs: it must go before the fork server does."""
+    global _keeper_pid
+    if _keeper_pid != os.getpid():
+        # A fork of the kernel: the groups so far are its parent's.
+        _kept.clear()
+        _keeper_pid = os.getpid()
+    _kept.add(group)
+
+
+_leaving: list[weakref.ref[WorkerGroup]] = []
+
+
+def wait_for_gpus(placement: Placement) -> None:
+    """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
+    _wait_for_groups(lambda _: placement.device_type != "cpu")
+
+
+def _wait_for_groups(wanted: Callable[[WorkerGroup], bool]) -> None:
+    _leaving[:] = [each for each in _leaving if (group := each()) is not None and not group.closed.is_set()]
+    for each in _leaving:
+        group = each()
+        if group is not None and wanted(group):
+            group.closed.wait(_END_SECONDS)
+
+
+def _leaves(group: WorkerGroup, rdzv: RendezvousConfig) -> bool:
+    """Whether a group that has done its job still holds the place where others are to meet."""
+    held = group.settings.rdzv
+    done = group.job is None or group.job.ended.is_set()
+    return done and held is not None and held.port == rdzv.port
+
+
+def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> RunResult:
+    events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+    if not launch.internal:
+        remember_events(events)
+    return collect(
+        job,
+        backend=launch.placement.backend,
+        title=launch.title,
+        log_dir=_own_directory(job, group.settings),
+        events=events,
+        keep=private,
+    )
+
+
+def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
+    """Return what the agent needs to know, but for what each group has for itself."""
+    rdzv = rendezvous_config.rdzv_of(options)
+    if rdzv is not None:
+        rdzv = replace(rdzv, ranks_backend=placement.backend)
+    return AgentSettings(
+        nproc=placement.nproc,
+        role=options.role,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        grace=options.grace,
+        shutdown_timeout=options.shutdown_timeout,
+        run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
+        log_dir=Path(),
+        processes=process_settings(options, {**os.environ, **options.env}),
+        rdzv=rdzv,
+    )
+
+
+def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> AgentSettings:
+    """Return the settings with an id, and a log directory of its own or the one that the options ask for.
+
+    Raises `OptionError` if that cannot be made.
+    """
+    wanted = options.log_dir if options is not None else None
+    directory = Path(wanted).absolute() if wanted else runtime_dir.make_directory("logs-")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = (
+            f"log_dir={str(directory)!r} was asked for, but it cannot be made: {error.strerror}. "
+            "Give a directory that you can write to."
+        )
+        raise OptionError(msg) from error
+    return replace(settings, run_id=settings.run_id or uuid.uuid4().hex[:12], log_dir=directory)
+
+
+def prepare_of(
+    options: LaunchOptions,
+    placement: Placement,
+    environ: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+    script: bool = False,
+) -> Prepare:
+    """Return what makes processes the ranks of this notebook, as it is now.
+
+    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
+    and, unless it is to have a process group, devices that nobody has touched.
+    """
+    untouched = script and not options.init_process_group and placement.device_type != "cpu"
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
+    return Prepare(
+        environ=inherited.encoded(environ),
+        cwd=inherited.working_directory(),
+        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
+        argv=tuple(os.fsencode(each) for each in sys.argv[:1]) or (b"",),
+        umask=inherited.umask(),
+        limits=inherited.limits(placement.nproc),
+        backend=placement.backend if options.init_process_group else None,
+        device_type="" if untouched else placement.device_type,
+        accelerators=placement.accelerators,
+        timeout=timeout,
+    )
+
+
+def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch]:
+    """Write payloads, which `sent` frees; return what each rank is sent, under None for all others."""
+    dispatches: dict[int | None, Dispatch] = {}
+    written: list[tuple[Packed, Outgoing]] = []
+    for rank_payload in launch.rank_payloads or (RankPayload(frozenset(), launch.captured),):
+        captured = rank_payload.captured
+        outgoing = next((there for packed, there in written if packed.is_same(captured.packed)), None)
+        if outgoing is None:
+            outgoing = sent.enter_context(shared_memory.put(captured.packed, runtime_dir.root))
+            written.append((captured.packed, outgoing))
+        dispatch = Dispatch(
+            job=launch.job,
+            payload=outgoing.payload,
+            objects=rank_payload.objects,
+            imports=captured.imports,
+            internal=launch.internal,
+            sources={name: (_notebook.title_of(name), source) for name, source in captured.sources.items()},
+        )
+        dispatches |= dict.fromkeys([None, *rank_payload.ranks], dispatch)
+    return dispatches
+
+
+def _own_directory(job: Job, settings: AgentSettings) -> Path | None:
+    """Return this run's directory: below it are attempts, below those ranks, below those files."""
+    if settings.processes.logs_specs is not None:
+        return settings.log_dir  # what is where below it only the user's class knows
+    for ranks in job.logs.values():
+        for each in ranks.values():
+            return Path(each.worker.stdout).parents[2]
+    return None
+
+
+def _leaves_by_itself(group: WorkerGroup) -> bool:
+    """Whether these fresh ranks have done their job: they end unasked, with the fork server at the latest."""
+    alone = group.settings.rdzv is None and not group.keep
+    return alone and group.job is not None and group.job.ended.is_set()
+
+
+_exiting = threading.Event()
+
+
+def _wait_for_exit() -> None:
+    """Keep a daemon thread whose run has been ended by the program's end from telling anybody.
+
+    Nobody waits for it, and what it raised would be printed over the program's last words.
+    """
+    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
+
+
+def _exit() -> None:
+    _exiting.set()
+    shut_down()
+
+
+def shut_down() -> None:
+    """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
+    standby.close()
+    ours = _keeper_pid == os.getpid()
+    groups = [group for group in _kept if ours and not group.closed.is_set() and not _leaves_by_itself(group)]
+    for group in groups:
+        # Before the fork server: an agent whose ranks are lost would start others.
+        group.stop()
+    for group in groups:
+        group.closed.wait(_END_SECONDS)
+    # While the keeper lives: whoever kills this process from here on leaves nothing that it would not remove.
+    runtime_dir.remove_root()
+    forkserver.server.stop()
+    # Also those of runs whose ranks were still leaving.
+    join_all(_AGENT_SECONDS)
+    hub.close()
+    runtime_dir.remove_root()
+
+
+atexit.register(_exit)

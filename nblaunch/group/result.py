@@ -1,0 +1,310 @@
+"""From a run's final state to its result: values unpickled, failures explained, output collected."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError
+from nblaunch._results import Attempt, EventLog, LogText, RankFailure, RankResult, RankResults, RunResult
+from nblaunch.capture import pickling
+from nblaunch.diagnose.failures import Explained, explain
+from nblaunch.elastic import runtime_dir
+from nblaunch.elastic.logs import read_text
+from nblaunch.group import hub
+from nblaunch.group.job import Job, Logs, Shown
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.messages import FailureRecord, Phase, Stream
+from nblaunch.protocol.reports import format_ranks
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, signal_name
+
+_LAST_OUTPUT_LINES = 10
+_CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
+_LAST_OUTPUT_BYTES = 64 * 1024
+_LONG = 256 * 1024
+"""Bytes; what a rank printed beyond is read when it is asked for."""
+_CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
+
+
+class LogDirectory:
+    """A private log directory: gone when the last result that refers to it is, or with the kernel."""
+
+    def __init__(self, path: Path) -> None:
+        """Remove `path` when this object is collected."""
+        self.path = path
+        self._finalizer = weakref.finalize(self, _remove, path, os.getpid())
+
+
+def _remove(path: Path, owner: int) -> None:
+    # A fork of the kernel has a copy of every result, and must not remove what its parent's refer to.
+    if os.getpid() == owner:
+        # Not here: this may be the main thread, at any point of the user's own code, and an interrupt that
+        # comes meanwhile would be lost (Python ignores what a finalizer raises).
+        hub.later(functools.partial(runtime_dir.remove_tree, path))
+
+
+def collect(  # noqa: PLR0913 - what a result holds
+    job: Job, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
+) -> RunResult:
+    """Return the result of a job that has ended."""
+    values, broken = _unpickled(job)
+    state = _with_failures(job.state, broken)
+    logs = job.logs
+    *earlier, last = state.attempts
+    shown = job.shown
+    attempts = [_attempt(each, {}, logs.get(each.number, {}), shown, keep) for each in earlier]
+    attempts.append(_attempt(last, values, logs.get(last.number, {}), shown, keep))
+    return RunResult(
+        ranks=attempts[-1].ranks,
+        world_size=state.world_size,
+        backend=backend,
+        failures=attempts[-1].failures,
+        attempts=tuple(attempts),
+        _warnings=(*state.notices, *dict.fromkeys(state.warnings)),
+        title=title,
+        hang_report=state.hang,
+        _log_dir=log_dir,
+        _events=events,
+        _late=job.late,
+        _state=state,
+        _keep=keep,
+    )
+
+
+def _unpickled(job: Job) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
+    """Return the values, and a failure for each that the notebook cannot read."""
+    values: dict[int, Any] = {}
+    broken: dict[int, FailureRecord] = {}
+    for rank, (stream, *buffers) in job.values.items():
+        try:
+            values[rank] = pickling.loads(stream, buffers)
+        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+            broken[rank] = FailureRecord(
+                type=f"{type(error).__module__}.{type(error).__qualname__}",
+                message=(
+                    f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
+                    "Is a module that the rank imported missing here?"
+                ),
+                time=job.state.ranks[rank].ended or 0.0,
+                phase=Phase.VALUE,
+            )
+    return values, broken
+
+
+def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunState:
+    if not broken:
+        return state
+    ranks = {
+        number: replace(rank, state=State.FAILED, failure=broken[number]) if number in broken else rank
+        for number, rank in state.ranks.items()
+    }
+    return replace(state, ranks=ranks)
+
+
+def _attempt(
+    attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs], shown: Shown, keep: object
+) -> Attempt:
+    found = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
+    failures = tuple(
+        _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), shown))
+        for each in explain(found)
+    )
+    by_rank = {failure.rank: failure for failure in failures}
+    return Attempt(
+        number=attempt.number,
+        world_size=attempt.world_size,
+        reason=attempt.reason,
+        failures=failures,
+        started=attempt.started,
+        ended=attempt.ended,
+        ranks=RankResults(
+            _rank_result(
+                rank,
+                attempt.number,
+                by_rank.get(number),
+                values.get(number),
+                _printed(logs.get(number), keep),
+            )
+            for number, rank in attempt.ranks.items()
+        ),
+    )
+
+
+def _failure(explained: Explained, last_output: str) -> RankFailure:
+    record = explained.failure
+    exception = None
+    if record.exception is not None:
+        try:
+            exception = pickling.loads_plain(record.exception)
+        except Exception:  # noqa: BLE001 - the record says it in words
+            exception = None
+    return RankFailure(
+        rank=explained.rank,
+        exception=exception if isinstance(exception, BaseException) else None,
+        type=record.type,
+        message=record.message,
+        traceback=record.traceback,
+        frames=record.frames,
+        exitcode=record.exitcode,
+        signal=signal_name(record.exitcode),
+        time=record.time,
+        phase=record.phase,
+        consequence_of=explained.consequence_of,
+        last_output=last_output,
+        shown=record.shown,
+    )
+
+
+def _last_output(rank: RankState, logs: Logs | None, shown: Shown) -> str:
+    """Return the last lines that a rank has printed; those of streams that are not shown come last."""
+    text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
+    for stream in Stream:
+        if logs is not None and not shown.shows(logs.worker.local_rank, stream):
+            path, start, end = _place(logs, stream)
+            text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
+    lines = _CONTROL.sub("", text).split("\n")
+    # A progress bar writes over its line: what counts is what stands there at last.
+    final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+    # torch's watchdog ends a process with a page of these, below what it has to say.
+    said = [line for line in final if line.strip() and not _CPP_FRAME.match(line)]
+    return "\n".join(said[-_LAST_OUTPUT_LINES:])
+
+
+def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:
+    """Return which of the rank's two files a stream is in, and from where to where the job wrote it."""
+    start, ended = logs.started, logs.ended
+    if stream is Stream.STDOUT:
+        path, begin, end = logs.worker.stdout, start.stdout, ended.stdout if ended else None
+    else:
+        path, begin, end = logs.worker.stderr, start.stderr, ended.stderr if ended else None
+    if end is None:
+        # A rank that has said no more of it: what comes later is another job's.
+        with contextlib.suppress(OSError):
+            end = Path(path).stat().st_size
+    return path, begin, end or 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What a rank printed, and where it is on its node."""
+
+    stdout: Any = ""
+    stderr: Any = ""
+    local_rank: int | None = None
+
+
+def _printed(logs: Logs | None, keep: object) -> _Output:
+    """Return what a rank printed: a long text stays in its file."""
+    if logs is None:
+        return _Output()
+
+    def text(stream: Stream) -> str | LogText:
+        path, start, end = _place(logs, stream)
+        return LogText(path, start, end, keep) if end - start > _LONG else read_text(path, start, end)
+
+    return _Output(text(Stream.STDOUT), text(Stream.STDERR), logs.worker.local_rank)
+
+
+def _rank_result(
+    rank: RankState, attempt: int, failure: RankFailure | None, value: object, printed: _Output
+) -> RankResult:
+    return RankResult(
+        rank=rank.rank,
+        local_rank=rank.local_rank if printed.local_rank is None else printed.local_rank,
+        node=rank.node,
+        device=rank.device,
+        state=rank.state,
+        value=value if failure is None else None,
+        failure=failure,
+        stdout=printed.stdout,
+        stderr=printed.stderr,
+        displays=rank.transcript.displays,
+        # Its process may not have ended yet: what it then does wrong is a warning.
+        exitcode=0 if rank.exitcode is None and rank.state is State.SUCCEEDED else rank.exitcode,
+        attempt=attempt,
+        started=rank.started,
+        ended=rank.ended,
+        pid=rank.pid,
+        peak_gpu_memory=rank.peak_gpu_memory,
+    )
+
+
+# --- What a run that has ended is told to have died of: the error that it raises.
+
+
+def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
+    """Return the error that a run which was not cut short ends with, if it failed."""
+    if job.launch_failure is not None:
+        phase, message = job.launch_failure
+        return LaunchError(message, phase=phase)
+    if job.error is not None:
+        if isinstance(job.error, NblaunchError):
+            return job.error
+        phase = _phase_of(job.error, job.state)
+        error: BaseException = LaunchError(
+            f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}", phase=phase
+        )
+        error.__cause__ = job.error
+        return error
+    root = result.root_cause
+    if root is None:
+        if result.ok:
+            return None
+        return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
+    if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
+        error = LaunchError(
+            f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"
+            + (f"\n{root.last_output}" if root.last_output else ""),
+            phase=root.phase.value,
+        )
+    else:
+        error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
+    error.__cause__ = root.exception
+    return error
+
+
+def _unfinished(result: RunResult) -> RunFailedError:
+    """Say that ranks have no value although none failed: a peer's process ended after its value came."""
+    ranks = [each.rank for each in result.ranks if each.state is not State.SUCCEEDED]
+    warnings = "".join(f"\n{warning}" for warning in result.warnings)
+    msg = (
+        f"{format_ranks(ranks)} of {result.world_size} did not finish: the group ended before that{warnings}"
+    )
+    return RunFailedError(msg, result=result)
+
+
+def _phase_of(error: BaseException, state: RunState) -> str:
+    """Return the phase in which the agent itself broke."""
+    if type(error).__name__.startswith("Rendezvous"):
+        return "rendezvous"
+    phases = list(Phase)
+    return max((rank.phase for rank in state.ranks.values()), key=phases.index, default=Phase.FORK).value
+
+
+def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
+    """Say which rank failed, how, where, and what became of the others; no times, no pids."""
+    # A mistake in the code fails every rank alike; who is first by the clock differs from run to run.
+    causes = [failure for failure in result.failures if failure.consequence_of is None]
+    alike = [failure.rank for failure in causes if failure.reason == root.reason]
+    lines = [f"{format_ranks(alike)} of {result.world_size} failed: {root.reason}"]
+    if root.frame is not None and root.frame.source:
+        lines[0] += f"\n    {root.frame.source}"
+    failed_too = [failure.rank for failure in causes if failure.rank not in alike]
+    if failed_too:
+        lines.append(f"{format_ranks(failed_too)} failed too")
+    ended = [failure.rank for failure in result.failures if failure.consequence_of is not None]
+    ended += [each.rank for each in result.ranks if each.state is State.STOPPED]
+    if ended:
+        lines.append(f"{format_ranks(ended)} ended because of that")
+    if options.max_restarts:
+        lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
+    if root.type == "ProcessExited" and root.last_output:
+        lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
+    return "\n".join(lines)

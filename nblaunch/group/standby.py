@@ -1,0 +1,169 @@
+"""A group that is ready before it is asked for: ranks forked and connected, nothing of the user's in them.
+
+After a run on fresh ranks in a notebook, another group of the same shape is prepared while nothing runs; the
+next run of that shape takes it. Its ranks get the environment, the directory and the path that the notebook
+has then, and no device is touched before. It is dropped when it has not been used for a while, when the
+shape changes, and where memory is short.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from nblaunch import _notebook
+from nblaunch.elastic.settings import AgentSettings
+from nblaunch.group.group import WorkerGroup
+
+SWITCH = "NBLAUNCH_STANDBY"
+"""`0` turns it off, `1` on also outside notebooks, where a program seldom runs the same thing again."""
+STANDBY_SECONDS = 600.0
+IDLE_SECONDS = 0.25
+"""How long nothing may have run: who runs one cell after the other is not to be slowed down."""
+_LOOK_SECONDS = 10.0
+_LEAST_FREE = 0.1
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyGroup:
+    """A group that waits for its job, and what keeps its logs."""
+
+    group: WorkerGroup
+    private: object
+    """Keeps its log directory."""
+
+
+class Standby:
+    """At most one group; all methods may be called on any thread."""
+
+    def __init__(self, make: Callable[[AgentSettings], StandbyGroup]) -> None:
+        """Begin with none; `make(shape)` starts one."""
+        self._make = make
+        self._idle_since = 0.0
+        self._used = 0.0
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        """Begin with none: after a fork the group is the parent's, whose threads may have held the lock."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._standby_group: StandbyGroup | None = None
+        self._shape: AgentSettings | None = None
+        self._thread: threading.Thread | None = None
+        self._running = 0
+
+    def take(self, shape: AgentSettings | None) -> StandbyGroup | None:
+        """Return the group of this shape that is ready, if there is one: it is the caller's then.
+
+        Whoever calls this must call `used` once the run is over. None is a shape that nothing fits.
+        """
+        with self._lock:
+            self._running += 1
+            standby_group, fits = (
+                self._standby_group,
+                self._standby_group is not None and shape is not None and self._shape == shape,
+            )
+            self._standby_group = None
+        if standby_group is None or (fits and standby_group.group.waiting):
+            return standby_group
+        self._drop(standby_group)
+        return None
+
+    def used(self, shape: AgentSettings | None) -> None:
+        """Take note that a run on fresh ranks is over: another one of this shape may follow."""
+        with self._lock:
+            self._running = max(self._running - 1, 0)
+            self._idle_since = self._used = time.monotonic()
+            self._shape = shape if wanted() else None
+            if self._shape is None:
+                return
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name="nblaunch-standby", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop the group, and prepare none until the next run is over."""
+        with self._lock:
+            standby_group, self._standby_group, self._shape = self._standby_group, None, None
+            thread = self._thread
+            self._changed.notify_all()
+        if standby_group is not None:
+            _end(standby_group)
+        if thread is not None:
+            # It may be preparing one at this moment, in a directory that is about to be removed.
+            thread.join(_CLOSE_SECONDS)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if self._shape is None:
+                    self._thread = None
+                    return
+                busy = self._running > 0
+                now = time.monotonic()
+                idle = now - self._idle_since
+                if busy or (self._standby_group is None and idle < IDLE_SECONDS):
+                    self._changed.wait(_LOOK_SECONDS if busy else IDLE_SECONDS - idle)
+                    continue
+                if now - self._used > STANDBY_SECONDS or _memory_is_short():
+                    standby_group, self._standby_group, self._shape = self._standby_group, None, None
+                elif self._standby_group is not None:
+                    self._changed.wait(_LOOK_SECONDS)
+                    continue
+                else:
+                    standby_group = None
+                shape = self._shape
+            if standby_group is not None:
+                self._drop(standby_group)
+            elif shape is not None:
+                self._prepare(shape)
+
+    @staticmethod
+    def _drop(standby_group: StandbyGroup) -> None:
+        """End a group that nobody wants."""
+        # Its ranks may be about to open their log files.
+        standby_group.group.keep_until_closed(standby_group.private)
+        if standby_group.group.waiting:
+            standby_group.group.leave()
+        else:
+            standby_group.group.stop()
+
+    def _prepare(self, shape: AgentSettings) -> None:
+        standby_group = None
+        try:
+            standby_group = self._make(shape)
+        except Exception:  # noqa: BLE001 - the run that follows makes its own group, and says what is wrong
+            with self._lock:
+                self._shape = None
+            return
+        with self._lock:
+            if self._shape == shape and self._running == 0:
+                self._standby_group, standby_group = standby_group, None
+        if standby_group is not None:
+            _end(standby_group)
+
+
+def _end(standby_group: StandbyGroup) -> None:
+    standby_group.group.stop()
+    standby_group.group.closed.wait(_CLOSE_SECONDS)
+
+
+def wanted() -> bool:
+    """Whether a group is to be prepared at all."""
+    said = os.environ.get(SWITCH, "").strip().lower()
+    if said in ("0", "false", "off", "no"):
+        return False
+    return bool(said) or getattr(_notebook.shell(), "kernel", None) is not None
+
+
+def _memory_is_short() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < _LEAST_FREE * memory.total)

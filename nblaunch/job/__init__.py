@@ -1,1 +1,0 @@
-"""What ranks run: the names a cell needs, and the pickles that carry them."""

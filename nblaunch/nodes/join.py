@@ -1,0 +1,250 @@
+"""`python -m nblaunch join`: this machine's ranks for a run that a notebook elsewhere has begun.
+
+First it proves to the notebook that it has the key, and only then it joins the rendezvous: whoever has
+another key disturbs nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+from zmq.utils import monitor
+
+from nblaunch import _join_key
+from nblaunch._errors import LaunchError, NblaunchError, OptionError
+from nblaunch.elastic import forkserver, rendezvous, rendezvous_config, runtime_dir
+from nblaunch.elastic.placement import place_ranks
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.group import hub, launcher
+from nblaunch.group.key import versions
+from nblaunch.group.listener import REFUSALS, encrypted
+from nblaunch.nodes.node import NodeRelay, of_this_machine
+from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
+from nblaunch.protocol import nodes as wire
+
+USAGE = """\
+usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N]
+           [--rdzv-backend c10d|static] [--rdzv-conf KEY=VALUE,...] [--node-rank N] [--local-addr HOST]
+           [--role NAME] [--log-dir DIRECTORY] [--signals-to-handle NAMES]
+           [--start-method forkserver|spawn] [--virtual-local-rank] [--numa-binding NAME]
+           [--event-log-handler NAME] [--logs-specs NAME]
+           [--duplicate-stdout-filters TEXT,...] [--duplicate-stderr-filters TEXT,...]
+
+Start N ranks here: a node of the run that a notebook has begun with --nnodes, the same endpoint and name.
+The notebook's key is taken from NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY.
+"""
+_OURS = frozenset(
+    {
+        *(
+            "nproc_per_node",
+            "rdzv_endpoint",
+            "rdzv_id",
+            "rdzv_backend",
+            "rdzv_conf",
+            "node_rank",
+            "local_addr",
+        ),
+        *("master_addr", "master_port", "role", "log_dir", "signals_to_handle", "nnodes"),
+        *("start_method", "numa_binding", "virtual_local_rank", "event_log_handler", "logs_specs"),
+        *("duplicate_stdout_filters", "duplicate_stderr_filters"),
+    }
+)
+_ANSWER_SECONDS = 30.0
+_UNLIMITED = 2**31 - 1
+
+
+def join(arguments: Sequence[str]) -> int:
+    """Join, and return the exit status: 0 if the run succeeded, 1 if not, 2 for a wrong option."""
+    try:
+        parsed = parse_line(shlex.join(arguments))
+        if parsed.help_wanted:
+            print(USAGE)  # noqa: T201 - a command line
+            return 0
+        return _take_part(_checked(parsed.options))
+    except OptionError as error:
+        return _say(str(error), 2)
+    except NblaunchError as error:
+        return _say(str(error), 1)
+    except KeyboardInterrupt:
+        return _say("interrupted before it had joined", 1)
+
+
+def _say(why: str, status: int) -> int:
+    print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
+    return status
+
+
+def _checked(options: LaunchOptions) -> LaunchOptions:
+    foreign = [
+        option.flags[0]
+        for option in OPTIONS
+        if option.name not in _OURS and getattr(options, option.name) != option.default
+    ]
+    if foreign:
+        msg = (
+            f"{foreign[0]} was given, but that is for the notebook to say. Give it there, and leave it "
+            "out here."
+        )
+        raise OptionError(msg)
+    if options.rdzv_id is None:
+        msg = "No --rdzv-id was given. Give the name that the notebook's run has."
+        raise OptionError(msg)
+    launcher.check_process_options(
+        options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ
+    )
+    return options
+
+
+def _take_part(options: LaunchOptions) -> int:
+    key = _join_key.read(os.environ)
+    if key is None:
+        msg = (
+            f"the notebook's key is needed, and neither {_join_key.KEY_FILE} nor {_join_key.KEY} is set. "
+            "Copy the file that the notebook names, and set the first to its path."
+        )
+        raise OptionError(msg)
+    rdzv = rendezvous_config.rdzv_of(options, joining=True)
+    assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
+    rdzv = replace(rdzv, key=key)
+    run_id = options.rdzv_id or ""
+    stopped = threading.Event()
+    with _signals(options.signals_to_handle, stopped.set) as heard:
+        listener = rendezvous.read_listener(rdzv, run_id, stopped)
+        forkserver.server.ensure_running()
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        events = _connect(socket, listener, key)
+        try:
+            welcome = _ask_in(socket, events, options, stopped)
+            return _run(options, rdzv, welcome, socket, events, heard)
+        finally:
+            socket.disable_monitor()
+            events.close(0)
+            context.destroy(linger=2000)
+            launcher.shut_down()
+
+
+def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket[bytes]:
+    """Connect, once; return where what becomes of the connection is told."""
+    encrypted(socket, key, "node")
+    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.IPV6, 1)
+    events: zmq.Socket[bytes] = socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
+    socket.connect(listener)
+    return events
+
+
+def _ask_in(
+    socket: zmq.Socket[bytes],
+    events: zmq.Socket[bytes],
+    options: LaunchOptions,
+    stopped: threading.Event,
+) -> wire.Welcome:
+    """Say who is there, and wait to be let in. Raises `LaunchError` with the reason if that is refused."""
+    nproc = place_ranks(options.nproc_per_node, "gloo", os.environ).nproc
+    python, torch = versions()
+    hello = wire.Joining(name=platform.node(), nproc=nproc, python=python, torch=torch)
+    socket.send(wire.encode(hello))
+    poller = zmq.Poller()
+    for each in (socket, events):
+        poller.register(each, zmq.POLLIN)
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline and not stopped.is_set():
+        ready = dict(poller.poll(100))
+        if socket in ready:
+            answer = wire.decode_to_node(socket.recv_multipart()[0])
+            if isinstance(answer, wire.Welcome):
+                return answer
+            if isinstance(answer, wire.Refused):
+                msg = f"the notebook does not let this node in: {answer.why}"
+                raise LaunchError(msg, phase="connect")
+        elif events in ready:
+            monitor.recv_monitor_message(events)
+            msg = (
+                "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
+                f"and set {_join_key.KEY_FILE} to its path."
+            )
+            raise LaunchError(msg, phase="connect")
+    msg = (
+        "it was told to stop"
+        if stopped.is_set()
+        else "the notebook, which has told its address, does not answer"
+    )
+    raise LaunchError(msg, phase="connect")
+
+
+def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
+    options: LaunchOptions,
+    rdzv: RendezvousConfig,
+    welcome: wire.Welcome,
+    socket: zmq.Socket[bytes],
+    events: zmq.Socket[bytes],
+    heard: list[int],
+) -> int:
+    env = dict(welcome.env)
+    env |= rendezvous_config.network_variables(rdzv, lambda name: name in env or name in os.environ)
+    placement = place_ranks(options.nproc_per_node, welcome.backend, {**os.environ, **env})
+    directory = Path(options.log_dir).absolute() if options.log_dir else runtime_dir.make_directory("logs-")
+    directory.mkdir(parents=True, exist_ok=True)
+    settings = AgentSettings(
+        nproc=placement.nproc,
+        role=options.role,
+        # When to give up is for the notebook's agent to say.
+        max_restarts=_UNLIMITED,
+        monitor_interval=welcome.monitor_interval,
+        grace=welcome.grace,
+        shutdown_timeout=welcome.shutdown_timeout,
+        run_id=options.rdzv_id or "",
+        log_dir=directory,
+        processes=launcher.process_settings(options, {**os.environ, **env}),
+        rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
+    )
+    relay = NodeRelay(hub.get(), socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
+    print(  # noqa: T201 - a command line
+        f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
+    )
+    relay.start()
+    leaving = False
+    while not relay.ended.wait(0.05):
+        if heard and not leaving:
+            leaving = True
+            relay.left = f"left after {signal.Signals(heard[0]).name}"
+            relay.leave()
+        elif len(heard) > 1:
+            relay.stop(relay.left)
+        if events.poll(0):
+            monitor.recv_monitor_message(events)
+            if not relay.succeeded:
+                relay.stop("the notebook is gone, or out of reach")
+    relay.join()
+    return 0 if relay.succeeded and not relay.left else _say(relay.left or "the run did not succeed", 1)
+
+
+@contextlib.contextmanager
+def _signals(names: str, tell: Callable[[], None]) -> Iterator[list[int]]:
+    """Collect signals instead of dying of them."""
+    heard: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        heard.append(number)
+        tell()
+
+    before = {signal.Signals[name]: signal.signal(signal.Signals[name], note) for name in names.split(",")}
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,662 @@
+"""What messages are made of: phases, streams, payloads, frames, failures, scripts."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, cast
+
+import msgspec
+
+
+class Phase(enum.StrEnum):
+    """How far a rank has come; the names are those that error messages use."""
+
+    FORK = "fork"
+    CONNECT = "connect"
+    PROCESS_GROUP = "process group"
+    READY = "ready"
+    JOB = "job"
+    VALUE = "value transfer"
+    LEAVE = "leave"
+
+
+class Stream(enum.StrEnum):
+    """A rank's standard streams."""
+
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+class Offsets(msgspec.Struct, frozen=True):
+    """How many bytes a rank had written to its two log files at some moment."""
+
+    stdout: int = 0
+    stderr: int = 0
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """A pickle (protocol 5) and its large buffers.
+
+    `sizes` are the byte lengths of the parts: the pickle stream first, then each out-of-band buffer.
+    The parts lie one after the other, each start aligned to 64 bytes: in `inline`, in the memory
+    file `fd` of process `pid`, or in the file `path`.
+    """
+
+    sizes: tuple[int, ...]
+    inline: bytes | None = None
+    pid: int = 0
+    fd: int = -1
+    path: str = ""
+
+
+class FrameRecord(msgspec.Struct, frozen=True):
+    """One frame of a traceback; `lines` are the user's own line numbers (the magic is line 1)."""
+
+    filename: str
+    line: int
+    function: str
+    source: str
+    variables: dict[str, str] = {}
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """How the memory of a GPU was used when there was not enough of it; all in bytes.
+
+    `asked` is what was to be allocated, `limit` what torch's allocator may have in this process at most. It
+    had `allocated` of it in tensors, and `reserved` from the driver. `own` is what the driver counts as this
+    process's, None if it does not name processes (in containers); `others` are those that it names, by pid.
+    """
+
+    device: str
+    uuid: str
+    asked: int
+    free: int
+    total: int
+    allocated: int
+    reserved: int
+    limit: int | None = None
+    own: int | None = None
+    others: dict[int, int] = {}
+
+
+class FailureRecord(msgspec.Struct, frozen=True):
+    """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
+
+    `traceback` is plain text, `shown` the same as IPython shows it, in colours. `memory` is there where a GPU
+    had too little of it.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    shown: str = ""
+    frames: tuple[FrameRecord, ...] = ()
+    exception: bytes | None = None
+    exitcode: int = 1
+    time: float = 0.0
+    phase: Phase = Phase.JOB
+    memory: DeviceMemory | None = None
+
+
+class ScriptJob(msgspec.Struct, frozen=True, tag=True):
+    """A script, run as `__main__`: what is at `path`, with `module` the module `name`.
+
+    With `program` it is one that Python does not run. `file` holds the code and is called `title`, where that
+    is known. The value are the globals named in `pull`, by name; without any it is the exit status.
+    """
+
+    name: str
+    path: str = ""
+    file: str = ""
+    title: str = ""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    program: bool = False
+    pull: tuple[str, ...] = ()
+
+
+# --- What the kernel and its ranks say to each other: one typed message per noun.
+#
+# Every message is a frozen, tagged struct in MessagePack. Nothing here is ever unpickled by decoding:
+# pickles travel as opaque bytes inside `Payload`, and are opened only after the hub has authenticated
+# the sender (see `nblaunch.group.hub`).
+
+
+PROTOCOL_VERSION = 2
+"""Raised with every change of a message: a node of another version is refused."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of ours; says who sent them."""
+
+
+# --- from a rank ---------------------------------------------------------------------------------
+
+
+class _FromRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    rank: int
+
+
+class Hello(_FromRank, frozen=True):
+    """The first word of a rank; anything said before it is refused."""
+
+    token: str
+    attempt: int
+    local_rank: int
+    world_size: int
+    node: str
+    pid: int
+    version: int = PROTOCOL_VERSION
+
+
+class Entered(_FromRank, frozen=True):
+    """The rank has entered a phase."""
+
+    phase: Phase
+    device: str = ""
+
+
+class Started(_FromRank, frozen=True):
+    """The job begins; output from `offsets` on is this run's."""
+
+    time: float
+    offsets: Offsets = Offsets()
+    late: bool = False
+    """Whether it begins with what threads have printed since the job before."""
+
+
+class Displayed(_FromRank, frozen=True):
+    """`display(...)` in a rank; comes after the text up to `offsets`."""
+
+    data: dict[str, Any]
+    metadata: dict[str, Any] = {}
+    transient: dict[str, Any] = {}
+    update: bool = False
+    offsets: Offsets = Offsets()
+
+
+class Cleared(_FromRank, frozen=True):
+    """`clear_output(wait)` in a rank; comes after the text up to `offsets`."""
+
+    wait: bool = False
+    offsets: Offsets = Offsets()
+
+
+class Switched(_FromRank, frozen=True):
+    """The rank changed between stdout and stderr: what was written up to each moment precedes the next."""
+
+    moments: tuple[Offsets, ...]
+
+
+class Returned(_FromRank, frozen=True):
+    """The job is done; `text` and `html` are the value as the rank's own shell shows it.
+
+    With `not_sent`, which says why, `value` only stands for the job's own. `peak_gpu_memory` is the most
+    bytes that torch had allocated on a GPU.
+    """
+
+    value: Payload
+    time: float
+    text: str = ""
+    html: str = ""
+    not_sent: str = ""
+    offsets: Offsets = Offsets()
+    open: bool = False
+    """Whether NCCL has operations that have not ended."""
+    peak_gpu_memory: int | None = None
+
+
+class Raised(_FromRank, frozen=True):
+    """The job raised, or its value could not be sent."""
+
+    failure: FailureRecord
+    offsets: Offsets = Offsets()
+    peak_gpu_memory: int | None = None
+
+
+class Shown(_FromRank, frozen=True):
+    """The traceback of a rank that has `Raised`, as IPython shows it: it takes longer than the failure."""
+
+    text: str
+
+
+DEFAULT_GROUP = "default_pg"
+"""What torch calls the default process group."""
+
+
+class Collective(msgspec.Struct, frozen=True):
+    """A collective that a rank has begun, as torch's flight recorder has it.
+
+    `backend` is whose recorder that is, gloo's or NCCL's: within one group each counts by itself. `ranks` are
+    the members of the group, empty if these are not known.
+    """
+
+    group: str
+    sequence: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    completed: bool = False
+    backend: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        """Return what is the same on all ranks for one group, and another for each group."""
+        return self.backend, self.group, () if self.group == DEFAULT_GROUP else self.ranks
+
+
+class Connection(msgspec.Struct, frozen=True):
+    """An open TCP connection of a rank, by its two ends; `fd` is the rank's own descriptor."""
+
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    fd: int
+
+
+class Where(_FromRank, frozen=True):
+    """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections.
+
+    `collectives` are the last of each process group, `recent` those and the ones before, oldest first.
+    """
+
+    frames: tuple[FrameRecord, ...]
+    collectives: tuple[Collective, ...] = ()
+    recent: tuple[Collective, ...] = ()
+    connections: tuple[Connection, ...] = ()
+    pending: int | None = None
+    """How many operations of process groups this rank has begun and not ended; None if that is not known."""
+    inside: bool = False
+    """Whether the main thread is inside a call of torch.distributed."""
+    nccl: bool = False
+    """Whether the default group uses NCCL: operations run on the GPU, whatever the main thread does."""
+    done: tuple[int, ...] = ()
+    """Of each group of NCCL's, the last operation that has ended: it moves while the GPUs are at work."""
+
+
+class Names(_FromRank, frozen=True):
+    """The variables of a rank that is kept, after a job that has changed which there are.
+
+    `rebound` are those that came from the notebook and that the rank's own code has bound since. `lost` are
+    keys of objects that came from the notebook and that the rank no longer has.
+    """
+
+    names: tuple[str, ...]
+    rebound: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+class Arrived(_FromRank, frozen=True):
+    """The rank has unpickled what a job brings, and waits for `Proceed`."""
+
+
+class Aborted(_FromRank, frozen=True):
+    """NCCL has given up all operations of this rank, or there was none."""
+
+
+class Reached(_FromRank, frozen=True):
+    """How many collectives of the default process group the rank has begun."""
+
+    collectives: int
+
+
+class Asked(_FromRank, frozen=True):
+    """The rank waits for a line that the user is to type: `input()`, `getpass()`, a debugger's prompt."""
+
+    number: int
+    prompt: str
+    password: bool = False
+    offsets: Offsets = Offsets()
+
+
+class InterruptSeen(_FromRank, frozen=True):
+    """The rank's main thread has run Python code since interrupt `number` reached it: it knows.
+
+    Without `handled` the signal was not sent, or is ignored: the rank does nothing because of it.
+    """
+
+    number: int
+    handled: bool = True
+
+
+class DeadVariable(msgspec.Struct, frozen=True):
+    """A variable that belongs to a process group which is gone; `remedy` says what revives it."""
+
+    name: str
+    remedy: str
+
+
+class Recovered(_FromRank, frozen=True):
+    """The rank is ready for another job: its default process group works, or `error` says why not.
+
+    `dead` are variables that died with the old group; where none was formed, those that the job that failed
+    may have stumbled over.
+    """
+
+    number: int
+    error: str = ""
+    dead: tuple[DeadVariable, ...] = ()
+    unusable: str = ""
+    """What CUDA says, if nothing more can be done with it in this process."""
+
+
+# --- seen by the kernel about a rank -------------------------------------------------------------
+
+
+class Printed(_FromRank, frozen=True):
+    """Text found in a rank's log file; `end` is the offset behind it."""
+
+    stream: Stream
+    text: str
+    end: int = 0
+
+
+class Exited(_FromRank, frozen=True):
+    """The process is gone: negative exit codes are signals, as torchelastic has them."""
+
+    exitcode: int
+    time: float
+    expected: bool = False
+    reason: str = ""
+    details: str = ""
+
+
+class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The agent has begun to start a worker group; `reason` is started, failure or membership."""
+
+    number: int
+    world_size: int
+    time: float
+    reason: str = "started"
+    pids: dict[int, int] = {}
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a rank uses at some moment, as the machine it runs on measures it.
+
+    `cpu_percent` is of one core: 200 for two busy threads. `memory` are the bytes that belong to the
+    rank's process alone, not those it shares with other ranks. The GPU's are None where there is none, or
+    none that can be asked; `gpu_percent` is that of the whole device, and so is `gpu_memory` where the
+    driver does not tell processes apart (in containers).
+    """
+
+    cpu_percent: float
+    memory: int
+    gpu_memory: int | None = None
+    gpu_percent: int | None = None
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What ranks use at this moment, by rank; says nothing of those that were not looked at."""
+
+    usages: dict[int, Usage]
+
+
+class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Something worth saying that does not end the run: ranks that hang."""
+
+    text: str
+
+
+class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Which ranks an ending job waits for, and in what they are: one line for each.
+
+    `doing` is what all of them do when the job itself is over.
+    """
+
+    ranks: dict[int, str] = {}
+    doing: str = ""
+
+
+class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel has given up on ranks without an end: what they are now (STOPPED or LOST)."""
+
+    time: float
+    stopped: bool = True
+
+
+FromRank = (
+    Hello
+    | Entered
+    | Started
+    | Displayed
+    | Cleared
+    | Switched
+    | Returned
+    | Raised
+    | Shown
+    | Where
+    | Names
+    | Arrived
+    | Aborted
+    | Reached
+    | Asked
+    | Recovered
+    | InterruptSeen
+)
+AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | Waiting | RunEnded
+Message = FromRank | AboutRank
+
+
+# --- to a rank -----------------------------------------------------------------------------------
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
+
+    `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are name,
+    soft and hard limit of what the system limits.
+    `backend` is what `init_process_group` takes, None for no process group. `accelerators` is how many
+    devices of kind `device_type` the ranks of this node share.
+    """
+
+    environ: tuple[bytes, ...]
+    cwd: bytes
+    path: tuple[bytes, ...]
+    argv: tuple[bytes, ...] = (b"",)
+    umask: int | None = None
+    limits: tuple[tuple[str, int, int], ...] = ()
+    backend: str | None = None
+    device_type: str = "cpu"
+    accelerators: int = 0
+    timeout: float | None = None
+    """Seconds that a collective of the default group may take; None is torch's own limit."""
+
+
+class CellJob(msgspec.Struct, frozen=True, tag=True):
+    """A notebook cell as the user wrote it, without the magic's own line, which is line 1.
+
+    It is compiled under `filename`; `title` is what the reader calls it: `Cell In[3]`. With `keeps_value` the
+    caller has asked for the value (`--out`), whatever it is.
+    """
+
+    source: str
+    filename: str
+    title: str
+    number: int = 0
+    first_line: int = 2
+    keeps_value: bool = False
+    flags: int = 0
+    """Those of `from __future__ import` in the notebook, as `compile` takes them."""
+
+
+class FunctionJob(msgspec.Struct, frozen=True, tag=True):
+    """A call: the payload holds `(fn, args, kwargs)`."""
+
+    name: str = ""
+
+
+class PushJob(msgspec.Struct, frozen=True, tag=True):
+    """Variables of the notebook become the rank's own; the payload holds them by name."""
+
+
+class PullJob(msgspec.Struct, frozen=True, tag=True):
+    """The value is a tuple of these variables of the rank."""
+
+    names: tuple[str, ...]
+
+
+class Objects(msgspec.Struct, frozen=True):
+    """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
+
+    `gone` are keys (Q) that the notebook will not use again. With `wait` the rank answers with `Arrived`, and
+    begins with `Proceed`: what the payload brings is kept on every rank or on none.
+    """
+
+    wait: bool = False
+    places: bytes = b""
+    keys: bytes = b""
+    gone: bytes = b""
+
+
+class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run this.
+
+    `payload` holds the captured names of a cell, or the call of a function. `sources` maps file names that
+    captured functions were compiled under to `(title, source)`; `imports` are modules the cell reaches
+    through attributes (`import xml` does not load `xml.etree`). Only ranks that stay get `objects`.
+    """
+
+    job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    payload: Payload
+    objects: Objects | None = None
+    imports: tuple[str, ...] = ()
+    sources: dict[str, tuple[str, str]] = {}
+    internal: bool = False
+    """Whether nobody sees its output."""
+
+
+class Proceed(msgspec.Struct, frozen=True, tag=True):
+    """The payload has arrived on every rank: keep it, and begin."""
+
+
+class Interrupt(msgspec.Struct, frozen=True, tag=True):
+    """Raise KeyboardInterrupt in the rank's main thread; answer with `InterruptSeen` once it can act on it.
+
+    The `last` one reaches also a rank that has done its job and is packing its value.
+    """
+
+    number: int = 0
+    last: bool = False
+
+
+class ReportWhere(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Where`, from the control thread, whatever the main thread does."""
+
+
+class ReportReached(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Reached`, from the control thread."""
+
+
+class FreeCollective(msgspec.Struct, frozen=True, tag=True):
+    """End the collective in which the main thread is stuck: abort NCCL, then shut these connections."""
+
+    fds: tuple[int, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Have NCCL give up all operations, and answer with `Aborted`: the ranks are about to be ended."""
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """What the user has typed; with `error`, why nobody could be asked."""
+
+    number: int
+    text: str = ""
+    error: str = ""
+
+
+class Recover(msgspec.Struct, frozen=True, tag=True):
+    """Answer with `Healed`; with `reform`, form the default process group again before.
+
+    `fds` are connections to other ranks that belong to the old groups. What still refers to one of these
+    groups must fail at once, and not wait for peers in it.
+    """
+
+    number: int
+    reform: bool
+    fds: tuple[int, ...] = ()
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """End the process with this exit code; with `abort`, without waiting for what NCCL still does."""
+
+    exitcode: int = 0
+    abort: bool = False
+
+
+ToRank = (
+    Prepare
+    | Dispatch
+    | Proceed
+    | Interrupt
+    | ReportWhere
+    | ReportReached
+    | FreeCollective
+    | Abort
+    | Answer
+    | Recover
+    | Leave
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+_to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+
+
+# MessagePack never uses this byte: it begins a message that holds lone surrogates.
+_ESCAPED = b"\xc1"
+_ESCAPES = {code: 0x100000 + code for code in range(0xD800, 0xE000)}
+_UNESCAPES = {escaped: code for code, escaped in _ESCAPES.items()}
+
+
+def encode(message: FromRank | ToRank) -> bytes:
+    """Return `message` as MessagePack.
+
+    Python has file names that are no text as text with lone surrogates, which UTF-8 cannot write: they travel
+    as characters of the private plane.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        return _ESCAPED + _encoder.encode(_translated(plain, _ESCAPES))
+
+
+def _unescaped(data: bytes) -> Any:
+    return _translated(msgspec.msgpack.decode(data[len(_ESCAPED) :]), _UNESCAPES)
+
+
+def _translated(plain: Any, table: dict[int, int]) -> Any:
+    match plain:
+        case str():
+            return plain.translate(table)
+        case list() | tuple():
+            return [_translated(each, table) for each in plain]
+        case dict():
+            return {_translated(key, table): _translated(each, table) for key, each in plain.items()}
+    return plain
+
+
+def decode_from_rank(data: bytes, sender: str) -> FromRank:
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
+    try:
+        if data.startswith(_ESCAPED):
+            return cast("FromRank", msgspec.convert(_unescaped(data), FromRank))
+        return _from_rank.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(_refused(data, sender, error)) from error
+
+
+def decode_to_rank(data: bytes, sender: str) -> ToRank:
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
+    try:
+        if data.startswith(_ESCAPED):
+            return cast("ToRank", msgspec.convert(_unescaped(data), ToRank))
+        return _to_rank.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(_refused(data, sender, error)) from error
+
+
+def _refused(data: bytes, sender: str, error: Exception) -> str:
+    return f"{len(data)} bytes from {sender} are no message of nblaunch's protocol and were refused: {error}"

@@ -1,0 +1,95 @@
+"""Where the ranks of a run were when it hung, or was stopped: pure data, and its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.protocol.messages import Collective, FrameRecord
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StackGroup:
+    """Ranks whose main threads have one and the same Python stack, innermost frame last."""
+
+    ranks: tuple[int, ...]
+    headline: str
+    frames: tuple[FrameRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """Where the ranks were.
+
+    `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
+    group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
+    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
+    that faulthandler wrote; `finished` are ranks that had returned already.
+    """
+
+    groups: tuple[StackGroup, ...]
+    collectives: Mapping[int, tuple[Collective, ...]]
+    findings: tuple[str, ...] = ()
+    silent: Mapping[int, str] = field(default_factory=dict)
+    finished: tuple[int, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The report in one line."""
+        parts = [f"[{format_ranks(group.ranks)}] {group.headline}" for group in self.groups]
+        if self.silent:
+            parts.append(f"[{format_ranks(self.silent)}] gave no answer")
+        if self.finished:
+            parts.append(f"[{format_ranks(self.finished)}] had finished")
+        return "; ".join(parts)
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
+        """Show the whole report in a notebook."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        """Return the whole report as text."""
+        lines = list(self.findings)
+        for group in self.groups:
+            lines.append(f"[{format_ranks(group.ranks)}] {group.headline}")
+            for frame in group.frames:
+                lines.append(f"    {frame.filename}, line {frame.line}, in {frame.function}")
+                if frame.source:
+                    lines.append(f"        {frame.source}")
+        for rank, stacks in self.silent.items():
+            lines.append(f"[rank {rank}] gave no answer (C code holds its interpreter, or it is stopped)")
+            lines.extend(f"    {line}" for line in stacks.splitlines())
+        if self.finished:
+            lines.append(f"[{format_ranks(self.finished)}] had finished")
+        return "\n".join(lines)
+
+
+def size(count: float) -> str:
+    """Write a number of bytes as `df -h` and `--shm-size` count them.
+
+    >>> size(64 << 20), size(80 << 30)
+    ('64 MiB', '80.0 GiB')
+    """
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks the way the panel and the errors do.
+
+    >>> format_ranks([0, 2, 3, 4])
+    'ranks 0,2-4'
+    """
+    numbers = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    for index, number in enumerate(numbers):
+        if index + 1 < len(numbers) and numbers[index + 1] == number + 1:
+            continue
+        first = numbers[start]
+        parts.append(str(first) if first == number else f"{first}-{number}")
+        start = index + 1
+    return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"

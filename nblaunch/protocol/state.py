@@ -1,0 +1,447 @@
+"""What is known of a run: a pure fold of messages into frozen states.
+
+`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts
+any messages in any order: what arrives late, twice or from a rank nobody asked for changes nothing
+that is already final. Views and results read only this.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, assert_never
+
+import msgspec
+
+from nblaunch.protocol.messages import (
+    Aborted,
+    Arrived,
+    Asked,
+    AttemptStarted,
+    Cleared,
+    Displayed,
+    Entered,
+    Exited,
+    FailureRecord,
+    Hello,
+    InterruptSeen,
+    Measured,
+    Message,
+    Names,
+    Noticed,
+    Payload,
+    Phase,
+    Printed,
+    Raised,
+    Reached,
+    Recovered,
+    Returned,
+    RunEnded,
+    Shown,
+    Started,
+    Switched,
+    Usage,
+    Waiting,
+    Where,
+)
+from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
+
+
+class State(enum.StrEnum):
+    """A rank's state; the last four are final."""
+
+    INIT = "INIT"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"
+    LOST = "LOST"
+
+    @property
+    def final(self) -> bool:
+        """Whether a rank in this state has nothing more to say."""
+        return self in _FINAL
+
+
+_FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
+
+
+_NOTICES = 20
+_LATE = "threads of an earlier cell printed before this one began: that output comes first"
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """All that is known of one rank in one attempt."""
+
+    rank: int
+    local_rank: int = -1
+    node: str = ""
+    device: str = ""
+    pid: int | None = None
+    state: State = State.INIT
+    phase: Phase = Phase.FORK
+    transcript: Transcript = field(default_factory=Transcript)
+    value: Payload | None = None
+    value_text: str = ""
+    value_html: str = ""
+    value_not_sent: str = ""
+    """Why the value is only shown."""
+    failure: FailureRecord | None = None
+    exitcode: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    warning: str = ""
+    usage: Usage | None = None
+    """What it used when it was last measured; only while somebody watches."""
+    peak_gpu_memory: int | None = None
+    """The most bytes that torch had allocated on a GPU, once the job has ended."""
+    collectives: int | None = None
+    """How many collectives of the default group it had begun when it was last asked; likewise."""
+    waiting: str = ""
+    """Of a rank that has been interrupted and does not end: since when, and in what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptState:
+    """One attempt of the worker group, numbered from 0; `reason` says why it was started."""
+
+    number: int
+    world_size: int
+    reason: str
+    started: float
+    ended: float | None = None
+    ranks: Mapping[int, RankState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run: its present ranks, and the attempts before this one."""
+
+    world_size: int
+    ranks: Mapping[int, RankState]
+    attempt: AttemptState
+    earlier: tuple[AttemptState, ...] = ()
+    notices: tuple[str, ...] = ()
+    hang: HangReport | None = None
+    """Where the ranks were when they were last asked."""
+    doing: str = ""
+    """What all ranks do before the job is over for the user, though it has ended on each."""
+
+    @classmethod
+    def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
+        """Return the state before anything has happened; `ranks` are those that take part."""
+        members = tuple(range(world_size)) if ranks is None else ranks
+        return cls(
+            world_size=world_size,
+            ranks={rank: RankState(rank) for rank in members},
+            attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
+        )
+
+    def seated(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
+        """Return the state of a job that is given to `members`, which are there already, in their attempt."""
+        ranks = {
+            number: replace(
+                rank,
+                local_rank=members[number].local_rank,
+                node=members[number].node,
+                device=members[number].device,
+                pid=members[number].pid,
+                phase=members[number].phase,
+                state=_at_least_starting(rank.state) if members[number].node else rank.state,
+            )
+            for number, rank in self.ranks.items()
+            if number in members
+        }
+        return replace(self, ranks=ranks, attempt=replace(self.attempt, number=attempt))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every rank is in a final state."""
+        return all(rank.state.final for rank in self.ranks.values())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what went wrong without failing a rank."""
+        bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
+        not_sent: dict[str, list[int]] = {}
+        for number, rank in sorted(self.ranks.items()):
+            if rank.value_not_sent:
+                not_sent.setdefault(rank.value_not_sent, []).append(number)
+        shown = [
+            f"the value of {format_ranks(ranks)} is only shown: {why}" for why, ranks in not_sent.items()
+        ]
+        return (*bad_ends, *shown)
+
+    @property
+    def failed(self) -> bool:
+        """Whether any rank has failed, or is lost, in this attempt."""
+        return any(rank.state in (State.FAILED, State.LOST) for rank in self.ranks.values())
+
+    @property
+    def attempts(self) -> tuple[AttemptState, ...]:
+        """Every attempt, oldest first, the present one last."""
+        ends = [rank.ended for rank in self.ranks.values() if rank.ended is not None]
+        ended = max(ends, default=None) if self.finished else None
+        return (*self.earlier, replace(self.attempt, ranks=self.ranks, ended=ended))
+
+    @property
+    def summary(self) -> State:
+        """Return the run's state in one word."""
+        states = [rank.state for rank in self.ranks.values()]
+        for state in (State.FAILED, State.LOST):
+            if state in states:
+                return State.FAILED
+        if all(state.final for state in states):
+            return State.STOPPED if State.STOPPED in states else State.SUCCEEDED
+        if any(state in (State.RUNNING, State.SUCCEEDED) for state in states):
+            return State.RUNNING
+        return State.STARTING if State.STARTING in states else State.INIT
+
+
+def advance(state: RunState, message: Message) -> RunState:
+    """Return the state after `message`.
+
+    A message of a rank that does not take part is ignored.
+
+    >>> from nblaunch.protocol.messages import Started
+    >>> advance(RunState.fresh(1), Started(rank=0, time=1.0)).ranks[0].state
+    <State.RUNNING: 'RUNNING'>
+    """
+    match message:
+        case AttemptStarted():
+            return _next_attempt(state, message)
+        case Noticed():
+            notices = (*state.notices, message.text)[-_NOTICES:]
+            return replace(state, notices=notices)
+        case Measured():
+            return _measured(state, message)
+        case Waiting():
+            return _waiting(state, message)
+        case RunEnded():
+            ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
+            return replace(state, ranks=ranks)
+        case _:
+            known = state.ranks.get(message.rank)
+            if known is None:
+                return state
+            after = _advance_rank(known, message)
+            return state if after is known else replace(state, ranks={**state.ranks, message.rank: after})
+
+
+def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
+    if message.number < state.attempt.number:
+        return state
+    if message.number == state.attempt.number:
+        state = _resized(state, message.world_size)
+        ranks = {
+            rank: replace(known, pid=message.pids.get(rank, known.pid), state=_at_least_starting(known.state))
+            for rank, known in state.ranks.items()
+        }
+        return replace(state, ranks=ranks)
+    ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
+    # Those that take part: all there are, unless the job is for some of them.
+    some = len(state.ranks) < state.world_size
+    numbers = state.ranks if some else range(max(message.world_size, 0))
+    return RunState(
+        world_size=message.world_size,
+        ranks={rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank)) for rank in numbers},
+        attempt=AttemptState(
+            number=message.number,
+            world_size=message.world_size,
+            reason=message.reason,
+            started=message.time,
+        ),
+        earlier=(*state.earlier, ended),
+        notices=state.notices,
+    )
+
+
+def _resized(state: RunState, world_size: int) -> RunState:
+    """Return the state with as many ranks as the nodes that met have; before that, nobody knows."""
+    begun = any(rank.state is not State.INIT for rank in state.ranks.values())
+    if begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
+        return state
+    ranks = {rank: state.ranks.get(rank, RankState(rank)) for rank in range(world_size)}
+    attempt = replace(state.attempt, world_size=world_size)
+    return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
+
+
+def _measured(state: RunState, message: Measured) -> RunState:
+    news = {
+        rank: replace(known, usage=message.usages[rank])
+        for rank, known in state.ranks.items()
+        if rank in message.usages and not known.state.final and known.usage != message.usages[rank]
+    }
+    return replace(state, ranks={**state.ranks, **news}) if news else state
+
+
+def _waiting(state: RunState, message: Waiting) -> RunState:
+    news = {
+        rank: replace(known, waiting=said)
+        for rank, known in state.ranks.items()
+        if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
+    }
+    if message.doing != state.doing:
+        state = replace(state, doing=message.doing)
+    return replace(state, ranks={**state.ranks, **news}) if news else state
+
+
+def looked_at(state: RunState, report: HangReport) -> RunState:
+    """Return the state with a report of where its ranks are."""
+    return replace(state, hang=report)
+
+
+def _at_least_starting(state: State) -> State:
+    return State.STARTING if state is State.INIT else state
+
+
+_OfOneRank: TypeAlias = (
+    Hello
+    | Entered
+    | Started
+    | Displayed
+    | Cleared
+    | Switched
+    | Returned
+    | Raised
+    | Printed
+    | Exited
+    | Shown
+    | Where
+    | Names
+    | Reached
+    | Arrived
+    | Aborted
+    | Asked
+    | Recovered
+    | InterruptSeen
+)
+
+
+def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
+    match message:
+        case Hello():
+            return replace(
+                known,
+                local_rank=message.local_rank,
+                node=message.node,
+                pid=message.pid,
+                state=_at_least_starting(known.state),
+                phase=known.phase if known.state.final else Phase.CONNECT,
+            )
+        case Entered():
+            phase = known.phase if known.state.final else message.phase
+            return replace(known, phase=phase, device=message.device or known.device)
+        case Started() | Reached() | Returned() | Raised() if known.state.final:
+            return known
+        case Started():
+            warning = _LATE if message.late else known.warning
+            return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
+        case Printed() | Displayed() | Cleared():
+            return replace(known, transcript=_written(known.transcript, message))
+        case Reached():
+            return replace(known, collectives=message.collectives)
+        case Switched() | Where() | Names() | Arrived() | Aborted() | Asked() | Recovered() | InterruptSeen():
+            return known
+        case Returned():
+            return replace(
+                known,
+                state=State.SUCCEEDED,
+                value=message.value,
+                value_text=message.text,
+                value_html=message.html,
+                value_not_sent=message.not_sent,
+                ended=message.time,
+                peak_gpu_memory=message.peak_gpu_memory,
+            )
+        case Raised():
+            failure = message.failure
+            return replace(
+                known,
+                state=State.FAILED,
+                failure=failure,
+                phase=failure.phase,
+                exitcode=failure.exitcode,
+                ended=failure.time,
+                peak_gpu_memory=message.peak_gpu_memory,
+            )
+        case Shown():
+            return _shown(known, message)
+        case Exited():
+            return _exited(known, message)
+        case _:
+            assert_never(message)
+
+
+def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
+    match message:
+        case Printed():
+            return printed(transcript, message.stream, message.text)
+        case Displayed():
+            return displayed(transcript, message)
+        case Cleared():
+            return cleared(transcript, wait=message.wait)
+        case _:
+            assert_never(message)
+
+
+def _shown(known: RankState, message: Shown) -> RankState:
+    if known.failure is None:
+        return known
+    return replace(known, failure=msgspec.structs.replace(known.failure, shown=message.text))
+
+
+def _exited(known: RankState, message: Exited) -> RankState:
+    if known.state.final:
+        if known.state is State.SUCCEEDED and known.exitcode is None:
+            bad = message.exitcode != 0 and not message.expected
+            warning = f"rank {known.rank} {describe_exit(message.exitcode)} after its value was here"
+            return replace(known, exitcode=message.exitcode, warning=warning if bad else "")
+        return replace(known, exitcode=message.exitcode) if known.exitcode is None else known
+    if message.expected:
+        return replace(known, state=State.STOPPED, exitcode=message.exitcode, ended=message.time)
+    failure = FailureRecord(
+        type="ProcessExited",
+        message=message.reason or describe_exit(message.exitcode),
+        traceback=message.details,
+        exitcode=message.exitcode,
+        time=message.time,
+        phase=known.phase,
+    )
+    return replace(known, state=State.FAILED, failure=failure, exitcode=message.exitcode, ended=message.time)
+
+
+def _give_up(known: RankState, message: RunEnded) -> RankState:
+    if known.state.final:
+        return known
+    return replace(known, state=State.STOPPED if message.stopped else State.LOST, ended=message.time)
+
+
+def signal_name(exitcode: int | None) -> str | None:
+    """Return `"SIGKILL"` for -9, None for an exit code that is no signal."""
+    if exitcode is None or exitcode >= 0:
+        return None
+    import signal
+
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:
+        return f"signal {-exitcode}"
+
+
+def describe_exit(exitcode: int) -> str:
+    """Say in words how a process ended.
+
+    >>> describe_exit(-9)
+    'was killed by SIGKILL'
+    """
+    name = signal_name(exitcode)
+    if name is not None:
+        return f"was killed by {name}"
+    if exitcode == 0:
+        return "ended with exit code 0 but returned no value (os._exit?)"
+    return f"ended with exit code {exitcode}"

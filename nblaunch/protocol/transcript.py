@@ -1,0 +1,214 @@
+"""A rank's output in order, bounded: its beginning and its end, and how much lies between.
+
+The whole text is in the rank's log files and in `result.ranks[r].stdout`; what is kept here is what a
+view can show. All functions return a new transcript and leave the old one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nblaunch.protocol.messages import Displayed, Stream
+
+HEAD_CHARACTERS = 32 * 1024
+TAIL_CHARACTERS = 64 * 1024
+CHUNK_CHARACTERS = 4 * 1024
+MAXIMUM_DISPLAYS = 200
+# An entry costs more than its characters: a rank that writes one character to stdout and one to stderr
+# in turn must not make 100,000 entries, each of them copied with every message.
+_ENTRY_COST = 16
+_DISPLAY_COST = 320
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Consecutive text of one stream."""
+
+    stream: Stream
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """One rich display, its data as the Jupyter protocol sends it (PNG as base64 text)."""
+
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    display_id: str | None = None
+
+
+Entry = Text | Display
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """Entries in order: `head`, then `omitted` characters in `omitted_lines` lines, then `tail`."""
+
+    head: tuple[Entry, ...] = ()
+    tail: tuple[Entry, ...] = ()
+    omitted: int = 0
+    omitted_lines: int = 0
+    omitted_displays: int = 0
+    clear_pending: bool = False
+    written: int = 0
+    """Characters and displays that were ever put in, cleared ones too: a reader's place in the stream."""
+    lines: int = 0
+    """Line ends that were ever put in, cleared ones too."""
+    clears: int = 0
+    head_cost: int = 0
+    tail_cost: int = 0
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Return what is kept, oldest first; see `omitted` for what lies between head and tail."""
+        return self.head + self.tail
+
+    @property
+    def displays(self) -> tuple[Display, ...]:
+        """Return the rich displays, in order."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Display))
+
+    @property
+    def last_line(self) -> str:
+        r"""Return the last line that is not blank, as a terminal shows it after `\r`."""
+        text, stream = "", None
+        for entry in reversed(self.entries):
+            if isinstance(entry, Display):
+                continue
+            if stream is not None and entry.stream is not stream and _last_shown(text):
+                break
+            text, stream = entry.text + text if entry.stream is stream else entry.text, entry.stream
+            before, newline, _ = text.partition("\n")
+            if newline and _last_shown(text[len(before) :]):
+                break
+        return _last_shown(text)
+
+
+def _last_shown(text: str) -> str:
+    for line in reversed(text.split("\n")):
+        shown = line.rstrip("\r").rpartition("\r")[2]
+        if shown.strip():
+            return shown
+    return ""
+
+
+def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
+    """Return the transcript with `text` at its end.
+
+    What is kept depends on the text alone, not on the pieces in which it came.
+    """
+    if not text:
+        return transcript
+    transcript = _apply_pending_clear(transcript)
+    while text:
+        transcript, text = _append_text(transcript, stream, text)
+    return transcript
+
+
+def displayed(transcript: Transcript, message: Displayed) -> Transcript:
+    """Return the transcript with a display at its end, or with the one of that id changed."""
+    display_id = message.transient.get("display_id")
+    known_id = display_id if isinstance(display_id, str) else None
+    display = Display(message.data, message.metadata, known_id)
+    if message.update:
+        return _update(transcript, display)
+    return _append_display(_apply_pending_clear(transcript), display)
+
+
+def cleared(transcript: Transcript, *, wait: bool) -> Transcript:
+    """Return the transcript after `clear_output(wait)`."""
+    if wait:
+        return replace(transcript, clear_pending=True)
+    return Transcript(written=transcript.written, lines=transcript.lines, clears=transcript.clears + 1)
+
+
+def _apply_pending_clear(transcript: Transcript) -> Transcript:
+    return cleared(transcript, wait=False) if transcript.clear_pending else transcript
+
+
+def _update(transcript: Transcript, display: Display) -> Transcript:
+    def changed(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(
+            display if isinstance(entry, Display) and entry.display_id == display.display_id else entry
+            for entry in entries
+        )
+
+    if display.display_id is None:
+        return transcript
+    return replace(transcript, head=changed(transcript.head), tail=changed(transcript.tail))
+
+
+def _append_text(transcript: Transcript, stream: Stream, text: str) -> tuple[Transcript, str]:
+    """Append as much of `text` as fits in one entry; return the rest too."""
+    if not transcript.tail:
+        room = HEAD_CHARACTERS - transcript.head_cost
+        head, cost, rest = _filled(transcript.head, stream, text, room)
+        if cost:
+            grown = _counted(transcript, text[: len(text) - len(rest)])
+            return replace(grown, head=head, head_cost=transcript.head_cost + cost), rest
+    tail, cost, rest = _filled(transcript.tail, stream, text, CHUNK_CHARACTERS + _ENTRY_COST)
+    grown = _counted(transcript, text[: len(text) - len(rest)])
+    return _bounded(replace(grown, tail=tail, tail_cost=transcript.tail_cost + cost)), rest
+
+
+def _counted(transcript: Transcript, text: str) -> Transcript:
+    return replace(
+        transcript, written=transcript.written + len(text), lines=transcript.lines + text.count("\n")
+    )
+
+
+def _append_display(transcript: Transcript, display: Display) -> Transcript:
+    written = transcript.written + 1
+    if not transcript.tail and transcript.head_cost + _DISPLAY_COST <= HEAD_CHARACTERS:
+        cost = transcript.head_cost + _DISPLAY_COST
+        return replace(transcript, head=(*transcript.head, display), head_cost=cost, written=written)
+    return _bounded(replace(transcript, tail=(*transcript.tail, display), written=written), displays=True)
+
+
+def _filled(
+    entries: tuple[Entry, ...], stream: Stream, text: str, room: int
+) -> tuple[tuple[Entry, ...], int, str]:
+    """Fill the last entry, or begin a new one; return the entries, the cost and what was not taken.
+
+    An entry is filled before the next one is begun, so that the entries do not depend on the pieces in
+    which text came.
+    """
+    last = entries[-1] if entries else None
+    if isinstance(last, Text) and last.stream is stream and len(last.text) < CHUNK_CHARACTERS:
+        taken = text[: max(min(CHUNK_CHARACTERS - len(last.text), room), 0)]
+        return (*entries[:-1], Text(stream, last.text + taken)), len(taken), text[len(taken) :]
+    taken = text[: max(min(CHUNK_CHARACTERS, room - _ENTRY_COST), 0)]
+    if not taken:
+        return entries, 0, text
+    return (*entries, Text(stream, taken)), len(taken) + _ENTRY_COST, text[len(taken) :]
+
+
+def _bounded(transcript: Transcript, *, displays: bool = False) -> Transcript:
+    """Drop the oldest text of the tail, or its oldest display, where there is more than is kept."""
+    if displays:
+        places = [index for index, entry in enumerate(transcript.tail) if isinstance(entry, Display)]
+        if len(places) <= MAXIMUM_DISPLAYS:
+            return transcript
+        tail = transcript.tail[: places[0]] + transcript.tail[places[0] + 1 :]
+        return replace(transcript, tail=tail, omitted_displays=transcript.omitted_displays + 1)
+    while transcript.tail_cost > TAIL_CHARACTERS:
+        index, oldest = next(
+            (index, entry) for index, entry in enumerate(transcript.tail) if isinstance(entry, Text)
+        )
+        transcript = replace(
+            transcript,
+            tail=transcript.tail[:index] + transcript.tail[index + 1 :],
+            tail_cost=transcript.tail_cost - len(oldest.text) - _ENTRY_COST,
+            omitted=transcript.omitted + len(oldest.text),
+            omitted_lines=transcript.omitted_lines + oldest.text.count("\n"),
+        )
+    return transcript
+
+
+def iterate_text(transcript: Transcript) -> Iterator[Text]:
+    """Yield the text entries, oldest first."""
+    for entry in transcript.entries:
+        if isinstance(entry, Text):
+            yield entry

@@ -1,0 +1,404 @@
+"""The rank's end of the hub: a thread that owns the socket, an inbox and an outbox."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import getpass
+import os
+import pdb  # noqa: T100 - it is what users of breakpoint() ask for
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import zmq
+
+from nblaunch.protocol.messages import (
+    Abort,
+    Aborted,
+    Answer,
+    Asked,
+    Dispatch,
+    FreeCollective,
+    FromRank,
+    Hello,
+    Interrupt,
+    InterruptSeen,
+    Leave,
+    Offsets,
+    Prepare,
+    Proceed,
+    Reached,
+    Recover,
+    ReportReached,
+    ReportWhere,
+    Switched,
+    ToRank,
+    Where,
+    decode_to_rank,
+    encode,
+)
+from nblaunch.rank import stdio
+from nblaunch.rank.orphans import LOOK_SECONDS, Reaper
+
+_LINGER_MS = 2000
+_BUNCH_MS = 20
+# How long what is not urgent may wait for the next message: a job that is over sooner sends one bunch.
+_SOON_MS = 5
+# How soon it is noticed that the main thread is back from C code.
+_ATTENTION_MS = 10
+_MOMENTS = 200
+
+
+class Inspector(Protocol):
+    """What the control thread can say of, and do to, the process it lives in."""
+
+    def where(self) -> Where:
+        """Return where the main thread is."""
+
+    def collectives(self) -> int | None:
+        """Return how many collectives have been begun, None where there is no process group."""
+
+    def free(self, fds: tuple[int, ...]) -> None:
+        """End the collective in which the main thread is stuck."""
+
+    def abort(self, then: Callable[[], None]) -> None:
+        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
+
+
+class Link:
+    """Carries messages both ways while the main thread works, or is stuck.
+
+    Interrupts act at once; everything else waits in `inbox` until the main thread asks for it.
+    """
+
+    def __init__(self, address: str, identity: bytes, inspector: Inspector) -> None:
+        """Connect to the hub at `address`; say nothing yet."""
+        self._inspector = inspector
+        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Leave] = queue.SimpleQueue()
+        self.on_answer: Callable[[Answer], None] | None = None
+        """Takes answers to questions; called on the control thread."""
+        self.proceed = threading.Event()
+        """Set once the payload of the job that was dispatched last has arrived on every rank."""
+        self.times_freed = 0
+        """How often collectives of this rank have been ended from outside."""
+        self._working = False
+        self._finishing = False
+        self._interrupted = False
+        self._attention = MainThread()
+        self._unseen: int | None = None
+        """The interrupt that the main thread has not had the chance to see."""
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._switches: list[Offsets] = []
+        self._wake_read, self._wake_write = os.pipe()
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._closing = False
+        self._looks_soon = False
+        self._reaper = Reaper()
+        self._rank = -1
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # A burst of displays waits here; it never blocks the job and is never dropped.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+        self._main = threading.main_thread().ident or 0
+        self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
+
+    def start(self, hello: Hello) -> None:
+        """Say hello and begin to carry messages."""
+        self._rank = hello.rank
+        self._socket.send(encode(hello))
+        self._thread.start()
+
+    def send(self, message: FromRank, *, urgent: bool = True) -> None:
+        """Send `message` after all that was sent before it; from any thread, never blocks.
+
+        What is not `urgent` may wait a few milliseconds for what comes after it.
+        """
+        with self._lock:
+            self._collect_switches(message.rank)
+            self._outbox.append(encode(message))
+            urgent = urgent or not self._looks_soon
+        if urgent:
+            self._wake()
+
+    def switched(self, offsets: Offsets) -> None:
+        """Note that the rank has changed between stdout and stderr; told in bunches, in order."""
+        with self._lock:
+            self._switches.append(offsets)
+            first = len(self._switches) == 1
+        if first:
+            self._wake()
+
+    def _collect_switches(self, rank: int) -> None:
+        if self._switches:
+            # Who alternates without a pause gets an order by the bunch: each moment costs the notebook.
+            step = -(-len(self._switches) // _MOMENTS)
+            moments = (*self._switches[:-1:step], self._switches[-1])
+            self._switches = []
+            self._outbox.append(encode(Switched(rank=rank, moments=moments)))
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def begin_job(self) -> None:
+        """From here on an interrupt reaches the main thread; raise KeyboardInterrupt if one came already."""
+        with self._lock:
+            self._working = True
+            interrupted = self._interrupted
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def finish_job(self) -> None:
+        """From here on only the last interrupt reaches the main thread: the value is being packed."""
+        with self._lock:
+            self._working, self._finishing = False, True
+
+    def end_job(self) -> None:
+        """From here on an interrupt comes too late."""
+        with self._lock:
+            self._working = self._finishing = False
+
+    def close(self) -> None:
+        """Send what is left and end the thread."""
+        self._closing = True
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+        self._thread.join(_LINGER_MS / 1000)
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(self._patience()))
+            self._reaper.look()
+            if not ready:
+                with self._lock:
+                    self._collect_switches(self._rank)
+                    self._looks_soon = False
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            if self._unseen is not None and self._attention.came_back():
+                self._seen(handled=True)
+            while self._outbox:
+                self._socket.send(self._outbox.popleft())
+            if self._closing and not self._outbox:
+                return
+            if self._socket in ready:
+                self._receive(decode_to_rank(self._socket.recv(), "the hub"))
+
+    def _patience(self) -> int | None:
+        if self._looks_soon:
+            return _SOON_MS
+        if self._unseen is not None:
+            return _ATTENTION_MS
+        if self._switches:
+            return _BUNCH_MS
+        return int(LOOK_SECONDS * 1000) if self._working else None
+
+    def _receive(self, message: ToRank) -> None:
+        match message:
+            case Interrupt():
+                self._interrupt(message)
+            case ReportWhere():
+                # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
+                with contextlib.suppress(Exception):
+                    self._socket.send(encode(self._inspector.where()))
+            case ReportReached():
+                # As above. The group may be ending at this very moment: then there is nothing to say.
+                with contextlib.suppress(Exception):
+                    begun = self._inspector.collectives()
+                    if begun is not None:
+                        self._socket.send(encode(Reached(rank=self._rank, collectives=begun)))
+            case Answer():
+                if self.on_answer is not None:
+                    self.on_answer(message)
+            case FreeCollective():
+                self.times_freed += 1
+                with contextlib.suppress(Exception):
+                    self._inspector.free(message.fds)
+            case Abort():
+                with contextlib.suppress(Exception):
+                    self._inspector.abort(lambda: self.send(Aborted(rank=self._rank)))
+            case Proceed():
+                self.proceed.set()
+            case Dispatch():
+                self.proceed.clear()
+                self._reaper.look(now=True)
+                with self._lock:
+                    self._interrupted = False
+                    self._looks_soon = True
+                self.inbox.put(message)
+            case _:
+                self.inbox.put(message)
+
+    def _interrupt(self, message: Interrupt) -> None:
+        with self._lock:
+            # The main thread may not have taken the job from the inbox yet.
+            self._interrupted = True
+            reaches = self._working or (message.last and self._finishing)
+            # Asked before the signal is sent: afterwards the program may restore another handler.
+            heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            if reaches:
+                signal.pthread_kill(self._main, signal.SIGINT)
+        self._unseen = message.number
+        # A rank that ignores the signal has decided already; one that is packing its value is not to see it.
+        if not (reaches and heeded and self._attention.expect()):
+            self._seen(handled=reaches and heeded)
+
+    def _seen(self, *, handled: bool) -> None:
+        if self._unseen is not None:
+            seen = InterruptSeen(rank=self._rank, number=self._unseen, handled=handled)
+            self._socket.send(encode(seen))
+            self._unseen = None
+
+
+# --- Noticing, from another thread, that the main thread has come back from C code to Python.
+#
+# A signal handler of Python runs only between two bytecodes of the main thread, and it may be anybody's:
+# Python's own, asyncio's, the program's. So nothing here depends on the handler. CPython is asked to call a C
+# function at the next such moment (`Py_AddPendingCall`, which it does after the handlers of pending signals),
+# and that function posts a semaphore. No Python code runs in the main thread, so there is none in which a
+# KeyboardInterrupt could be lost.
+#
+# A signal that arrives right before a blocking call is noted by Python, but does not end that call, which
+# began after it: `time.sleep(1000)` sleeps on. So the main thread is poked: another signal, whose handler
+# does
+# nothing, ends the call, and Python then runs the handlers of all signals that it has noted.
+
+
+# `sem_t` is 32 bytes or fewer on every Linux.
+_SEMAPHORE_BYTES = 64
+_POKE_SIGNAL = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else None
+_FIRST_POKE_SECONDS, _POKE_SECONDS = 0.1, 1.0
+
+
+class MainThread:
+    """The main thread of this process, as a control thread sees it."""
+
+    def __init__(self) -> None:
+        """Make the semaphore; where there is none, the main thread is always taken to have come back."""
+        self._poke_at, self._pause = 0.0, _FIRST_POKE_SECONDS
+        if _POKE_SIGNAL is not None:
+            signal.signal(_POKE_SIGNAL, _do_nothing)
+        self._library: Any = None
+        if sys.platform == "linux":
+            self._library = ctypes.CDLL(None)
+            self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+            self._library.sem_init(self._semaphore, 0, 0)
+            self._post = ctypes.cast(self._library.sem_post, ctypes.c_void_p)
+
+    def expect(self) -> bool:
+        """Have `came_back` become true once the main thread runs Python code; return whether it can."""
+        if self._library is None:
+            return False
+        self._poke_at, self._pause = time.monotonic() + _FIRST_POKE_SECONDS, _FIRST_POKE_SECONDS
+        # -1 where too many calls are pending already.
+        return bool(ctypes.pythonapi.Py_AddPendingCall(self._post, self._semaphore) == 0)
+
+    def came_back(self) -> bool:
+        """Return whether the main thread has run Python code since it was last expected; true once."""
+        came = False
+        while self._library.sem_trywait(self._semaphore) == 0:
+            came = True
+        if not came and _POKE_SIGNAL is not None and time.monotonic() >= self._poke_at:
+            self._pause = min(2 * self._pause, _POKE_SECONDS)
+            self._poke_at = time.monotonic() + self._pause
+            signal.pthread_kill(threading.main_thread().ident or 0, _POKE_SIGNAL)
+        return came
+
+
+def _do_nothing(*_: object) -> None:
+    """Handle the signal that pokes: only that it has come matters."""
+
+
+# --- `input()`, `getpass()` and debuggers in a rank: the notebook's own user answers.
+#
+# The main thread waits here while the control thread goes on; an interrupt ends the wait.
+
+
+_NOT_THE_USERS = ("IPython.*", "nblaunch.*")
+
+
+class Questions:
+    """Asks one question after the other; `answers` is filled by the control thread."""
+
+    def __init__(self, rank: int, send: Callable[[FromRank], None]) -> None:
+        """Ask through `send`."""
+        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._rank = rank
+        self._send = send
+        self._number = 0
+
+    def install(self) -> None:
+        """Take the place of the functions that read from a terminal, which a rank has not."""
+        builtins.input = self.input
+        getpass.getpass = self.getpass
+        sys.breakpointhook = breakpoint_hook
+
+    def input(self, prompt: object = "", /) -> str:
+        """Return a line that the user types in the notebook.
+
+        Raises `EOFError` where nobody can be asked.
+        """
+        return self._ask(str(prompt), password=False)
+
+    def getpass(self, prompt: str = "Password: ", stream: object = None, **_: object) -> str:
+        """Return a line that is not shown while it is typed."""
+        del stream
+        return self._ask(prompt, password=True)
+
+    def _ask(self, prompt: str, *, password: bool) -> str:
+        self._number += 1
+        self._send(
+            Asked(
+                rank=self._rank,
+                number=self._number,
+                prompt=prompt.encode("utf-8", "replace").decode(),
+                password=password,
+                offsets=stdio.offsets(),
+            )
+        )
+        while True:
+            answer = self.answers.get()
+            if answer.number == self._number:
+                break  # others are to questions whose asking was interrupted
+        if answer.error:
+            raise EOFError(answer.error)
+        return answer.text
+
+
+def breakpoint_hook(*arguments: Any, **keywords: Any) -> Any:
+    """Start the debugger that `breakpoint()` asks for, at the line that asks."""
+    if os.environ.get("PYTHONBREAKPOINT", "pdb.set_trace") not in ("", "pdb.set_trace"):
+        return sys.__breakpointhook__(*arguments, **keywords)  # noqa: T100 - as Python itself does
+    _debugger().set_trace(sys._getframe(1))  # noqa: SLF001 - as pdb itself does
+    return None
+
+
+def post_mortem(trace: TracebackType) -> None:
+    """Look at the frames of an exception, in the process that raised it."""
+    debugger = _debugger()
+    debugger.reset()
+    debugger.interaction(None, trace)
+
+
+def _debugger() -> pdb.Pdb:
+    # Without a handler of its own for SIGINT: an interrupt ends the run, it asks no more questions.
+    return pdb.Pdb(nosigint=True, skip=_NOT_THE_USERS)

@@ -1,0 +1,390 @@
+"""The variables of a rank: what is its own, what came from the notebook, and which of the two counts."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import os
+import pickle
+import re
+import traceback
+import types
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from nblaunch.capture import pickling
+from nblaunch.capture.identity import ObjectTable
+from nblaunch.protocol.messages import DeadVariable, Objects
+from nblaunch.rank import process_group, shell
+
+_MOST_NAMES = 10_000
+_GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
+_REBOUND = object()
+_CERTAIN = (
+    ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+)
+"""Statements that bind names wherever they are executed."""
+
+
+def _stored(statement: ast.stmt) -> Iterator[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (each.asname or each.name.partition(".")[0] for each in names)
+        case ast.AnnAssign(value=None):
+            pass
+        case ast.Assign(targets=targets):
+            for target in targets:
+                yield from _names_in(target)
+        case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
+            yield from _names_in(target)
+
+
+def _names_in(target: ast.expr) -> Iterator[str]:
+    for node in ast.walk(target):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+class Variables:
+    """The globals of the cells that run here, and the objects that came from the notebook.
+
+    In a rank that stays, a variable that the rank's own code has bound is the rank's own: what the notebook
+    has under that name does not replace it. One that came from the notebook, and was not bound again since,
+    is replaced by what comes next. Nothing else that is here changes because something comes.
+    """
+
+    def __init__(self, *, kept: bool) -> None:
+        """Nothing is the rank's own yet; `kept` says whether anything can be."""
+        self._kept = kept
+        self._objects = ObjectTable()
+        self._came: dict[str, object] = {}
+        """Variables from the notebook, with the object that came; `_REBOUND` once there is another."""
+        self._received: set[str] = set()
+        """All names that ever came, whatever has become of them."""
+        self._between_jobs: list[Any] = []
+        """What the notebook believes to be here stays until the next job has found it."""
+        self._hidden = frozenset(shell.namespace()) | _GIVEN
+
+    # --- what comes ------------------------------------------------------------------------------------
+
+    def found(self, key: int) -> Any:
+        """Return an object that came earlier. Raises `UnpicklingError` if it is gone."""
+        obj = self._objects.get(key)
+        if obj is None:
+            msg = "an object that the notebook sent earlier is no longer on this rank; push it again"
+            raise pickle.UnpicklingError(msg)
+        return obj
+
+    def keep(self, loaded: pickling.Loaded, objects: Objects) -> None:
+        """Take the objects that have arrived; can be begun again where it was interrupted."""
+        self.release()  # a payload that has been loaded has found what it refers to
+        for fill in loaded.fills:
+            fill()
+        if objects.keys:
+            places, keys = array("I", objects.places), array("Q", objects.keys)
+            memo = loaded.places()
+            for place, key in zip(places, keys, strict=True):
+                self._objects.add(memo[place], key)
+        self._objects.discard(array("Q", objects.gone))
+
+    def bring(self, brought: Mapping[str, object]) -> None:
+        """Take variables of the notebook, but for those that are the rank's own."""
+        namespace = shell.namespace()
+        for name, value in brought.items():
+            if not self._kept or not self._is_own(name):
+                namespace[name] = self._came[name] = value
+                self._received.add(name)
+
+    def _is_own(self, name: str) -> bool:
+        namespace = shell.namespace()
+        return name in namespace and (
+            name not in self._came or self._came[name] is _REBOUND or namespace[name] is not self._came[name]
+        )
+
+    def push(self, given: Mapping[str, object]) -> None:
+        """Take variables that the notebook has pushed, whatever is here."""
+        shell.namespace().update(given)
+        self._came.update(given)
+        self._received.update(given)
+
+    def bound_by(self, source: str, line: int | None = None) -> None:
+        """Note what a cell has bound for certain: all of its statements, or those before the one at `line`.
+
+        Also where it is the very object that came from the notebook: small numbers are all the same one.
+        """
+        for statement in ast.parse(source).body:
+            if line is not None and (statement.end_lineno or 0) >= line:
+                return
+            if isinstance(statement, _CERTAIN):
+                for name in _stored(statement):
+                    if name in self._came:
+                        self._came[name] = _REBOUND
+
+    def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """After a job, return which variables the rank has bound itself, and which objects it has lost."""
+        self._let_go()
+        self.release()
+        lost = self._objects.lost()
+        self._between_jobs = self._objects.alive()
+        return tuple(sorted(filter(self._is_own, self._received))), lost
+
+    def release(self) -> None:
+        """Keep nothing for the notebook's sake: from here on cells decide what stays."""
+        self._between_jobs = []
+
+    def _let_go(self) -> None:
+        """Keep nothing that came and is no longer there under its name."""
+        namespace = shell.namespace()
+        for name, value in list(self._came.items()):
+            if name not in namespace:
+                del self._came[name]
+            elif namespace[name] is not value:
+                self._came[name] = _REBOUND
+
+    # --- what is there ---------------------------------------------------------------------------------
+
+    def pull(self, names: tuple[str, ...]) -> tuple[object, ...]:
+        """Return these variables. Raises `NameError` for one that is not there, with the nearest that is."""
+        namespace = shell.namespace()
+        for name in names:
+            if name not in namespace:
+                near = difflib.get_close_matches(name, self.names(), n=1)
+                meant = f" Did you mean {near[0]!r}?" if near else ""
+                msg = f"name {name!r} is not defined on this rank.{meant}"
+                raise NameError(msg, name=name)
+        return tuple(namespace[name] for name in names)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all variables, those of IPython's own left out."""
+        shown = (name for name in shell.namespace() if name not in self._hidden and not name.startswith("__"))
+        return tuple(sorted(shown)[:_MOST_NAMES])
+
+
+class Arrival:
+    """Variables that functions bring: there while all is unpickled, and kept only if all of it arrives.
+
+    What unpickles after a function may call it.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.offered: dict[str, object] = {}
+        self._filled: list[str] = []
+
+    def offer(self, offered: Mapping[str, object]) -> None:
+        """Fill in what the rank lacks; the rest is decided when all has arrived."""
+        namespace = shell.namespace()
+        self.offered.update(offered)
+        for name, value in offered.items():
+            if name not in namespace:
+                self._filled.append(name)
+                namespace[name] = value
+
+    def undo(self) -> None:
+        """Take back what was filled in."""
+        namespace = shell.namespace()
+        while self._filled:
+            namespace.pop(self._filled.pop(), None)
+
+
+# --- Variables that die with the process group they were made for, and the statement that revives each.
+#
+# When the default group is formed again, all groups of the old one are gone with it. A model that was wrapped
+# before (DDP, FSDP) goes on referring to one of these, and so do groups of `new_group` and a `DeviceMesh`.
+
+
+_MOST_MEMBERS = 200
+_MOST_NAMED = 20
+# Nothing that a program keeps its models in.
+_CLOSED = (str, bytes, int, float, torch.Tensor, types.ModuleType, type, types.FunctionType, types.MethodType)
+_OPTIONS = {
+    "broadcast_buffers": True,
+    "find_unused_parameters": False,
+    "gradient_as_bucket_view": False,
+    "static_graph": False,
+}
+_ABOUT_GROUPS = re.compile(r"process group|connection (closed|reset)|gloo|nccl|socket", re.IGNORECASE)
+_DISTRIBUTED = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
+
+
+class DeadModelError(RuntimeError):
+    """A wrapped model was used whose process group is gone; says what revives it."""
+
+
+class _Refusal:
+    """A forward pre-hook: a dead model would fail in a way that blames a peer, or wait for one."""
+
+    def __init__(self, remedy: str) -> None:
+        self._remedy = remedy
+
+    def __call__(self, *_: object) -> None:
+        msg = (
+            "this model's process group is gone: it was formed again after an interrupt or a failure. "
+            f"Its parameters are kept. To revive it: {self._remedy}"
+        )
+        raise DeadModelError(msg)
+
+
+class _Successor:
+    """A forward pre-hook of a dead DDP's module: it is called by what revives it, since the dead one refuses.
+
+    The dead one may live on (the last traceback refers to it). From now on its hooks must not reduce
+    gradients; until now they must, so that a backward pass of the old graph fails and does not go on alone.
+    """
+
+    def __init__(self, dead: DistributedDataParallel) -> None:
+        self._dead = weakref.ref(dead)
+        self._handle = dead.module.register_forward_pre_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self._handle.remove()
+        dead = self._dead()
+        if dead is not None:
+            with contextlib.suppress(Exception):
+                dead.reducer._remove_autograd_hooks()  # noqa: SLF001 - what DDP itself calls
+
+
+_Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
+
+
+class DeadVariables:
+    """What in a namespace belongs to process groups; `find` before they go, `bury` when they are gone."""
+
+    def __init__(self, namespace: Callable[[], Mapping[str, Any]], hidden: frozenset[str]) -> None:
+        """Look into the variables of `namespace`, those of IPython's own left out."""
+        self._namespace = namespace
+        self._hidden = hidden
+        self._dead: _Found = []
+
+    def find(self) -> _Found:
+        """Return the variables that are alive, with what will revive them; asked of groups that still are."""
+        seen = {id(thing()) for _, thing in self._dead}
+        found: _Found = []
+        for path, thing in self._things():
+            if id(thing) in seen:
+                continue
+            # An object of the user's may raise anything when it is looked at, and must not end the session.
+            with contextlib.suppress(Exception):
+                remedy = self._remedy(path, thing)
+                if remedy is not None:
+                    seen.add(id(thing))
+                    found.append((DeadVariable(path, remedy), weakref.ref(thing)))
+        return found
+
+    def bury(self, found: _Found) -> tuple[DeadVariable, ...]:
+        """Note that these are dead now; have models say so when they are used."""
+        for dead, reference in found:
+            thing = reference()
+            if isinstance(thing, torch.nn.Module):
+                thing.register_forward_pre_hook(_Refusal(dead.remedy), prepend=True)
+            if isinstance(thing, DistributedDataParallel):
+                _Successor(thing)
+        self._dead += found
+        return tuple(dead for dead, _ in found)[:_MOST_NAMED]
+
+    def stumbled_over(self, error: BaseException | None) -> tuple[DeadVariable, ...]:
+        """Return what is dead still, if that may be why a job failed."""
+        present = dict(self._things()) if self._dead else {}
+        self._dead = [
+            (dead, thing)
+            for dead, thing in self._dead
+            if thing() is not None and present.get(dead.name) is thing()
+        ]
+        if error is None or not self._dead or not _is_about_groups(error):
+            return ()
+        return tuple(dead for dead, _ in self._dead)[:_MOST_NAMED]
+
+    def _things(self) -> Iterator[tuple[str, object]]:
+        """Yield the variables, their attributes and what they contain, one level down, by path."""
+        for name, value in list(self._namespace().items()):
+            if name in self._hidden or name.startswith("_"):
+                continue
+            yield name, value
+            for suffix, member in _members(value):
+                yield name + suffix, member
+
+    def _remedy(self, path: str, thing: object) -> str | None:
+        if isinstance(thing, DistributedDataParallel):
+            wrapper = self._name_of(DistributedDataParallel, "DDP")
+            return f"{path} = {wrapper}({path}.module{self._options(thing)})"
+        if isinstance(thing, torch.nn.Module):
+            again = "FSDP: build it and its optimizer again, from a checkpoint"
+            return again if _is_sharded(thing) else None
+        if isinstance(thing, DeviceMesh):
+            return f"{path} = {self._mesh(thing)}"
+        if isinstance(thing, dist.ProcessGroup):
+            distributed = self._name_of(dist, "dist")
+            if process_group.is_default(thing):
+                return f"{path} = {distributed}.group.WORLD"
+            ranks = process_group.ranks_of(thing)
+            return None if ranks is None else f"{path} = {distributed}.new_group(ranks={list(ranks)})"
+        return None
+
+    def _name_of(self, wanted: object, otherwise: str) -> str:
+        """Return what the program calls a class or a module."""
+        names = (
+            name for name, value in self._namespace().items() if value is wanted and not name.startswith("_")
+        )
+        return next(names, otherwise)
+
+    def _options(self, model: DistributedDataParallel) -> str:
+        chosen = [
+            f", {name}={value}"
+            for name, usual in _OPTIONS.items()
+            if (value := getattr(model, name, usual)) != usual
+        ]
+        if getattr(model, "device_ids", None):
+            own = model.device_ids == [getattr(self._namespace().get("device"), "index", None)]
+            # One line for all ranks, where they have done the same.
+            chosen.insert(0, f", device_ids={'[device.index]' if own else model.device_ids}")
+        if not process_group.is_default(model.process_group):
+            group = next((path for path, thing in self._things() if thing is model.process_group), "...")
+            chosen.append(f", process_group={group}")
+        return "".join(chosen)
+
+    def _mesh(self, mesh: DeviceMesh) -> str:
+        names = f", mesh_dim_names={mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+        if mesh.mesh.flatten().tolist() == list(range(int(os.environ["WORLD_SIZE"]))):
+            init = self._name_of(dist.init_device_mesh, "init_device_mesh")
+            return f"{init}({mesh.device_type!r}, {tuple(mesh.mesh.shape)}{names})"
+        return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"
+
+
+def _members(value: object) -> Iterator[tuple[str, object]]:
+    with contextlib.suppress(Exception):  # a mapping or an object of the user's may raise anything
+        whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
+        if whole or _is_sharded(value):
+            return
+        if type(value) is dict:
+            found = [(f"[{key!r}]", member) for key, member in list(value.items())[:_MOST_MEMBERS]]
+        elif type(value) in {list, tuple}:
+            found = [(f"[{index}]", member) for index, member in enumerate(value[:_MOST_MEMBERS])]  # type: ignore[index]
+        elif isinstance(value, torch.nn.Module):
+            found = [(f".{name}", child) for name, child in value.named_children()]
+        else:
+            found = [(f".{name}", member) for name, member in list(vars(value).items())[:_MOST_MEMBERS]]
+        yield from found
+
+
+def _is_sharded(value: object) -> bool:
+    # By name: to import FSDP takes a rank time that only its users should pay.
+    return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
+
+
+def _is_about_groups(error: BaseException) -> bool:
+    if isinstance(error, DeadModelError):
+        return False  # it says so itself
+    if _ABOUT_GROUPS.search(f"{type(error).__name__}: {error}"):
+        return True
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(part in name for name in frames for part in _DISTRIBUTED)

@@ -1,0 +1,158 @@
+"""Where a rank is, seen from its control thread; and how a stuck collective is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import psutil
+from torch.distributed import distributed_c10d
+
+from nblaunch._frames import is_ours
+from nblaunch.protocol.messages import Connection, FrameRecord, Where
+from nblaunch.rank import failure, process_group, recorder
+
+_FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
+_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_WAITS = re.compile(r"\.wait\(")
+DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
+
+
+def dump_path(directory: str, rank: int) -> Path:
+    """Return where a rank's faulthandler writes."""
+    return Path(directory) / f"stack-{rank}"
+
+
+class RankInspector:
+    """Looks at this process."""
+
+    def __init__(self, rank: int, titles: Mapping[str, str]) -> None:
+        """`titles` maps file names of cells to what the reader calls them; it may change later."""
+        self._rank = rank
+        self._titles = titles
+        self._main = threading.main_thread().ident
+
+    def where(self) -> Where:
+        """Return the main thread's stack, the last collective of each group, and the connections."""
+        nccl = process_group.uses_nccl()
+        status = recorder.nccl_status()
+        known = recorder.recorded(process_group.members())
+        return Where(
+            rank=self._rank,
+            frames=tuple(self._frames()),
+            collectives=tuple({each.key: each for each in known.recent}.values()),
+            recent=known.recent,
+            connections=tuple(_connections()),
+            pending=known.pending,
+            # The device is waited for in any call that needs a result, `.item()` for one.
+            inside=(nccl and (status.busy or known.pending is None)) or self._inside(),
+            nccl=nccl,
+            done=status.done,
+        )
+
+    def collectives(self) -> int | None:
+        """Return how many collectives of the default group this rank has begun, None where there is none."""
+        default = distributed_c10d.GroupMember.WORLD
+        if not isinstance(default, distributed_c10d.ProcessGroup):
+            return None
+        # As torch's own debug wrapper does.
+        return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def free(self, fds: tuple[int, ...]) -> None:
+        """Abort what NCCL does, and shut connections to other ranks: a gloo collective that waits raises."""
+        cut = cutting((*fds, *self._waiting_for_store()))
+        if process_group.uses_nccl():
+            process_group.begin_abort(cut)
+        else:
+            cut()
+
+    def abort(self, then: Callable[[], None]) -> None:
+        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
+        if process_group.uses_nccl():
+            process_group.begin_abort(then)
+        else:
+            then()
+
+    def _waiting_for_store(self) -> Iterator[int]:
+        """Yield the connection to the agent's store, if a group is being formed whose members do not come."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        stack = traceback.walk_stack(frame) if frame is not None else ()
+        if any(each.f_code.co_name in _FORMING for each, _ in stack):
+            process_group.forget_store()
+            # By its port alone: the address may be written as IPv6 has it.
+            port = process_group.agent_address()[1]
+            yield from (each.fd for each in _connections() if each.remote[1] == port)
+
+    def _inside(self) -> bool:
+        """Whether the main thread is in a call of torch.distributed, or waits for one that it has begun."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        if frame is None:
+            return False
+        # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
+        stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
+        return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
+
+    def _frames(self) -> Iterator[FrameRecord]:
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        if frame is None:
+            return
+        for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=200)[::-1]:
+            if not is_ours(summary.filename):
+                yield FrameRecord(
+                    filename=self._titles.get(summary.filename, summary.filename),
+                    line=summary.lineno or 0,
+                    function=summary.name,
+                    source=failure.encodable(summary.line or ""),
+                )
+
+
+def cutting(fds: tuple[int, ...]) -> Callable[[], None]:
+    """Return what shuts these connections, also when their numbers belong to others by then."""
+    connections = []
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            connections.append(socket.socket(fileno=os.dup(fd)))
+
+    def cut() -> None:
+        for connection in connections:
+            with contextlib.suppress(OSError), connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+    return cut
+
+
+def fatal_path(directory: str, rank: int) -> Path:
+    """Return where a rank's stacks are written when it dies of SIGSEGV and the like."""
+    return Path(directory) / f"fatal-{rank}"
+
+
+def dump_on_signal(directory: str, rank: int) -> None:
+    """Have `DUMP_SIGNAL`, and fatal signals, write the stacks to files of this rank's.
+
+    torchelastic has faulthandler write to stderr, where our own frames would hide the user's output.
+    """
+    file = dump_path(directory, rank).open("w")
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+    faulthandler.enable(file=fatal_path(directory, rank).open("w"), all_threads=True)
+
+
+def _connections() -> Iterator[Connection]:
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process()
+        # psutil 6 renamed it.
+        list_connections = getattr(process, "net_connections", None) or process.connections
+        for known in list_connections("tcp"):
+            if known.status == psutil.CONN_ESTABLISHED and known.raddr and known.fd >= 0:
+                yield Connection(local=tuple(known.laddr), remote=tuple(known.raddr), fd=known.fd)

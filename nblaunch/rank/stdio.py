@@ -1,0 +1,303 @@
+"""A rank's standard streams: straight into its log files, and in an order that can be told.
+
+torchelastic has put two files under descriptors 1 and 2. Text goes there with every write, so that
+what was printed is there even after SIGKILL; native code and forked processes write to the same files.
+Two files do not say what came first, so a stream announces (`Switched`) when it takes over.
+
+Programs that a rank starts write into pipes, which a thread copies to the files: a shell that opens
+/dev/stdout to write would empty the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nblaunch.protocol.messages import Offsets, Stream
+
+_DESCRIPTORS = {Stream.STDOUT: 1, Stream.STDERR: 2}
+_LONGEST_HELD = 64 * 1024
+_MOST_KEPT = 1024 * 1024
+_HELD_SECONDS = 0.05
+"""How long a line may wait for its end while other threads write; `print` writes both in one go."""
+_CHUNK = 64 * 1024
+
+
+def offsets() -> Offsets:
+    """Return how much has been written so far, by anybody, to the two files."""
+    with _writing.lock:
+        _writing.settle()
+        return _offsets()
+
+
+def _offsets() -> Offsets:
+    return Offsets(stdout=_written(1), stderr=_written(2))
+
+
+def _written(fd: int) -> int:
+    try:
+        # Not the size: a file that was made larger by truncation is not text.
+        return os.lseek(fd, 0, os.SEEK_CUR)
+    except OSError:
+        return 0
+
+
+class _Writing:
+    """What is to be written to the two files, by which thread, and in which order."""
+
+    def __init__(self) -> None:
+        self.announce: Callable[[Offsets], None] | None = None
+        self.between_jobs = False
+        """Whether what other threads write now is kept for the next job."""
+        self._last = Stream.STDOUT
+        self._kept: list[tuple[Stream, bytes]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lock = threading.RLock()
+        self._held: dict[tuple[int, Stream], tuple[bytes, float]] = {}
+        self._others: set[int] = set()
+        self._open: dict[Stream, float] = {}
+        self.pipes: dict[Stream, tuple[int, int]] = {}
+
+    def begin_in_child(self) -> None:
+        """In a fork: what other threads hold, and what programs have written, is the parent's."""
+        self._begin()
+        self.announce, self.between_jobs, self._kept = None, False, []
+
+    def write(self, stream: Stream, text: bytes) -> None:
+        """Write whole lines, and what is no line yet only where no other thread can break into it."""
+        thread, main = threading.get_ident(), threading.main_thread().ident
+        if thread != main:
+            self._wait_for_line_end(stream)
+        with self.lock:
+            self.copy_pipes()
+            if thread == main:
+                self._others &= {each.ident for each in threading.enumerate()} if self._others else set()
+            else:
+                self._others.add(thread)
+            held, since = self._held.pop((thread, stream), (b"", 0.0))
+            if held and time.monotonic() - since > _HELD_SECONDS:
+                self._put(stream, held)
+                held = b""
+            text = held + text
+            # A `\r` ends a state of a progress bar; what follows it comes with the next, or with a flush.
+            end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+            if not self._others or len(text) - end > _LONGEST_HELD:
+                end = len(text)
+            if end < len(text):
+                self._held[thread, stream] = text[end:], time.monotonic()
+            self._put(stream, text[:end], thread == main)
+
+    def _wait_for_line_end(self, stream: Stream) -> None:
+        """Give the main thread time to end the line that it began when no other thread had written."""
+        while time.monotonic() - self._open.get(stream, 0.0) < _HELD_SECONDS:
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        """Write what this thread has not ended, and what threads that are gone, or rest, have not."""
+        self.copy_pipes()
+        if not self._held:
+            return
+        alive, now = {each.ident for each in threading.enumerate()}, time.monotonic()
+        for (thread, stream), (text, since) in list(self._held.items()):
+            mine = thread == threading.get_ident()
+            if mine or thread not in alive or now - since > _HELD_SECONDS:
+                del self._held[thread, stream]
+                self._put(stream, text, mine)
+
+    def _put(self, stream: Stream, text: bytes, from_main: bool = False) -> None:  # noqa: FBT001, FBT002 - one caller each
+        if not text:
+            return
+        if self.between_jobs and not from_main:
+            self._kept.append((stream, text))
+            if sum(len(each) for _, each in self._kept) > _MOST_KEPT:
+                del self._kept[0]
+            return
+        if stream is not self._last:
+            self._last = stream
+            if self.announce is not None:
+                self.announce(_offsets())
+        if from_main and not text.endswith(b"\n"):
+            self._open[stream] = time.monotonic()
+        else:
+            self._open.pop(stream, None)
+        _write_all(_DESCRIPTORS[stream], text)
+
+    def release(self) -> None:
+        """Write what was kept for the job that begins now."""
+        self.between_jobs = False
+        kept, self._kept = self._kept, []
+        for stream, text in kept:
+            self._put(stream, text)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something was kept for the next job."""
+        return bool(self._kept)
+
+    def copy_pipes(self) -> None:
+        """Write what programs have written so far."""
+        for stream, (reading, _) in self.pipes.items():
+            with contextlib.suppress(BlockingIOError):
+                while data := os.read(reading, _CHUNK):
+                    self._put(stream, data)
+                    if len(data) < _CHUNK:
+                        break
+
+
+_writing = _Writing()
+os.register_at_fork(after_in_child=_writing.begin_in_child)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.strerror = f"{error.strerror}: the disk that takes what ranks print (TMPDIR, --log-dir)"
+        raise
+
+
+def begin_job() -> None:
+    """Write what threads have printed since the job before; from now on they write to the files."""
+    with _writing.lock:
+        _writing.release()
+
+
+def end_job(*, keep: bool) -> Offsets:
+    """Return what `offsets` does; with `keep`, what threads print from now on waits for the next job."""
+    with _writing.lock:
+        _writing.settle()
+        _writing.between_jobs = keep
+        return _offsets()
+
+
+def has_late_output() -> bool:
+    """Whether threads have printed since the last job."""
+    return _writing.keeps
+
+
+class RankStream(io.TextIOWrapper):
+    """A standard stream without a buffer of its own; never fails for a character it cannot encode.
+
+    Lines of several threads do not run together: while more than one writes, each thread's line is written
+    when it ends, or is flushed.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        """Wrap the stream's descriptor."""
+        raw = io.FileIO(_DESCRIPTORS[stream], "wb", closefd=False)
+        super().__init__(
+            raw,  # for those who use `.buffer`; text does not pass through it
+            encoding="utf-8",
+            errors="backslashreplace",
+            write_through=True,
+        )
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write through to the file."""
+        if self.closed or not isinstance(text, str):
+            return super().write(text)
+        _writing.write(self._stream, text.encode("utf-8", self.errors or "strict"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what this thread has begun and not ended."""
+        with _writing.lock:
+            _writing.settle()
+        super().flush()
+
+
+def capture_descriptors() -> None:
+    """Put this attempt's log files under descriptors 1 and 2 on macOS, where torchelastic does not."""
+    if sys.platform == "darwin":
+        directory = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
+        for stream, target in _DESCRIPTORS.items():
+            file = os.open(directory / f"{stream}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(file, target)
+            os.close(file)
+
+
+def install(announce: Callable[[Offsets], None]) -> None:
+    """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
+    _writing.announce = announce
+    for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
+        made = RankStream(stream)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
+    _give_programs_pipes()
+
+
+# --- what a rank starts ------------------------------------------------------------------------------
+
+
+def _give_programs_pipes() -> None:
+    """Have programs that would inherit descriptors 1 and 2 write into pipes."""
+    popen: Any = subprocess.Popen
+    handles = getattr(popen, "_get_handles", None)  # where None becomes "inherit"
+    if handles is None:
+        return
+
+    def with_pipes(self: object, stdin: Any, stdout: Any, stderr: Any) -> Any:
+        if stdout is None or stdout is sys.stdout:
+            stdout = _pipe_for(Stream.STDOUT)
+        if stderr is None or stderr is sys.stderr:
+            stderr = _pipe_for(Stream.STDERR)
+        return handles(self, stdin, stdout, stderr)
+
+    ended: Any = getattr(popen, "_handle_exitstatus", None)  # called once the exit status is known
+
+    def with_all_that_it_wrote(self: object, *status: Any, **keywords: Any) -> None:
+        ended(self, *status, **keywords)
+        with _writing.lock:
+            _writing.copy_pipes()  # what the rank writes from here on comes after it
+
+    popen._get_handles = with_pipes  # noqa: SLF001 - see above
+    if ended is not None:
+        popen._handle_exitstatus = with_all_that_it_wrote  # noqa: SLF001 - see above
+    os.system = _system
+
+
+def _pipe_for(stream: Stream) -> int:
+    """Return the end of a pipe that a program may write to, what has been written so far preceding it."""
+    with _writing.lock:
+        _writing.settle()
+        if stream not in _writing.pipes:
+            reading, writing = os.pipe()
+            os.set_blocking(reading, False)
+            _writing.pipes[stream] = reading, writing
+            name = f"nblaunch-programs-{stream}"
+            threading.Thread(target=_copy, args=(reading,), name=name, daemon=True).start()
+        return _writing.pipes[stream][1]
+
+
+def _copy(reading: int) -> None:
+    """Copy what programs write as soon as it is there."""
+    import select
+
+    waiting = select.poll()
+    waiting.register(reading, select.POLLIN)
+    while True:
+        waiting.poll()
+        # What cannot be written, to a full disk for example, is the program's loss.
+        with contextlib.suppress(OSError), _writing.lock:
+            _writing.copy_pipes()
+
+
+def _system(command: str | bytes | os.PathLike[Any]) -> int:
+    """Run a command in a subshell as `os.system` does, with its output in a pipe."""
+    done = subprocess.run(["/bin/sh", "-c", command], close_fds=False, check=False).returncode  # noqa: S603
+    return done << 8 if done >= 0 else -done

@@ -1,1 +1,0 @@
-"""The hub, the rank group and the run."""

@@ -1,0 +1,166 @@
+"""Rich displays: as HTML that stays within its own element, and as what the live panel draws."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from html.parser import HTMLParser
+
+from nblaunch.protocol.transcript import Display
+from nblaunch.view.markup import escaped, shortened
+from nblaunch.view.output import display_text
+from nblaunch.view.screen import plain
+
+_IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_BASE64 = re.compile(r"[A-Za-z0-9+/=]*")
+_NEVER_CLOSED = frozenset(
+    ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr")
+)
+
+
+_LIVE_IMAGE = 1_500_000
+_LIVE_HTML = 150_000
+_LIVE_TEXT = 20_000
+_PIECE_COST = 60
+
+
+def embedded(display: Display) -> str | None:
+    """Return the richest form of a display that static HTML can hold; None if it has only text.
+
+    What a rank passed to `display` is drawn as the notebook itself would draw it, HTML as HTML; an SVG
+    is drawn as an image, in which no script runs.
+    """
+    markup = display.data.get("text/html")
+    if isinstance(markup, str) and markup.strip():
+        return f'<div style="overflow-x:auto">{balanced(markup)}</div>'
+    image = _encoded(display)
+    if image is not None:
+        return _image(*image, display)
+    latex = display.data.get("text/latex")
+    if isinstance(latex, str) and latex.strip():
+        # No <pre>: here the notebook is to typeset it.
+        return f"<div>{escaped(latex)}</div>"
+    return None
+
+
+def live(display: Display) -> tuple[tuple[str, ...], int]:
+    """Return a display as the live panel draws it, and what it takes to send it, in bytes.
+
+    It is `("html", markup, text)`, `("image", type, base64, text, width, height)` or `("text", text)`. What
+    is too large for a panel is shown at the end of the run only.
+    """
+    latex = display.data.get("text/latex")
+    said = plain(latex) if isinstance(latex, str) and latex.strip() else display_text(display)
+    text = shortened(said, _LIVE_TEXT)
+    piece: tuple[str, ...] = ("text", text)
+    markup = display.data.get("text/html")
+    if isinstance(markup, str) and markup.strip():
+        piece = ("html", markup, text) if len(markup) <= _LIVE_HTML else _later(display, text)
+    else:
+        image = _encoded(display)
+        if image is not None:
+            fits = len(image[1]) <= _LIVE_IMAGE
+            piece = (
+                ("image", *image, text[:200], *_size(image[0], display)) if fits else _later(display, text)
+            )
+    return piece, sum(map(len, piece)) + _PIECE_COST
+
+
+def _later(display: Display, text: str) -> tuple[str, str]:
+    return ("text", f"{text}\n… {kinds(display)} is too large to be shown before the end of the run …")
+
+
+def kinds(display: Display) -> str:
+    """Return the names of what a display holds, its text aside: `image/png`."""
+    return ", ".join(sorted(kind for kind in display.data if kind != "text/plain")) or "text/plain"
+
+
+def _encoded(display: Display) -> tuple[str, str] | None:
+    """Return the type and the base64 text of the image in a display, if there is one."""
+    svg = display.data.get("image/svg+xml")
+    if isinstance(svg, str) and svg.strip():
+        return "image/svg+xml", base64.b64encode(svg.encode("utf-8", "replace")).decode("ascii")
+    for kind in _IMAGES:
+        data = display.data.get(kind)
+        if isinstance(data, str) and data:
+            compact = "".join(data.split())
+            if _BASE64.fullmatch(compact):
+                return kind, compact
+    return None
+
+
+def _size(kind: str, display: Display) -> tuple[str, str]:
+    """Return width and height where the display gives them, else empty texts."""
+    metadata = display.metadata.get(kind)
+    if not isinstance(metadata, Mapping):
+        return "", ""
+    given = (metadata.get("width"), metadata.get("height"))
+    width, height = (str(each) if type(each) is int else "" for each in given)
+    return width, height
+
+
+def _image(kind: str, encoded: str, display: Display) -> str:
+    sizes = zip(("width", "height"), _size(kind, display), strict=True)
+    size = "".join(f' {name}="{value}"' for name, value in sizes if value)
+    alt = escaped(display_text(display)[:200])
+    return f'<img src="data:{kind};base64,{encoded}" alt="{alt}"{size} style="max-width:100%">'
+
+
+def balanced(markup: str) -> str:
+    """Return HTML whose every element is closed and that closes nothing it did not open.
+
+    A stray `</div>` in one display must not end the panel around it.
+
+    >>> balanced("</div><b>bold")
+    '<b>bold</b>'
+    """
+    parser = _Balancer()
+    parser.feed(markup)
+    parser.close()
+    return "".join([*parser.parts, *(f"</{tag}>" for tag in reversed(parser.opened))])
+
+
+class _Balancer(HTMLParser):
+    """Writes again what it reads, comments and stray end tags left out."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=False)
+        self.parts: list[str] = []
+        self.opened: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.parts.append(_start_tag(tag, attrs))
+        if tag not in _NEVER_CLOSED:
+            self.opened.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # Written as two tags: a browser takes `<div/>` for an element that goes on.
+        self.parts.append(_start_tag(tag, attrs))
+        if tag not in _NEVER_CLOSED:
+            self.parts.append(f"</{tag}>")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.opened:
+            while self.opened:
+                last = self.opened.pop()
+                self.parts.append(f"</{last}>")
+                if last == tag:
+                    break
+
+    def handle_data(self, data: str) -> None:
+        raw = bool(self.opened) and self.opened[-1] in ("script", "style")
+        self.parts.append(data if raw else data.replace("<", "&lt;").replace(">", "&gt;"))
+
+    def handle_entityref(self, name: str) -> None:
+        self.parts.append(f"&{name};")
+
+    def handle_charref(self, name: str) -> None:
+        self.parts.append(f"&#{name};")
+
+
+def _start_tag(tag: str, attributes: list[tuple[str, str | None]]) -> str:
+    written = "".join(
+        f" {name}" if value is None else f' {name}="{escaped(value)}"' for name, value in attributes
+    )
+    return f"<{tag}{written}>"
