@@ -29,7 +29,7 @@ TORCH_ABORTS = "terminate called without an active exception"
 def torchrun(path: Path, *options: str) -> list[list[str]]:
     """Run a script under real torchrun; return the values that each rank has printed, in order."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    status, said = -1, TORCH_ABORTS
+    status, said, texts = -1, TORCH_ABORTS, list[str]()
     for _ in range(3):
         # What torchelastic leaves is gone with this directory; its name is short, as sockets are made in it.
         with tempfile.TemporaryDirectory(prefix="t-") as logs:
