@@ -30,9 +30,8 @@ def title_of(filename: str) -> str:
 
 def inside_rank() -> int | None:
     """Return this process's rank if it is one, else None."""
-    display = sys.modules.get("nblaunch.rank.shell")
-    outlet = getattr(display, "outlet", None)
-    return outlet.rank if outlet is not None and outlet.send is not None else None
+    publisher = getattr(sys.modules.get("nblaunch.rank.shell"), "publisher", None)
+    return publisher.rank if publisher is not None and publisher.send is not None else None
 
 
 _FUTURE_FLAGS = functools.reduce(

@@ -19,7 +19,7 @@ from torch.distributed.elastic.events import record
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from nblaunch.elastic import descriptors, forkserver, rendezvous, runtime_dir
+from nblaunch.elastic import descriptors, entry, forkserver, rendezvous, runtime_dir
 from nblaunch.elastic.hooks import FILE, EventStream, Watchdog
 from nblaunch.elastic.logs import FilteredLines, KeptLogs
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
@@ -158,14 +158,12 @@ class RankAgent(ObservedAgent):
         self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
     ) -> None:
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`."""
-        from nblaunch.rank.main import run_rank
-
         self._stop = threading.Event()
         self.rendezvous = rendezvous.make(settings, self._stop)
         spec = WorkerSpec(
             role=settings.role,
             local_world_size=settings.nproc,
-            entrypoint=run_rank,
+            entrypoint=entry.run_rank,
             rdzv_handler=self.rendezvous,
             max_restarts=settings.max_restarts,
             monitor_interval=settings.monitor_interval,

@@ -27,8 +27,8 @@ import sys
 import threading
 import time
 
+from nblaunch._process_tree import become_subreaper, die_with_parent
 from nblaunch.elastic import descriptors
-from nblaunch.rank.isolate import become_subreaper, die_with_parent
 
 SWEEP = b"s"
 PING = b"p"

@@ -17,10 +17,9 @@ from importlib import metadata
 
 import torch
 
-from nblaunch import _visible
+from nblaunch import _numa, _visible
 from nblaunch._errors import OptionError
 from nblaunch.options.table import nearest
-from nblaunch.rank import environment
 
 
 def count(environ: Mapping[str, str], *, each_alone: bool = False) -> int:
@@ -375,7 +374,7 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
         )
         raise OptionError(msg)
     try:
-        environment.numa_options(binding)
+        _numa.numa_options(binding)
     except (ImportError, ValueError, TypeError) as error:
         why = f"torch {torch.__version__} cannot do that ({error})"
         msg = f"{asked}, but {why}. Use torch 2.13, or leave it out."

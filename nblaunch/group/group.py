@@ -49,6 +49,7 @@ from nblaunch.protocol.messages import (
     Message,
     Names,
     Noticed,
+    Orders,
     Phase,
     Prepare,
     Raised,
@@ -59,7 +60,6 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RunState
-from nblaunch.rank.main import Orders
 
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0

@@ -41,10 +41,10 @@ from nblaunch.protocol.messages import (
     RunEnded,
     ToRank,
     Waiting,
+    fatal_path,
 )
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState, State, advance
-from nblaunch.rank.stacks import fatal_path
 
 CONNECT_SECONDS = 60.0
 PROCESS_GROUP_SECONDS = 120.0

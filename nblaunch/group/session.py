@@ -30,6 +30,7 @@ from nblaunch.capture.capture import (
     capture_values,
 )
 from nblaunch.elastic import descriptors, forkserver
+from nblaunch.elastic.entry import ask_shell
 from nblaunch.group import hub, key
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import with_those_of
@@ -55,7 +56,6 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, State
-from nblaunch.rank import shell
 
 _ANSWER_SECONDS = 0.5
 _COMPLETE_SECONDS = 2.0
@@ -64,7 +64,7 @@ _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
 
 def inspect(session: LiveSession, name: str, *, rank: int = 0) -> str:
     """Return what `name?` shows on a rank. Raises `NblaunchError` if there is nothing of that name."""
-    finished = session.internal("inspect", shell.describe, name, rank=rank)
+    finished = session.internal("inspect", ask_shell, "describe", name, rank=rank)
     if finished.error is not None or finished.result is None:
         raise finished.error or NblaunchError("inspect ended without an answer")
     text: str = finished.result[rank]
@@ -89,7 +89,7 @@ def complete(session: LiveSession, code: str, position: int) -> tuple[int, list[
     def ask() -> None:
         answer = None
         with contextlib.suppress(NblaunchError):  # a job has begun meanwhile
-            finished = session.internal("complete", shell.complete, code, position, brief=True)
+            finished = session.internal("complete", ask_shell, "complete", code, position, brief=True)
             if finished.error is None and finished.result is not None:
                 answer = finished.result[0]
         answers.put(answer)
@@ -111,7 +111,7 @@ def _known(session: LiveSession, code: str, position: int) -> tuple[int, list[st
 
 def debug(session: LiveSession, rank: int) -> None:
     """Look at the frames of the last exception of a rank, in that rank; the user types in the notebook."""
-    finished = session.internal("debug", shell.debug, rank=rank)
+    finished = session.internal("debug", ask_shell, "debug", rank=rank)
     root = finished.result.root_cause if finished.result is not None else None
     if root is not None and root.type == "builtins.LookupError":
         msg = (

@@ -12,10 +12,9 @@ import psutil
 
 from nblaunch._frames import readable_main_stack
 from nblaunch.diagnose import hang
-from nblaunch.protocol.messages import Phase, Where
+from nblaunch.protocol.messages import DUMP_SIGNAL, Phase, Where, dump_path
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState, State
-from nblaunch.rank.stacks import DUMP_SIGNAL, dump_path
 
 _DUMP_SECONDS = 0.5
 

@@ -31,6 +31,7 @@ from nblaunch.protocol.messages import (
     Dispatch,
     Exited,
     FromRank,
+    Orders,
     Payload,
     Prepare,
     Returned,
@@ -38,7 +39,6 @@ from nblaunch.protocol.messages import (
     decode_to_rank,
     encode,
 )
-from nblaunch.rank.main import Orders
 
 _LOG_BYTES = 1 << 20
 

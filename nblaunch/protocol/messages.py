@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import signal
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -128,6 +131,39 @@ PROTOCOL_VERSION = 2
 
 class ProtocolError(Exception):
     """Bytes that are no message of ours; says who sent them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a rank is born with: where the hub is, and how it will know this rank."""
+
+    address: str
+    group: str
+    token: str
+    attempt: int
+    spill: str
+    keep: bool = False
+    """Whether the rank has one job after the other."""
+    fresh: tuple[bytes, ...] | None = None
+    """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
+    virtual_local_rank: bool = False
+    """Whether it is to see one GPU only, as local rank 0."""
+    numa_binding: str | None = None
+    """How it is to be bound to the CPUs near its GPU."""
+
+
+DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
+
+
+def dump_path(directory: str, rank: int) -> Path:
+    """Return where a rank's faulthandler writes."""
+    return Path(directory) / f"stack-{rank}"
+
+
+def fatal_path(directory: str, rank: int) -> Path:
+    """Return where a rank's stacks are written when it dies of SIGSEGV and the like."""
+    return Path(directory) / f"fatal-{rank}"
 
 
 # --- from a rank ---------------------------------------------------------------------------------

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import resource
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from nblaunch import _visible
+from nblaunch import _numa, _visible
 from nblaunch.protocol.messages import Prepare
 
 # What torchelastic's agent sets; the kernel's own values of these never reach a rank.
@@ -170,31 +167,14 @@ def choose_device(prepare: Prepare) -> torch.device:
     return device
 
 
-# --- Binding a rank to the CPUs near its GPU, once it has the environment that says which GPU that is.
-#
-# torch binds before the rank's code runs, and asks CUDA where the GPU is: with the environment of the fork
-# server, which CUDA then keeps. It also insists on the program `numactl`, which a running process can do
-# without.
-#
-# A name of torch's that is not public (`tests/unit/test_torch_names.py`):
-# `torch.numa.binding._get_logical_cpus_to_bind_to`.
-
-
-_CPUS = "_get_logical_cpus_to_bind_to"
-
-
-def numa_options(mode: str) -> Any:
-    """Return torch's own description of a mode.
-
-    Raises `ImportError` for a torch that cannot bind, `ValueError` for a mode that it does not know.
-    """
-    torchs = _binding()
-    return torchs.NumaOptions(affinity_mode=torchs.AffinityMode(mode))
-
-
 def bind_to_cpus(mode: str, gpu_index: int) -> None:
-    """Bind all threads of this process as `mode` has it for one of the GPUs that it sees."""
-    cpus = getattr(_binding(), _CPUS)(gpu_index=gpu_index, numa_options=numa_options(mode))
+    """Bind all threads of this process as `mode` has it for one of the GPUs that it sees.
+
+    torch would bind before the rank's code runs, and ask CUDA where the GPU is: with the environment of the
+    fork server, which CUDA then keeps. It also requires the program `numactl`, which a running process can do
+    without.
+    """
+    cpus = _numa.cpus_near(gpu_index, mode)
     if not cpus:
         msg = f"numa_binding={mode!r} was asked for, but this process may use no CPU near GPU {gpu_index}"
         raise RuntimeError(msg)
@@ -204,11 +184,3 @@ def bind_to_cpus(mode: str, gpu_index: int) -> None:
         with contextlib.suppress(OSError):
             if os.sched_getaffinity(thread) == before:
                 os.sched_setaffinity(thread, cpus)
-
-
-def _binding() -> ModuleType:
-    module = importlib.import_module("torch.numa.binding")
-    if not hasattr(module, _CPUS):
-        msg = f"it has no torch.numa.binding.{_CPUS}"
-        raise ImportError(msg)
-    return module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -11,32 +10,14 @@ import sys
 from multiprocessing import forkserver, process, resource_tracker
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+from nblaunch._process_tree import become_subreaper, die_with_parent
+
 # `multiprocessing` adds `/listener-` and eight letters; macOS takes 104 bytes in all.
 _LONGEST_SOCKET_DIRECTORY = 84
-_LINUX = sys.platform.startswith("linux")
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 server_pid = 0
 """The fork server's process id, which it sets before it forks."""
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent ends (Linux); end now if it already has."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def become_subreaper() -> None:
-    """Have orphans below this process become its children (Linux)."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def isolate() -> None:

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,6 +40,7 @@ from nblaunch.protocol.messages import (
     Leave,
     Names,
     Objects,
+    Orders,
     Phase,
     Prepare,
     PullJob,
@@ -69,7 +70,6 @@ from nblaunch.rank import (
 from nblaunch.rank.control import Link, Questions
 from nblaunch.rank.isolate import isolate, keep_sockets_in
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
-from nblaunch.rank.shell import outlet
 
 _CODE = (
     "import json, os, sys; told = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
@@ -108,25 +108,6 @@ _ERROR_CHARACTERS = 2000
 Job = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
-    """What a rank is born with: where the hub is, and how it will know this rank."""
-
-    address: str
-    group: str
-    token: str
-    attempt: int
-    spill: str
-    keep: bool = False
-    """Whether the rank has one job after the other."""
-    fresh: tuple[bytes, ...] | None = None
-    """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
-    virtual_local_rank: bool = False
-    """Whether it is to see one GPU only, as local rank 0."""
-    numa_binding: str | None = None
-    """How it is to be bound to the CPUs near its GPU."""
-
-
 class Rank:
     """One rank: the process that this object lives in."""
 
@@ -152,7 +133,7 @@ class Rank:
         self.link = Link(orders.address, identity, stacks.RankInspector(self.rank, self.titles))
         stdio.capture_descriptors()
         stdio.install(self.link.switched)
-        outlet.send, outlet.rank = self.link.send, self.rank
+        shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         questions = Questions(self.rank, self.link.send)
         self.link.on_answer = questions.answers.put
         questions.install()

@@ -30,14 +30,14 @@ from nblaunch.rank import control, stdio, values
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
 
-class _Outlet:
-    """Where messages go, and for which rank; set once the rank is connected."""
+class _Publisher:
+    """Sends messages for a rank; `send` is set once the rank is connected."""
 
     send: Callable[[FromRank], None] | None = None
     rank: int = 0
 
 
-outlet = _Outlet()
+publisher = _Publisher()
 
 
 class RankDisplayPublisher(DisplayPublisher):
@@ -53,14 +53,14 @@ class RankDisplayPublisher(DisplayPublisher):
         **_: object,
     ) -> None:
         """Send one display, its data as the Jupyter protocol has it."""
-        if outlet.send is None:
+        if publisher.send is None:
             return
         if len(data) > 1:
             # A widget lives in this rank, where no front end finds it: what is shown is its text.
             data = {kind: content for kind, content in data.items() if kind != _WIDGET_TYPE}
-        outlet.send(
+        publisher.send(
             Displayed(
-                rank=outlet.rank,
+                rank=publisher.rank,
                 data=_as_json(data),
                 metadata=_as_json(metadata or {}),
                 transient=_as_json(transient or {}),
@@ -71,8 +71,8 @@ class RankDisplayPublisher(DisplayPublisher):
 
     def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
         """Clear this rank's output, at once or when the next output comes."""
-        if outlet.send is not None:
-            outlet.send(Cleared(rank=outlet.rank, wait=wait, offsets=stdio.offsets()))
+        if publisher.send is not None:
+            publisher.send(Cleared(rank=publisher.rank, wait=wait, offsets=stdio.offsets()))
 
 
 def _as_json(value: Any) -> Any:

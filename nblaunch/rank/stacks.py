@@ -7,31 +7,22 @@ import faulthandler
 import linecache
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import psutil
 from torch.distributed import distributed_c10d
 
 from nblaunch._frames import is_ours
-from nblaunch.protocol.messages import Connection, FrameRecord, Where
+from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
 from nblaunch.rank import failure, process_group, recorder
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _WAITS = re.compile(r"\.wait\(")
-DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Has faulthandler write the stacks to a file, without the GIL, for a rank that cannot answer."""
-
-
-def dump_path(directory: str, rank: int) -> Path:
-    """Return where a rank's faulthandler writes."""
-    return Path(directory) / f"stack-{rank}"
 
 
 class RankInspector:
@@ -131,11 +122,6 @@ def cutting(fds: tuple[int, ...]) -> Callable[[], None]:
                 connection.shutdown(socket.SHUT_RDWR)
 
     return cut
-
-
-def fatal_path(directory: str, rank: int) -> Path:
-    """Return where a rank's stacks are written when it dies of SIGSEGV and the like."""
-    return Path(directory) / f"fatal-{rank}"
 
 
 def dump_on_signal(directory: str, rank: int) -> None:

@@ -95,3 +95,31 @@ def test_counting_gpus_leaves_cuda_as_it_is():
         "assert not torch.cuda.is_initialized()\n"
     )
     assert fresh(code) == ""
+
+
+
+@pytest.mark.quick
+def test_a_script_that_runs_ranks_imports_neither_their_code_nor_ipython():
+    code = (
+        "import sys, nblaunch\n"
+        "nblaunch.run(abs, (1,), nproc=1)\n"
+        "print([name for name in sys.modules if name.startswith(('nblaunch.rank', 'IPython', 'ipywidgets'))])"
+    )
+    assert fresh(code) == "[]\n"
+
+
+@pytest.mark.quick
+def test_a_notebook_with_cells_and_a_session_imports_nothing_of_the_ranks():
+    code = (
+        "import sys\n"
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell.instance()\n"
+        "shell.run_line_magic('load_ext', 'nblaunch')\n"
+        "shell.run_cell_magic('distributed', '-n 1', 'x = 1')\n"
+        "shell.run_line_magic('distributed', 'start -n 1')\n"
+        "shell.run_cell_magic('distributed', '', 'x = 1')\n"
+        "shell.run_line_magic('distributed', 'inspect x')\n"
+        "shell.run_line_magic('distributed', 'stop')\n"
+        "print([name for name in sys.modules if name.startswith('nblaunch.rank')])"
+    )
+    assert fresh(code).endswith("[]\n")

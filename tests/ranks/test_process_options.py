@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import nblaunch
+from nblaunch import _numa
 from nblaunch.elastic import placement
-from nblaunch.rank import environment as binding_of_ranks
 
 
 def local():
@@ -170,7 +170,7 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     from torch.numa.binding import NumaOptions
 
     placement.check_numa_binding(binding, gpus=2, nproc=2)
-    told = binding_of_ranks.numa_options(binding)
+    told = _numa.numa_options(binding)
     assert isinstance(told, NumaOptions)
     assert told.affinity_mode.value == binding
 
