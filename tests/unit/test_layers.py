@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -174,3 +175,107 @@ def test_no_function_is_too_long_to_read():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: lines for name, lines in functions.items() if lines > MOST_LINES} == {}
+
+
+# What each layer may touch; who else may has the reason beside it.
+
+RANKS_DOORS = {
+    "nblaunch.elastic.entry",  # what torchelastic and sessions have ranks call, by name
+    "nblaunch.elastic.preload",  # the fork server: it imports for all ranks
+}
+
+SOCKETS = {
+    "nblaunch.rank.control",
+    "nblaunch.group.hub",
+    "nblaunch.group.listener",
+    "nblaunch.nodes.join",
+    "nblaunch.nodes.node",
+}
+
+SPEAKERS = {
+    "nblaunch.__main__",
+    "nblaunch._demo",
+    "nblaunch.nodes.join",
+    "nblaunch.group.prompts",  # what ranks ask is answered while the run waits
+    "nblaunch.group.key",  # the command by which other nodes join, for which the run waits
+}
+
+TORCHS_PRIVATE = {
+    "nblaunch._numa": "which CPUs are near a GPU",
+    "nblaunch.capture.changes": "a tensor's count of changes in place",
+    "nblaunch.capture.tensors": "storages that are shared, and how tensors are rebuilt",
+    "nblaunch.elastic.agent": "the steps of the agent, and its processes",
+    "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",
+    "nblaunch.elastic.placement": "devices as NVML counts them, without CUDA",
+    "nblaunch.elastic.rendezvous": "a rendezvous that can be left and repeated from another thread",
+    "nblaunch.rank.environment": "TORCH_LOGS, which torch reads once",
+    "nblaunch.rank.failure": "the repr of a tensor whose device is busy",
+    "nblaunch.rank.namespace": "hooks of a DDP whose group is gone",
+    "nblaunch.rank.process_group": "groups and their ranks; an abort from another thread",
+    "nblaunch.rank.recorder": "the flight recorders",
+    "nblaunch.rank.stacks": "the sequence number of the default group",
+}
+
+PURE = {path for path in MODULES if layer_of(module_name(path)) == "protocol"} | {
+    PACKAGE / "diagnose" / "failures.py"
+}
+WORLD = {"asyncio", "datetime", "queue", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
+
+
+def calls_of(path: Path, names: set[str]) -> list[str]:
+    """Return where a module calls one of these functions by its bare name."""
+    return [
+        f"{module_name(path)}:{node.lineno} {node.func.id}"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+    ]
+
+
+def private_names_of(path: Path) -> set[str]:
+    """Return the private names that a module takes from others than itself and the standard library."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner, names = ast.unparse(node.value), [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            owner, names = node.module or "", [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            owner, names = ast.unparse(node.args[0]), [ast.unparse(node.args[1]).strip("'")]
+        else:
+            continue
+        if owner.split(".")[0] not in {*sys.stdlib_module_names, "self", "cls", "nblaunch"}:
+            found |= {name for name in names if re.fullmatch(r"_[a-zA-Z]\w*", name)}
+    return found
+
+
+def test_the_kernel_imports_nothing_of_what_runs_in_a_rank():
+    outside = {each.importer for each in OURS if layer_of(each.importer) != "rank"}
+    importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.rank")}
+    assert importers & outside == RANKS_DOORS
+
+
+def test_only_the_hub_the_listener_nodes_and_ranks_have_zmq_sockets():
+    assert {each.importer for each in IMPORTS if each.imported.split(".")[0] == "zmq"} == SOCKETS
+
+
+def test_torchs_private_names_are_used_only_where_the_reason_is_given():
+    users = {each.importer for each in IMPORTS if each.imported.split(".")[0] == "torch"}
+    private = {module_name(path): private_names_of(path) for path in MODULES}
+    assert {name for name in users | set(TORCHS_PRIVATE) if private[name]} == set(TORCHS_PRIVATE)
+
+
+def test_only_views_magics_and_command_lines_print_and_read():
+    others = [
+        path
+        for path in MODULES
+        if layer_of(module_name(path)) not in {"view", "magic"} and module_name(path) not in SPEAKERS
+    ]
+    assert [call for path in others for call in calls_of(path, {"print", "input"})] == []
+
+
+def test_the_protocol_and_the_root_cause_need_no_clock_thread_or_file():
+    """So each is a function of what it is given, and a test needs no process."""
+    names = {module_name(path) for path in PURE}
+    imported = {str(each) for each in IMPORTS if each.importer in names and each.imported in WORLD}
+    opened = [call for path in PURE for call in calls_of(path, {"open", "print", "input"})]
+    assert (imported, opened) == (set(), [])
