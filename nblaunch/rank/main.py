@@ -1,7 +1,17 @@
-"""`--start-method spawn`: a fork of the server that goes on as a new Python.
+"""The life of a rank: hello, prepare, ready, job, outcome, leave.
 
-It stays the same process: its number, its log files, its session and "die with your parent" outlive exec.
-What it loses is all that the server had loaded, which is what whoever asks for this wants.
+    run_rank            in a fork of the server, called by torchelastic
+      exec_new_python     --start-method spawn: the same process goes on as a new Python, in `resume`
+      _live
+        Rank(orders)        the control thread connects and sends Hello
+        Rank.live           the main thread takes one order after the other from the inbox
+          Prepare             environment, device, process group: Entered(READY)
+          Dispatch            a job: Started, then Returned or Raised
+          Recover             another process group, or the same one: Recovered
+          Leave               exit functions, the process group, the exit code
+
+A rank ends only when the hub sends Leave: one that has failed or finished stays until the others have
+reported their outcome.
 """
 
 from __future__ import annotations
@@ -57,62 +67,82 @@ from nblaunch.protocol.state import describe_exit
 from nblaunch.rank import (
     environment,
     failure,
+    flight_recorder,
     memory,
-    orphans,
     process_group,
-    recorder,
     script,
     shell,
     stacks,
     stdio,
     values,
 )
-from nblaunch.rank.control import Link, Questions
-from nblaunch.rank.isolate import isolate, keep_sockets_in
+from nblaunch.rank.control import Link
+from nblaunch.rank.isolate import isolate, keep_sockets_in, note_own_children
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
+_ERROR_CHARACTERS = 2000
 _CODE = (
-    "import json, os, sys; told = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
-    "sys.path[:] = told['path']; from nblaunch.rank.main import resume; resume(told['orders'])"
+    "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
+    "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
 )
 _flags: Any = vars(util)["_args_from_interpreter_flags"]  # as multiprocessing does; the stubs leave it out
+
+Job = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+
+
+def run_rank(orders: Orders) -> None:
+    """Be a rank; torchelastic's entry point."""
+    isolate()
+    if orders.fresh is not None:
+        environ = environment.for_rank(orders.fresh, keep=orders.keep)
+        exec_new_python(asdict(replace(orders, fresh=None)), orders.spill, environ)
+    exitcode = _live(orders)
+    if exitcode:
+        raise SystemExit(exitcode)
+
+
+def resume(orders: dict[str, Any]) -> NoReturn:
+    """Be a rank in a new Python; `orders` are the fields of `Orders`."""
+    # What a fork finds loaded when torchelastic calls it: its error files.
+    importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
+    exitcode = _live(Orders(**orders))
+    # As a fork ends: what runs at exit has run.
+    os._exit(exitcode)
+
+
+def _live(orders: Orders) -> int:
+    keep_sockets_in(orders.spill)
+    note_own_children()
+    shell.prepare(orders.spill)
+    process_group.remember_agent_address(orders.attempt)
+    try:
+        return Rank(orders).live()
+    except Exception:  # noqa: BLE001 - a rank that cannot even report it to the hub
+        # torch would write it to a file in the temporary directory, which nobody reads or removes.
+        traceback.print_exc()
+        return 1
 
 
 def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str, str]) -> NoReturn:
     """Replace this process's program by a new Python that calls `resume(orders)`.
 
-    It starts under `environ`: some variables are read when a program or a library is loaded, and never again.
+    The process keeps its id, its log files, its session and "die with your parent"; it loses all modules that
+    the server had loaded, which is what `--start-method spawn` is for. It starts under `environ`: some
+    variables are read when a program or a library is loaded, and never again.
     """
-    # In a file, since they hold what the rank proves itself with; whoever does not come to remove it leaves
-    # it to the end of the group.
-    told = Path(directory, f"orders-{os.getpid()}")
-    told.touch(mode=0o600)
-    told.write_text(json.dumps({"path": sys.path, "orders": orders}))
+    # In a file, since they hold the rank's token. The new Python removes it; if it does not get that far, the
+    # file goes with the group's directory.
+    file = Path(directory, f"orders-{os.getpid()}")
+    file.touch(mode=0o600)
+    file.write_text(json.dumps({"path": sys.path, "orders": orders}))
     python = os.fsdecode(spawn.get_executable() or sys.executable)
-    os.execve(python, [python, *_flags(), "-c", _CODE, str(told)], environ)  # noqa: S606 - our own interpreter
-
-
-def load_what_torchelastic_brings() -> None:
-    """Import what a rank finds loaded when torchelastic has called it: its error files."""
-    importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
-
-
-# --- The life of a rank: hello, prepare, ready, job, outcome, leave.
-#
-# torchelastic calls `run_rank` in a fresh fork of the server. A rank ends only when the hub tells it to:
-# one that has failed or finished stays until the others have said what happened to them.
-
-
-_ERROR_CHARACTERS = 2000
-
-Job = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+    os.execve(python, [python, *_flags(), "-c", _CODE, str(file)], environ)  # noqa: S606 - our own interpreter
 
 
 class Rank:
     """One rank: the process that this object lives in."""
 
     def __init__(self, orders: Orders) -> None:
-        """Connect to the hub."""
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self.device = torch.device("cpu")
@@ -121,20 +151,21 @@ class Rank:
         self.titles: dict[str, str] = {}
         self.outgoing: shared_memory.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
-        self.names_told = Names(rank=-1, names=())
-        self._names_are_told = False
+        self._last_names = Names(rank=-1, names=())
+        self._names_reported = False
+        """Whether the job that runs has reported the rank's variables."""
         self.dead_variables = DeadVariables(shell.namespace, frozenset(shell.namespace()))
         self.raised: BaseException | None = None
         """What the last job raised here."""
-        self._aside = False
-        """Whether nobody sees what becomes of the job."""
+        self._internal = False
+        """Whether the user sees nothing of the job."""
         identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
         stacks.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, stacks.RankInspector(self.rank, self.titles))
         stdio.capture_descriptors()
         stdio.install(self.link.switched)
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
-        questions = Questions(self.rank, self.link.send)
+        questions = stdio.Questions(self.rank, self.link.send)
         self.link.on_answer = questions.answers.put
         questions.install()
         self.link.start(
@@ -150,7 +181,7 @@ class Rank:
         )
 
     def live(self) -> int:
-        """Follow the hub's orders until it says leave; return the exit code."""
+        """Follow the hub's orders until `Leave`; return the exit code."""
         exitcode, abort = 1, False
         try:
             while True:
@@ -165,21 +196,21 @@ class Rank:
                         case Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
-                    # It was sent while the job was still at work, and comes when that has ended.
+                    # The signal was sent while the job was still at work, and arrives after its end.
                     if not self.orders.keep:
                         raise
         finally:
             self._leave(exitcode, abort=abort)
 
     def _guarded(self, step: Callable[[], None]) -> None:
-        """Do one step; whatever it raises becomes this rank's failure."""
+        """Do one step; what it raises becomes this rank's failure."""
         try:
             try:
                 step()
             finally:
                 self.link.end_job()
                 if self.orders.keep:
-                    self._tell_names()
+                    self._report_names()
         except SystemExit as error:
             self._exited(error)
         except script.ProgramEndedError as error:
@@ -193,10 +224,10 @@ class Rank:
         if self.orders.virtual_local_rank:
             environment.see_one_device_only(prepare.accelerators)
         if self.orders.numa_binding is not None:
-            # Not before: it asks CUDA, which reads the environment once.
+            # After the environment is set: this asks CUDA, which reads it once.
             environment.bind_to_cpus(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
         process_group.prefer_loopback()
-        recorder.record_collectives()
+        flight_recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
@@ -212,22 +243,7 @@ class Rank:
         self.link.send(Entered(rank=self.rank, phase=phase, device=self.device_name))
 
     def _work(self, dispatch: Dispatch) -> None:
-        self.phase, self.raised = Phase.JOB, None
-        self._names_are_told, self._aside = False, dispatch.internal
-        if not dispatch.internal or isinstance(dispatch.job, PushJob):
-            shell.let_go_on_gpu()
-        if not dispatch.internal:
-            memory.begin_job()
-        if self.outgoing is not None:
-            # The value of the job before: the notebook has it, or this job would not be here.
-            self.outgoing.close()
-            self.outgoing = None
-        late = not dispatch.internal and stdio.has_late_output()
-        started = Started(rank=self.rank, time=time.time(), offsets=stdio.offsets(), late=late)
-        self.link.send(started, urgent=False)
-        if not dispatch.internal:
-            stdio.begin_job()
-        self.link.begin_job()
+        self._begin(dispatch)
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
         shell.remember_sources(dispatch.sources)
@@ -243,12 +259,31 @@ class Rank:
         pickling.remember_received_classes()
         value = self._do(job, loaded)
         self.link.finish_job()
-        # That a script has come to its end is all that its exit status says.
+        # The exit status of a script, always 0 here, is not worth showing.
         seen = not isinstance(job, ScriptJob) or bool(job.pull)
         self._returned(value, seen=seen, cell=job if isinstance(job, CellJob) else None)
 
+    def _begin(self, dispatch: Dispatch) -> None:
+        """Report `Started`; from the end of this on an interrupt reaches the job."""
+        self.phase, self.raised = Phase.JOB, None
+        self._names_reported, self._internal = False, dispatch.internal
+        if not dispatch.internal or isinstance(dispatch.job, PushJob):
+            shell.free_gpu_memory()
+        if not dispatch.internal:
+            memory.begin_job()
+        if self.outgoing is not None:
+            # The previous job's value: the notebook has it, or this job would not have been dispatched.
+            self.outgoing.close()
+            self.outgoing = None
+        late = not dispatch.internal and stdio.has_late_output()
+        started = Started(rank=self.rank, time=time.time(), offsets=stdio.offsets(), late=late)
+        self.link.send(started, urgent=False)
+        if not dispatch.internal:
+            stdio.begin_job()
+        self.link.begin_job()
+
     def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: Job) -> Any:
-        """Unpickle what a job brings to a rank that stays, and keep it once every rank has done so."""
+        """Unpickle the payload of a session's job; keep it once it has arrived on every rank."""
         arrival, pushed = Arrival(), isinstance(job, PushJob)
         try:
             loaded = pickling.loads_known(
@@ -290,7 +325,7 @@ class Rank:
             case CellJob():
                 return self._run_cell(job, loaded)
             case PushJob():
-                return None  # they are where they belong
+                return None  # `_keep` has stored them
             case PullJob(names=names):
                 return self.variables.pull(names)
             case FunctionJob():
@@ -333,7 +368,7 @@ class Rank:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...],
-        variables: tuple[tuple[str, Any], ...],  # noqa: ARG004 - they are where the function looks for them
+        variables: tuple[tuple[str, Any], ...],  # noqa: ARG004 - the function's globals have them
     ) -> object:
         value = function(*args, **dict(kwargs))
         return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
@@ -344,8 +379,8 @@ class Rank:
     def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
         self.phase, peak = Phase.VALUE, memory.peak()
         if self.orders.keep:
-            # Before the value, with which the job ends: the next one is made of what is known then.
-            self._tell_names()
+            # Before the value, which ends the job: the notebook captures the next one by what it knows then.
+            self._report_names()
         freed = self.link.times_freed
         text, html = shell.prepare().describe(value) if seen else ("", "")
         if cell is None:
@@ -356,7 +391,7 @@ class Rank:
             )
         self.outgoing = sent.outgoing
         if self.device.type != "cpu" and self.link.times_freed > freed:
-            # The value waited for a collective that was then aborted: its numbers are not those of the job.
+            # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
         self.link.send(
             Returned(
@@ -367,7 +402,7 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(sent.warning),
                 offsets=stdio.end_job(keep=self.orders.keep),
-                open=not self.orders.keep and process_group.uses_nccl() and recorder.is_busy(),
+                open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
                 peak_gpu_memory=peak,
             )
         )
@@ -386,7 +421,7 @@ class Rank:
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         if self.orders.keep:
             self.raised = error
-            if not self._aside:
+            if not self._internal:
                 shell.last_error = error
         else:
             failure.write_error_file(error)
@@ -396,26 +431,26 @@ class Rank:
         self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
 
     def _program_ended(self, exitcode: int) -> None:
-        """Say of a program what is said of a rank that ends without a word."""
+        """Report a program's exit as that of a rank which exits without a result or an error."""
         record = FailureRecord(
             type="ProcessExited", message=describe_exit(exitcode), exitcode=exitcode, time=time.time()
         )
         ended = stdio.end_job(keep=self.orders.keep)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
 
-    def _tell_names(self) -> None:
-        """Report the variables, once a job: what was reported then stays until the next one."""
-        if self._names_are_told:
+    def _report_names(self) -> None:
+        """Report the variables, once per job: objects that were reported stay until the next job."""
+        if self._names_reported:
             return
-        self._names_are_told = True
+        self._names_reported = True
         rebound, lost = self.variables.settle()
         known = Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
-        if known != self.names_told or lost:
-            self.names_told = known
+        if known != self._last_names or lost:
+            self._last_names = known
             self.link.send(msgspec.structs.replace(known, lost=lost))
 
     def _recover(self, order: Recover) -> None:
-        """Be ready for another job."""
+        """Make the rank ready for another job, and report whether it is."""
         error = unusable = ""
         dead: tuple[DeadVariable, ...] = ()
         cut = stacks.cutting(order.fds)
@@ -429,7 +464,7 @@ class Rank:
                 dead = self.dead_variables.stumbled_over(self.raised)
         except process_group.UnusableError as caught:
             unusable = str(caught)[:_ERROR_CHARACTERS]
-        except Exception as caught:  # noqa: BLE001 - whatever torch raises: the group is started again then
+        except Exception as caught:  # noqa: BLE001 - whatever torch raises: the hub then restarts the group
             error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
         self.link.send(
             Recovered(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable)
@@ -441,7 +476,7 @@ class Rank:
             stdio.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
-                # A rank that failed closes its connections by dying: leaving in order could wait for peers.
+                # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
                 process_group.leave(abort=abort)
         finally:
             for stream in (sys.stdout, sys.stderr):
@@ -454,7 +489,7 @@ class Rank:
 
 
 def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
-    """Return the line of a cell, counted from 1, at which it was when it raised; 0 if it was nowhere."""
+    """Return the line of a cell, counted from 1, that raised; 0 if no frame is the cell's."""
     steps = traceback.walk_tb(error.__traceback__)
     reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
     return 0 if reached is None else reached - first_line + 1
@@ -462,35 +497,3 @@ def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
 
 async def _awaited(value: Any) -> object:
     return await value
-
-
-def run_rank(orders: Orders) -> None:
-    """Be a rank; torchelastic's entry point."""
-    isolate()
-    if orders.fresh is not None:
-        environ = environment.for_rank(orders.fresh, keep=orders.keep)
-        exec_new_python(asdict(replace(orders, fresh=None)), orders.spill, environ)
-    exitcode = _live(orders)
-    if exitcode:
-        raise SystemExit(exitcode)
-
-
-def resume(orders: dict[str, Any]) -> NoReturn:
-    """Be a rank in a new Python; `orders` are the fields of `Orders`."""
-    load_what_torchelastic_brings()
-    exitcode = _live(Orders(**orders))
-    # As a fork ends: what runs at exit has run.
-    os._exit(exitcode)
-
-
-def _live(orders: Orders) -> int:
-    keep_sockets_in(orders.spill)
-    orphans.note_own_children()
-    shell.prepare(orders.spill)
-    process_group.remember_agent_address(orders.attempt)
-    try:
-        return Rank(orders).live()
-    except Exception:  # noqa: BLE001 - a rank that cannot even say so to the hub
-        # torch would write it to a file in the temporary directory, which nobody reads or removes.
-        traceback.print_exc()
-        return 1

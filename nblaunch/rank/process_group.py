@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from nblaunch.rank import recorder
+from nblaunch.rank import flight_recorder
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_RECOVERY = 1_000_000
@@ -108,7 +108,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     cut()
     check_context(device)
     leave()
-    recorder.bury()
+    flight_recorder.bury()
     _aborted = _ours = None
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
@@ -122,7 +122,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    recorder.bury_older_than_newest()
+    flight_recorder.bury_older_than_newest()
 
 
 def uses_nccl() -> bool:

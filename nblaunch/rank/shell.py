@@ -25,7 +25,7 @@ from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
 from nblaunch.protocol.messages import CellJob, Cleared, Displayed, FromRank
-from nblaunch.rank import control, stdio, values
+from nblaunch.rank import stdio, values
 
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
@@ -368,7 +368,7 @@ last_error: BaseException | None = None
 """What the last job that failed here raised."""
 
 
-def let_go_on_gpu() -> None:
+def free_gpu_memory() -> None:
     """Forget the last exception where its frames may hold GPU memory, which the next job needs.
 
     On a rank without CUDA it stays until another takes its place, as in IPython.
@@ -388,7 +388,7 @@ def debug() -> None:
     if last_error is None or last_error.__traceback__ is None:
         msg = "no job has failed on this rank since it was started"
         raise LookupError(msg)
-    control.post_mortem(last_error.__traceback__)
+    stdio.post_mortem(last_error.__traceback__)
 
 
 def describe(name: str) -> str:

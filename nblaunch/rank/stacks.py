@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from nblaunch._frames import is_ours
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
-from nblaunch.rank import failure, process_group, recorder
+from nblaunch.rank import failure, flight_recorder, process_group
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -37,8 +37,8 @@ class RankInspector:
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
         nccl = process_group.uses_nccl()
-        status = recorder.nccl_status()
-        known = recorder.recorded(process_group.members())
+        status = flight_recorder.nccl_status()
+        known = flight_recorder.recorded(process_group.members())
         return Where(
             rank=self._rank,
             frames=tuple(self._frames()),

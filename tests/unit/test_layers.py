@@ -212,7 +212,7 @@ TORCHS_PRIVATE = {
     "nblaunch.rank.failure": "the repr of a tensor whose device is busy",
     "nblaunch.rank.namespace": "hooks of a DDP whose group is gone",
     "nblaunch.rank.process_group": "groups and their ranks; an abort from another thread",
-    "nblaunch.rank.recorder": "the flight recorders",
+    "nblaunch.rank.flight_recorder": "the flight recorders",
     "nblaunch.rank.stacks": "the sequence number of the default group",
 }
 

@@ -74,7 +74,7 @@ def test_what_the_frames_of_an_exception_hold_is_free_at_once(wrap):
 def test_on_a_rank_without_cuda_the_last_exception_stays_until_there_is_another(monkeypatch):
     monkeypatch.setattr(shell, "last_error", ValueError("mine"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    shell.let_go_on_gpu()
+    shell.free_gpu_memory()
     assert str(shell.last_error) == "mine"
 
 
