@@ -1,4 +1,8 @@
-"""The rank's end of the hub: a thread that owns the socket, an inbox and an outbox."""
+"""The rank's control thread: it owns the socket to the hub, an inbox and an outbox.
+
+It serves the hub while the main thread runs a job or is stuck in one: interrupts, stacks, sequence numbers,
+aborts.
+"""
 
 from __future__ import annotations
 
@@ -44,51 +48,51 @@ from nblaunch.rank.isolate import LOOK_SECONDS, Reaper
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
-# How long what is not urgent may wait for the next message: a job that is over sooner sends one bunch.
+# How long a message that is not urgent may wait for the next one: a shorter job sends all in one go.
 _SOON_MS = 5
-# How soon it is noticed that the main thread is back from C code.
+# How often to look whether the main thread is back from C code.
 _ATTENTION_MS = 10
 _MOMENTS = 200
 
 
 class Inspector(Protocol):
-    """What the control thread can say of, and do to, the process it lives in."""
+    """What the control thread can report about its process, and do to it."""
 
     def where(self) -> Where:
         """Return where the main thread is."""
 
     def collectives(self) -> int | None:
-        """Return how many collectives have been begun, None where there is no process group."""
+        """Return the sequence number of the default group, None where there is no group."""
 
     def free(self, fds: tuple[int, ...]) -> None:
         """End the collective in which the main thread is stuck."""
 
     def abort(self, then: Callable[[], None]) -> None:
-        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
+        """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
 
 
 class Link:
     """Carries messages both ways while the main thread works, or is stuck.
 
-    Interrupts act at once; everything else waits in `inbox` until the main thread asks for it.
+    Interrupts act at once; orders wait in `inbox` until the main thread takes them.
     """
 
     def __init__(self, address: str, identity: bytes, inspector: Inspector) -> None:
-        """Connect to the hub at `address`; say nothing yet."""
+        """Connect to the hub at `address`; `start` sends the first message."""
         self._inspector = inspector
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Leave] = queue.SimpleQueue()
         self.on_answer: Callable[[Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
         self.proceed = threading.Event()
-        """Set once the payload of the job that was dispatched last has arrived on every rank."""
+        """Set once the payload of the last job has arrived on every rank."""
         self.times_freed = 0
-        """How often collectives of this rank have been ended from outside."""
+        """How often the control thread has ended collectives of the main thread."""
         self._working = False
         self._finishing = False
         self._interrupted = False
         self._attention = MainThread()
         self._unseen: int | None = None
-        """The interrupt that the main thread has not had the chance to see."""
+        """The interrupt that the main thread has had no chance to handle yet."""
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
@@ -111,15 +115,15 @@ class Link:
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
     def start(self, hello: Hello) -> None:
-        """Say hello and begin to carry messages."""
+        """Send `hello`, and start the control thread."""
         self._rank = hello.rank
         self._socket.send(encode(hello))
         self._thread.start()
 
     def send(self, message: FromRank, *, urgent: bool = True) -> None:
-        """Send `message` after all that was sent before it; from any thread, never blocks.
+        """Send `message` after all earlier ones; from any thread, never blocks.
 
-        What is not `urgent` may wait a few milliseconds for what comes after it.
+        A message that is not `urgent` may wait a few milliseconds for the next one.
         """
         with self._lock:
             self._collect_switches(message.rank)
@@ -129,7 +133,7 @@ class Link:
             self._wake()
 
     def switched(self, offsets: Offsets) -> None:
-        """Note that the rank has changed between stdout and stderr; told in bunches, in order."""
+        """Note that the rank has changed between stdout and stderr; sent in bunches, in order."""
         with self._lock:
             self._switches.append(offsets)
             first = len(self._switches) == 1
@@ -138,7 +142,8 @@ class Link:
 
     def _collect_switches(self, rank: int) -> None:
         if self._switches:
-            # Who alternates without a pause gets an order by the bunch: each moment costs the notebook.
+            # A rank that alternates without a pause keeps its order by the bunch: each moment costs the
+            # notebook.
             step = -(-len(self._switches) // _MOMENTS)
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
@@ -162,12 +167,12 @@ class Link:
             self._working, self._finishing = False, True
 
     def end_job(self) -> None:
-        """From here on an interrupt comes too late."""
+        """From here on an interrupt arrives too late and is ignored."""
         with self._lock:
             self._working = self._finishing = False
 
     def close(self) -> None:
-        """Send what is left and end the thread."""
+        """Send the rest of the outbox, and end the control thread."""
         self._closing = True
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
@@ -211,11 +216,11 @@ class Link:
             case Interrupt():
                 self._interrupt(message)
             case ReportWhere():
-                # No answer is an answer: faulthandler is asked then. A question must not end a healthy rank.
+                # Without an answer the hub has faulthandler dump the stacks. A question must not end a rank.
                 with contextlib.suppress(Exception):
                     self._socket.send(encode(self._inspector.where()))
             case ReportReached():
-                # As above. The group may be ending at this very moment: then there is nothing to say.
+                # As above. The group may be ending at this very moment: then there is no answer.
                 with contextlib.suppress(Exception):
                     begun = self._inspector.collectives()
                     if begun is not None:
@@ -247,12 +252,12 @@ class Link:
             # The main thread may not have taken the job from the inbox yet.
             self._interrupted = True
             reaches = self._working or (message.last and self._finishing)
-            # Asked before the signal is sent: afterwards the program may restore another handler.
+            # Read before the signal is sent: afterwards the program may restore another handler.
             heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
             if reaches:
                 signal.pthread_kill(self._main, signal.SIGINT)
         self._unseen = message.number
-        # A rank that ignores the signal has decided already; one that is packing its value is not to see it.
+        # A rank that ignores the signal has decided already; one that packs its value must not see it.
         if not (reaches and heeded and self._attention.expect()):
             self._seen(handled=reaches and heeded)
 
@@ -263,13 +268,13 @@ class Link:
             self._unseen = None
 
 
-# --- Noticing, from another thread, that the main thread has come back from C code to Python.
+# How the control thread notices that the main thread has come back from C code to Python.
 #
-# A signal handler of Python runs only between two bytecodes of the main thread, and it may be anybody's:
-# Python's own, asyncio's, the program's. So nothing here depends on the handler. CPython is asked to call a C
-# function at the next such moment (`Py_AddPendingCall`, which it does after the handlers of pending signals),
-# and that function posts a semaphore. No Python code runs in the main thread, so there is none in which a
-# KeyboardInterrupt could be lost.
+# A Python signal handler runs only between two bytecodes of the main thread, and it may be any: Python's own,
+# asyncio's, the program's. So nothing here depends on the handler. CPython is asked to call a C function at
+# the next such moment (`Py_AddPendingCall`; it does so after the handlers of pending signals), and that
+# function posts a semaphore. No Python code runs in the main thread for this, so no KeyboardInterrupt can be
+# lost in it.
 #
 # A signal that arrives right before a blocking call is noted by Python, but does not end that call, which
 # began after it: `time.sleep(1000)` sleeps on. So the main thread is poked: another signal, whose handler
@@ -287,7 +292,6 @@ class MainThread:
     """The main thread of this process, as a control thread sees it."""
 
     def __init__(self) -> None:
-        """Make the semaphore; where there is none, the main thread is always taken to have come back."""
         self._poke_at, self._pause = 0.0, _FIRST_POKE_SECONDS
         if _POKE_SIGNAL is not None:
             signal.signal(_POKE_SIGNAL, _do_nothing)
@@ -299,7 +303,10 @@ class MainThread:
             self._post = ctypes.cast(self._library.sem_post, ctypes.c_void_p)
 
     def expect(self) -> bool:
-        """Have `came_back` become true once the main thread runs Python code; return whether it can."""
+        """Have `came_back` become true once the main thread runs Python code; return False if it cannot.
+
+        Outside Linux there is no semaphore: the main thread is always taken to have come back.
+        """
         if self._library is None:
             return False
         self._poke_at, self._pause = time.monotonic() + _FIRST_POKE_SECONDS, _FIRST_POKE_SECONDS
@@ -319,4 +326,4 @@ class MainThread:
 
 
 def _do_nothing(*_: object) -> None:
-    """Handle the signal that pokes: only that it has come matters."""
+    """Handle the signal that pokes; its arrival is all that matters."""

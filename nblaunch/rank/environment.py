@@ -18,7 +18,7 @@ import torch.distributed as dist
 from nblaunch import _numa, _visible
 from nblaunch.protocol.messages import Prepare
 
-# What torchelastic's agent sets; the kernel's own values of these never reach a rank.
+# The agent sets these; the notebook's own values of them never reach a rank.
 AGENT_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -44,16 +44,16 @@ _OPENBLAS_FUNCTIONS = tuple(
 )
 _DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    # So that rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
+    # With these rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
     "TTY_COMPATIBLE": "1",
     "TTY_INTERACTIVE": "1",
 }
-"""What a rank has where the notebook has not decided."""
+"""Values where the notebook has set none."""
 _SESSION_DEFAULTS = {
-    # A session aborts NCCL by itself, and torch's own abort wants the watchdog's handling of errors off for
-    # that. Nor may the watchdog and its monitor end a process whose variables somebody wants to keep: because
-    # somebody reads a debugger's prompt, because a peer was interrupted, or over an error of CUDA's that the
-    # rank reports itself.
+    # A session aborts NCCL by itself, and torch's own abort requires that the watchdog handles no errors. Nor
+    # may the watchdog and its monitor end a process whose variables the user wants to keep: because a
+    # debugger's prompt waits, because a peer was interrupted, or over a CUDA error that the rank reports
+    # itself.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -61,15 +61,15 @@ _SESSION_DEFAULTS = {
 }
 
 
-def for_rank(told: Iterable[bytes], *, keep: bool) -> dict[str, str]:
+def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
 
     `keep` says whether the rank is a session's.
     """
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
-    sent = (os.fsdecode(entry).partition("=") for entry in told)
+    sent = (os.fsdecode(entry).partition("=") for entry in entries)
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
-    # torchrun's rule: one thread each where there is more than one rank; a rank that is alone has all cores.
+    # torchrun's rule: one thread each if there is more than one rank; a single rank has all cores.
     threads = {"OMP_NUM_THREADS": "1"} if agent.get("LOCAL_WORLD_SIZE") != "1" else {}
     defaults = {**_DEFAULTS, **_SESSION_DEFAULTS} if keep else _DEFAULTS
     return {**defaults, **threads, **wanted, **agent}
@@ -83,7 +83,7 @@ def apply(prepare: Prepare, *, keep: bool) -> None:
     for name, value in wanted.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
-    # One that this user may not enter by its path is where the fork server is already.
+    # A directory that this user may not enter by its path is where the fork server is already.
     with contextlib.suppress(PermissionError):
         os.chdir(prepare.cwd)
     sys.path[:] = map(os.fsdecode, prepare.path)
@@ -119,7 +119,7 @@ def see_one_device_only(accelerators: int = 0) -> None:
 
 
 def _read_again() -> None:
-    """Have torch and the C library follow what they have read already, in the fork server."""
+    """Have torch and the C library read again what they read in the fork server."""
     time.tzset()
     if dist.is_available():
         dist.set_debug_level_from_env()
@@ -129,7 +129,7 @@ def _read_again() -> None:
 
 
 def _set_threads(value: str | None) -> None:
-    """Follow OMP_NUM_THREADS although torch, imported in the fork server, has read it already."""
+    """Follow OMP_NUM_THREADS, although torch has read it already, when the fork server imported it."""
     with contextlib.suppress(ValueError):
         threads = int(value.partition(",")[0]) if value is not None else _cores()
         if threads > 0 and threads != torch.get_num_threads():
@@ -152,7 +152,7 @@ def _set_openblas_threads(threads: int) -> None:
 
 
 def _cores() -> int:
-    """Return how many threads torch takes by itself: one for each core that this process may use."""
+    """Return how many threads torch takes by default: one for each core that this process may use."""
     logical = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(logical, psutil.cpu_count(logical=False) or logical)
 

@@ -1,4 +1,4 @@
-"""A rank's exception as a record: the user's own frames, with source; never fails itself."""
+"""A rank's exception as a record: the user's own frames, with source. Recording never fails."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _short_repr.maxother = _short_repr.maxstring = 200
 def record(
     error: BaseException, titles: Mapping[str, str], *, phase: Phase = Phase.JOB, exitcode: int = 1
 ) -> FailureRecord:
-    """Return what there is to say about `error`.
+    """Return the record of `error`.
 
     `titles` maps the file names of notebook cells to what the reader calls them: `Cell In[3]`.
     """
-    # First: who failed first is told by the clock, and to pickle and print a large exception takes time.
+    # First of all: the clock decides who failed first, and a large exception takes time to pickle and print.
     now = time.time()
     with unwaited():
         return FailureRecord(
@@ -82,9 +82,9 @@ def _qualified_name(cls: type) -> str:
 def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickling.dumps_plain(error)
-        # Some exceptions pickle and do not unpickle (required arguments); know it here, not there.
+        # Some exceptions pickle and do not unpickle (required arguments): find out here, not in the kernel.
         pickling.loads_plain(data)
-    except (Exception, SystemExit):  # noqa: BLE001 - then the record says it in words
+    except (Exception, SystemExit):  # noqa: BLE001 - then the record has its text only
         return None
     return data if len(data) <= _EXCEPTION_LIMIT else None
 
@@ -95,7 +95,7 @@ def _format(error: BaseException, titles: Mapping[str, str]) -> str:
         for part in _chain(report, set()):
             _trim(part, titles)
         text = "".join(report.format())
-    except Exception as broken:  # noqa: BLE001 - a broken exception must still be told
+    except Exception as broken:  # noqa: BLE001 - a broken exception must still be reported
         return f"{_qualified_name(type(error))}: {_text(error)} (its traceback raised {broken!r})\n"
     return re.sub(r'File "(Cell In\[[^"]*)", line', r"\1, line", text)
 
@@ -108,7 +108,7 @@ def shown(error: BaseException) -> str:
             first = first.tb_next
         with unwaited():
             return encodable(shorten(shell.prepare().colored_traceback(error, first)))
-    except Exception:  # noqa: BLE001 - the plain text says the same
+    except Exception:  # noqa: BLE001 - the plain text is there
         return ""
 
 
@@ -148,7 +148,7 @@ def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRe
         if not is_ours(frame.f_code.co_filename)
     ]
     if len(stack) > _FRAMES:
-        # A recursion without an end: how it began, and where it was at last.
+        # An endless recursion: its beginning, and its end.
         stack = [*stack[: _FRAMES // 5], *stack[-(_FRAMES - _FRAMES // 5) :]]
     for frame, line in stack:
         filename = frame.f_code.co_filename
@@ -174,25 +174,22 @@ def write_error_file(error: BaseException) -> None:
     """Write torchelastic's `error.json`, as its `@record` does."""
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
-        with (
-            contextlib.suppress(Exception),
-            unwaited(),
-        ):  # for torch's own tools; the notebook hears it from us
+        # For torch's own tools; the notebook gets the record.
+        with contextlib.suppress(Exception), unwaited():
             handlers.get_error_handler().record_exception(error)
 
 
-# --- Telling of a failure without waiting for a device.
+# Recording a failure without waiting for a device.
 #
-# To print or copy a tensor on a GPU waits for all that its stream has been given. Where that is a collective
-# whose peers never come, it waits for ever, and the failure is never heard. So while a failure is made into a
-# record, a tensor whose device is busy is told by its shape, and whoever reads it in another way gets an
-# exception.
+# Printing or copying a tensor on a GPU waits for all work in its stream. If that is a collective whose peers
+# never come, it waits without a bound, and the failure is never reported. So while a failure is recorded, the
+# repr of a tensor whose device is busy is its shape, and reading it in another way raises.
 #
 # A name of torch's that is not public (`tests/unit/test_torch_names.py`): `_tensor_str._str`, where every
 # repr of a tensor ends.
 
 
-# A healthy GPU is done with what it has been given a moment after the exception; a stuck one never is.
+# A healthy GPU finishes its work within a moment after the exception; a stuck one never does.
 _SECONDS = 0.5
 _LOOK_SECONDS = 0.002
 _KINDS = ("cuda", "xpu")
@@ -210,12 +207,12 @@ _printing: Any = torch._tensor_str  # noqa: SLF001 - see above
 
 
 class DeviceBusyError(RuntimeError):
-    """A tensor was to be read whose device has not come that far."""
+    """A tensor cannot be read, because its device has not computed it yet."""
 
 
 @contextlib.contextmanager
 def unwaited() -> Iterator[None]:
-    """Within the block no tensor is waited for, but for a moment."""
+    """Within the block, wait for no tensor longer than a moment."""
     if not any(_is_initialized(kind) for kind in _KINDS):
         yield
         return
@@ -236,7 +233,7 @@ def unwaited() -> Iterator[None]:
 
 
 def by_shape(tensor: torch.Tensor) -> str:
-    """Return what can be said of a tensor without its numbers."""
+    """Return a text of a tensor without its numbers."""
     return f"tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
 
 
@@ -245,13 +242,13 @@ def _is_initialized(kind: str) -> bool:
 
 
 class _Devices:
-    """The devices of this process: whether each has done what it has been given."""
+    """The devices of this process: whether each has finished its work."""
 
     def __init__(self) -> None:
         self._left = _SECONDS
 
     def idle(self, device: torch.device) -> bool:
-        """Whether a tensor on `device` can be read at once; all questions together wait for `_SECONDS`."""
+        """Whether a tensor on `device` can be read at once; all calls together wait for `_SECONDS`."""
         if device.type in ("cpu", "meta"):
             return True
         try:
@@ -261,15 +258,15 @@ class _Devices:
                     return False
                 time.sleep(_LOOK_SECONDS)
                 self._left -= _LOOK_SECONDS
-        except Exception:  # noqa: BLE001 - a device that is of no use any more, or that cannot be asked
+        except Exception:  # noqa: BLE001 - a device that is unusable, or that cannot be asked
             return False
         return True
 
 
 class _Refusing(TorchFunctionMode):
-    """Raises where a tensor of a busy device is to be read: by `.item()` in somebody's `__repr__`, say.
+    """Raises if a tensor of a busy device is read: by `.item()` in a user's `__repr__`, for example.
 
-    Not a `TorchDispatchMode`, which would see everything: the first operator under one imports TorchDynamo.
+    Not a `TorchDispatchMode`, which would see every operator: the first one under it imports TorchDynamo.
     """
 
     def __init__(self, devices: _Devices) -> None:

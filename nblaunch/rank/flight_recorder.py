@@ -1,8 +1,8 @@
-"""What torch's flight recorders know of this rank's collectives: gloo has one, NCCL has another.
+"""The collectives of this rank, as torch's flight recorders have them: gloo has one, NCCL has another.
 
-NCCL's asks CUDA about the events of collectives that are open, and holds the GIL meanwhile. The status of its
-groups needs no CUDA call, so that is read first, and the entries are read on a thread of their own, which is
-waited for with a bound.
+NCCL's recorder asks CUDA about the events of open collectives, and holds the GIL meanwhile. The status of its
+groups needs no CUDA call, so that is read first. The entries are read on a thread of their own, for which the
+control thread waits with a bound.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _asking: threading.Thread | None = None
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far NCCL is: the groups' last completed operations, and whether any has more than that."""
+    """How far NCCL is: the groups' last completed operations, and whether any has enqueued more."""
 
     done: tuple[int, ...]
     busy: bool
@@ -46,7 +46,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The collectives that are remembered, oldest first; how many operations are open, if that is known."""
+    """The recorded collectives, oldest first; `pending` is how many operations are open, if known."""
 
     recent: tuple[Collective, ...]
     pending: int | None
@@ -55,7 +55,8 @@ class Recorded:
 def record_collectives() -> None:
     """Have the flight recorders remember the last collectives, unless the user chose their size.
 
-    NCCL's writes a file when a collective times out: that goes to the rank's log files, and with them.
+    NCCL's writes a file when a collective times out: it is put beside the rank's log files, and removed with
+    them.
     """
     if not any(name in os.environ for name in SIZE_VARIABLES):
         os.environ[SIZE_VARIABLES[0]] = _ENTRIES
@@ -75,13 +76,13 @@ def is_busy() -> bool:
     """Whether NCCL has operations that have not ended, as far as can be told."""
     if not nccl_status().busy:
         return False
-    # Its watchdog looks ten times a second, and the status is its word: the events know better.
+    # The status is from its watchdog, which looks ten times a second; the events are exact.
     entries = _nccl_entries()
     return entries is None or _open(_alive(entries, NCCL)) > 0
 
 
 def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
-    """Return what both recorders remember of groups that may be alive.
+    """Return what both recorders have of groups that may be alive.
 
     `members` has the ranks of each group by its name.
     """
@@ -100,7 +101,7 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
 
 
 def bury() -> None:
-    """Ignore all groups that there have been: what an aborted one has open stays open in the recorder."""
+    """Ignore all groups so far: the open operations of an aborted one stay open in the recorder."""
     for backend in _DUMPS:
         known = _statuses(backend).keys()
         if known:
@@ -117,17 +118,17 @@ def _statuses(backend: str) -> dict[int, tuple[int, int]]:
     """Return (last enqueued, last completed) for the number of each group that has had a collective."""
     try:
         dump = getattr(_distributed_c10d, _DUMPS[backend])
-        told: dict[str, dict[str, str]] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+        status: dict[str, dict[str, str]] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
         return {
             int(number): (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
-            for number, each in told.items()
+            for number, each in status.items()
         }
     except Exception:  # noqa: BLE001 - a torch without NCCL, an older one: the stacks are enough
         return {}
 
 
 def _entries(backend: str) -> list[dict[str, Any]] | None:
-    """Return what a recorder remembers, oldest first; None where there is no such recorder."""
+    """Return a recorder's entries, oldest first; None where there is no such recorder."""
     try:
         found: dict[str, Any] = json.loads(getattr(_distributed_c10d, _DUMPS[backend])())
     except Exception:  # noqa: BLE001 - as above; or the CUDA context is broken
@@ -136,7 +137,7 @@ def _entries(backend: str) -> list[dict[str, Any]] | None:
 
 
 def _nccl_entries() -> list[dict[str, Any]] | None:
-    """Return what NCCL's recorder remembers; None if it does not answer in time."""
+    """Return the entries of NCCL's recorder; None if it does not answer in time."""
     global _asking
     if not any(number >= _oldest_alive[NCCL] for number in _statuses(NCCL)):
         return []  # nothing has been asked of NCCL
@@ -190,7 +191,7 @@ def _collectives(
         if number < newest.setdefault(collective.key, number):
             continue  # a group of this name that is gone, used by an object that still refers to it
         if number > newest[collective.key] or (known and collective.sequence <= known[-1].sequence):
-            # The program has replaced the group by one that counts anew.
+            # The program has replaced the group by one that counts from the start.
             known.clear()
         newest[collective.key] = number
         known.append(collective)

@@ -37,10 +37,10 @@ server_pid = 0
 
 def isolate() -> None:
     """Make this fork of the server a process of its own."""
-    # SIGKILL in place of the SIGINT that torch.multiprocessing asks for: SIGINT is no guarantee.
+    # SIGKILL in place of the SIGINT that torch.multiprocessing asks for, which a rank may ignore.
     die_with_parent(server_pid)
     become_subreaper()
-    # A session of its own: the stop button's SIGINT reaches this rank only through us.
+    # A session of its own: the stop button's SIGINT reaches this rank only through the hub.
     with contextlib.suppress(PermissionError):
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,15 +53,15 @@ def isolate() -> None:
 def keep_sockets_in(directory: str) -> None:
     """Have `multiprocessing` make its sockets in `directory`, which is removed with the run.
 
-    They would lie in the temporary directory, and stay there when a rank is killed that has, say, the
-    workers of a DataLoader.
+    Otherwise they are in the temporary directory, and stay there when a rank is killed that has workers of a
+    DataLoader, for example.
     """
     if len(os.fsencode(directory)) <= _LONGEST_SOCKET_DIRECTORY:
         process.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _forget_inherited_servers() -> None:
-    """Let the user's own `forkserver` context start a server of this rank's, not use ours."""
+    """Let the user's own `forkserver` context start a server of this rank, not use ours."""
     inherited: Any = vars(forkserver)["_forkserver"]  # no public name reaches the inherited state
     tracker: Any = vars(resource_tracker)["_resource_tracker"]
     for fd in (inherited._forkserver_alive_fd, tracker._fd):  # noqa: SLF001
@@ -80,7 +80,7 @@ def _forget_inherited_servers() -> None:
 
 
 def _reseed() -> None:
-    """Forks start with the server's random state, the same in every rank; fresh processes do not."""
+    """Give this rank a random state of its own: a fork starts with the server's, the same in every rank."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -101,7 +101,7 @@ def _reseed() -> None:
 
 
 def note_own_children() -> None:
-    """Have this process remember which children it has started itself."""
+    """Have this process note which children it starts itself."""
     import _posixsubprocess
 
     for module, names in (*_STARTERS, (_posixsubprocess, ("fork_exec",))):
@@ -127,10 +127,9 @@ class Reaper:
     """Looks for orphans that have ended; used on one thread."""
 
     def __init__(self) -> None:
-        """Look at once."""
         self._due = 0.0
         self._seen: dict[int, float] = {}
-        """Process id -> when it had ended at the latest."""
+        """Process id -> when it was first found to have ended."""
 
     def look(self, *, now: bool = False) -> None:
         """Reap the orphans that ended a while ago, if it is time to look, or `now`."""

@@ -31,7 +31,7 @@ def on_gpu() -> bool:
 
 
 def begin_job() -> None:
-    """Have the peak be that of the job that begins."""
+    """Reset the peak: it is that of the job that begins."""
     if not on_gpu():
         return
     with contextlib.suppress(RuntimeError):  # an allocator of the program's own, which keeps no statistics
@@ -58,9 +58,9 @@ def peak() -> int | None:
 def shortage(error: BaseException) -> DeviceMemory | None:
     """Return what CUDA's allocator could not give, and how the GPU's memory was used; None for other errors.
 
-    The numbers are those of the allocator's own message, which were true when it failed: what the exception
-    has unwound since may have freed memory. The wording is that of torch 2.1 to 2.13; what is missing from a
-    message is left out, or asked of the allocator.
+    The numbers are from the allocator's own message, which was true when it failed: unwinding may have freed
+    memory since. The wording is that of torch 2.1 to 2.13; a number missing from the message is left out, or
+    asked of the allocator.
     """
     if not isinstance(error, torch.OutOfMemoryError) or not on_gpu():
         return None
@@ -79,7 +79,7 @@ def shortage(error: BaseException) -> DeviceMemory | None:
             allocated = torch.cuda.memory_allocated(device)
             unused = torch.cuda.memory_reserved(device) - allocated
     except RuntimeError:
-        return None  # then torch's own words must do
+        return None  # then torch's message must do
     return DeviceMemory(
         device=f"cuda:{device}",
         uuid=_uuid(device),
@@ -95,7 +95,7 @@ def shortage(error: BaseException) -> DeviceMemory | None:
 
 
 def _uuid(device: int) -> str:
-    # Older drivers have none to tell.
+    # Older drivers have none.
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
@@ -103,24 +103,24 @@ def _bytes(found: re.Match[str] | None) -> int | None:
     return None if found is None else round(float(found["number"]) * _UNITS[found["unit"]])
 
 
-def let_go(error: BaseException) -> None:
-    """Free what the frames of a failed job hold, whoever refers to the exception.
+def free_frames(error: BaseException) -> None:
+    """Free the variables of a failed job's frames, even if the exception is still referred to.
 
-    Frames and exceptions refer to each other, so memory would else wait for a garbage collection that may
-    never come. After a shortage the allocator's cache goes back to the driver as well: a cache in the wrong
-    pieces is part of many a shortage.
+    Frames and exceptions refer to each other, so the memory would otherwise wait for a garbage collection
+    that may never come. After a shortage the allocator's cache goes back to the driver as well: a fragmented
+    cache is often part of the shortage.
     """
     short = False
     for each in _chain(error, set()):
         for frame, _ in traceback.walk_tb(each.__traceback__):
-            with contextlib.suppress(RuntimeError):  # it runs: it is one of the rank's own
+            with contextlib.suppress(RuntimeError):  # a frame that still runs is one of nblaunch's
                 frame.clear()
-                # Before Python 3.13 this is a copy, made when the failure was told; reading it renews it.
+                # Before Python 3.13 this is a copy, made when the failure was recorded; reading it renews it.
                 _ = frame.f_locals
         short = short or isinstance(each, torch.OutOfMemoryError)
     if short and on_gpu():
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # the GPU is in error: the job will say so
+        with contextlib.suppress(RuntimeError):  # the GPU is in error: the next job will report it
             torch.cuda.empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""The variables of a rank: what is its own, what came from the notebook, and which of the two counts."""
+"""A session's variables on a rank: its own, and those from the notebook; which of the two counts."""
 
 from __future__ import annotations
 
@@ -58,24 +58,22 @@ def _names_in(target: ast.expr) -> Iterator[str]:
 class Variables:
     """The globals of the cells that run here, and the objects that came from the notebook.
 
-    In a rank that stays, a variable that the rank's own code has bound is the rank's own: what the notebook
-    has under that name does not replace it. One that came from the notebook, and was not bound again since,
-    is replaced by what comes next. Nothing else that is here changes because something comes.
+    In a session, a variable that the rank's own code has bound is the rank's own: the notebook's variable of
+    that name does not replace it. A variable that came from the notebook, and was not bound again since, is
+    replaced by the next one that comes under its name. An arrival changes nothing else.
     """
 
     def __init__(self, *, kept: bool) -> None:
-        """Nothing is the rank's own yet; `kept` says whether anything can be."""
+        """`kept` says whether the rank is a session's: only then are variables its own."""
         self._kept = kept
         self._objects = ObjectTable()
         self._came: dict[str, object] = {}
-        """Variables from the notebook, with the object that came; `_REBOUND` once there is another."""
+        """Variables from the notebook, with the object that came; `_REBOUND` once the rank has another."""
         self._received: set[str] = set()
-        """All names that ever came, whatever has become of them."""
+        """All names that ever came."""
         self._between_jobs: list[Any] = []
-        """What the notebook believes to be here stays until the next job has found it."""
+        """Objects that the notebook believes to be here: they stay until the next job has found them."""
         self._hidden = frozenset(shell.namespace()) | _GIVEN
-
-    # --- what comes ------------------------------------------------------------------------------------
 
     def found(self, key: int) -> Any:
         """Return an object that came earlier. Raises `UnpicklingError` if it is gone."""
@@ -86,8 +84,8 @@ class Variables:
         return obj
 
     def keep(self, loaded: pickling.Loaded, objects: Objects) -> None:
-        """Take the objects that have arrived; can be begun again where it was interrupted."""
-        self.release()  # a payload that has been loaded has found what it refers to
+        """Take the objects that have arrived; can be repeated after an interrupt."""
+        self.release()  # a payload that has been loaded has found the objects that it refers to
         for fill in loaded.fills:
             fill()
         if objects.keys:
@@ -98,7 +96,7 @@ class Variables:
         self._objects.discard(array("Q", objects.gone))
 
     def bring(self, brought: Mapping[str, object]) -> None:
-        """Take variables of the notebook, but for those that are the rank's own."""
+        """Take variables of the notebook, except those that are the rank's own."""
         namespace = shell.namespace()
         for name, value in brought.items():
             if not self._kept or not self._is_own(name):
@@ -112,15 +110,15 @@ class Variables:
         )
 
     def push(self, given: Mapping[str, object]) -> None:
-        """Take variables that the notebook has pushed, whatever is here."""
+        """Take variables that the notebook has pushed, also in place of the rank's own."""
         shell.namespace().update(given)
         self._came.update(given)
         self._received.update(given)
 
     def bound_by(self, source: str, line: int | None = None) -> None:
-        """Note what a cell has bound for certain: all of its statements, or those before the one at `line`.
+        """Note the names that a cell has certainly bound: in all statements, or in those before `line`.
 
-        Also where it is the very object that came from the notebook: small numbers are all the same one.
+        Also where a name is bound to the object that came from the notebook: small numbers are identical.
         """
         for statement in ast.parse(source).body:
             if line is not None and (statement.end_lineno or 0) >= line:
@@ -132,18 +130,18 @@ class Variables:
 
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
-        self._let_go()
+        self._forget_replaced()
         self.release()
         lost = self._objects.lost()
         self._between_jobs = self._objects.alive()
         return tuple(sorted(filter(self._is_own, self._received))), lost
 
     def release(self) -> None:
-        """Keep nothing for the notebook's sake: from here on cells decide what stays."""
+        """Release the objects that were kept for the notebook: from here on variables decide what lives."""
         self._between_jobs = []
 
-    def _let_go(self) -> None:
-        """Keep nothing that came and is no longer there under its name."""
+    def _forget_replaced(self) -> None:
+        """Keep no object that came and is no longer there under its name."""
         namespace = shell.namespace()
         for name, value in list(self._came.items()):
             if name not in namespace:
@@ -151,10 +149,8 @@ class Variables:
             elif namespace[name] is not value:
                 self._came[name] = _REBOUND
 
-    # --- what is there ---------------------------------------------------------------------------------
-
     def pull(self, names: tuple[str, ...]) -> tuple[object, ...]:
-        """Return these variables. Raises `NameError` for one that is not there, with the nearest that is."""
+        """Return these variables. Raises `NameError` for a missing one, with the nearest name that exists."""
         namespace = shell.namespace()
         for name in names:
             if name not in namespace:
@@ -165,24 +161,23 @@ class Variables:
         return tuple(namespace[name] for name in names)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all variables, those of IPython's own left out."""
+        """Return the names of all variables except IPython's own."""
         shown = (name for name in shell.namespace() if name not in self._hidden and not name.startswith("__"))
         return tuple(sorted(shown)[:_MOST_NAMES])
 
 
 class Arrival:
-    """Variables that functions bring: there while all is unpickled, and kept only if all of it arrives.
+    """Variables that functions bring: there while a payload is unpickled, kept only if all of it arrives.
 
-    What unpickles after a function may call it.
+    An object that is unpickled after a function may call it.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self.offered: dict[str, object] = {}
         self._filled: list[str] = []
 
     def offer(self, offered: Mapping[str, object]) -> None:
-        """Fill in what the rank lacks; the rest is decided when all has arrived."""
+        """Fill in the variables that the rank lacks; the others are decided when all has arrived."""
         namespace = shell.namespace()
         self.offered.update(offered)
         for name, value in offered.items():
@@ -191,13 +186,13 @@ class Arrival:
                 namespace[name] = value
 
     def undo(self) -> None:
-        """Take back what was filled in."""
+        """Remove the variables that were filled in."""
         namespace = shell.namespace()
         while self._filled:
             namespace.pop(self._filled.pop(), None)
 
 
-# --- Variables that die with the process group they were made for, and the statement that revives each.
+# Variables that die with the process group they were made for, and the statement that revives each.
 #
 # When the default group is formed again, all groups of the old one are gone with it. A model that was wrapped
 # before (DDP, FSDP) goes on referring to one of these, and so do groups of `new_group` and a `DeviceMesh`.
@@ -205,7 +200,7 @@ class Arrival:
 
 _MOST_MEMBERS = 200
 _MOST_NAMED = 20
-# Nothing that a program keeps its models in.
+# No container in which a program keeps its models.
 _CLOSED = (str, bytes, int, float, torch.Tensor, types.ModuleType, type, types.FunctionType, types.MethodType)
 _OPTIONS = {
     "broadcast_buffers": True,
@@ -218,11 +213,11 @@ _DISTRIBUTED = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
 
 
 class DeadModelError(RuntimeError):
-    """A wrapped model was used whose process group is gone; says what revives it."""
+    """A wrapped model was used whose process group is gone; the message says what revives it."""
 
 
 class _Refusal:
-    """A forward pre-hook: a dead model would fail in a way that blames a peer, or wait for one."""
+    """A forward pre-hook that raises: a dead model would blame a peer in its error, or wait for one."""
 
     def __init__(self, remedy: str) -> None:
         self._remedy = remedy
@@ -236,10 +231,10 @@ class _Refusal:
 
 
 class _Successor:
-    """A forward pre-hook of a dead DDP's module: it is called by what revives it, since the dead one refuses.
+    """A forward pre-hook of a dead DDP's module: only its successor can call it, since the dead DDP refuses.
 
-    The dead one may live on (the last traceback refers to it). From now on its hooks must not reduce
-    gradients; until now they must, so that a backward pass of the old graph fails and does not go on alone.
+    The dead DDP may live on (the last traceback refers to it). From that call on its hooks must not reduce
+    gradients; until then they must, so that a backward pass of the old graph fails and does not go on alone.
     """
 
     def __init__(self, dead: DistributedDataParallel) -> None:
@@ -258,22 +253,22 @@ _Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
 
 
 class DeadVariables:
-    """What in a namespace belongs to process groups; `find` before they go, `bury` when they are gone."""
+    """Variables that belong to process groups: `find` them before these end, `bury` them afterwards."""
 
     def __init__(self, namespace: Callable[[], Mapping[str, Any]], hidden: frozenset[str]) -> None:
-        """Look into the variables of `namespace`, those of IPython's own left out."""
+        """`hidden` are the names of IPython's own."""
         self._namespace = namespace
         self._hidden = hidden
         self._dead: _Found = []
 
     def find(self) -> _Found:
-        """Return the variables that are alive, with what will revive them; asked of groups that still are."""
+        """Return the variables that are alive, with what will revive each; the groups must still exist."""
         seen = {id(thing()) for _, thing in self._dead}
         found: _Found = []
         for path, thing in self._things():
             if id(thing) in seen:
                 continue
-            # An object of the user's may raise anything when it is looked at, and must not end the session.
+            # A user's object may raise anything when it is examined, and must not end the session.
             with contextlib.suppress(Exception):
                 remedy = self._remedy(path, thing)
                 if remedy is not None:
@@ -282,7 +277,7 @@ class DeadVariables:
         return found
 
     def bury(self, found: _Found) -> tuple[DeadVariable, ...]:
-        """Note that these are dead now; have models say so when they are used."""
+        """Note that these are dead now; have models raise when they are used."""
         for dead, reference in found:
             thing = reference()
             if isinstance(thing, torch.nn.Module):
@@ -293,7 +288,7 @@ class DeadVariables:
         return tuple(dead for dead, _ in found)[:_MOST_NAMED]
 
     def stumbled_over(self, error: BaseException | None) -> tuple[DeadVariable, ...]:
-        """Return what is dead still, if that may be why a job failed."""
+        """Return the variables that are still dead, if the job may have failed because of them."""
         present = dict(self._things()) if self._dead else {}
         self._dead = [
             (dead, thing)
@@ -345,7 +340,7 @@ class DeadVariables:
         ]
         if getattr(model, "device_ids", None):
             own = model.device_ids == [getattr(self._namespace().get("device"), "index", None)]
-            # One line for all ranks, where they have done the same.
+            # One line for all ranks, if all have done the same.
             chosen.insert(0, f", device_ids={'[device.index]' if own else model.device_ids}")
         if not process_group.is_default(model.process_group):
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
@@ -361,7 +356,7 @@ class DeadVariables:
 
 
 def _members(value: object) -> Iterator[tuple[str, object]]:
-    with contextlib.suppress(Exception):  # a mapping or an object of the user's may raise anything
+    with contextlib.suppress(Exception):  # a user's mapping or object may raise anything
         whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
         if whole or _is_sharded(value):
             return
@@ -377,13 +372,13 @@ def _members(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _is_sharded(value: object) -> bool:
-    # By name: to import FSDP takes a rank time that only its users should pay.
+    # By name: importing FSDP takes time that only its users should pay.
     return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
 
 
 def _is_about_groups(error: BaseException) -> bool:
     if isinstance(error, DeadModelError):
-        return False  # it says so itself
+        return False  # its message says so
     if _ABOUT_GROUPS.search(f"{type(error).__name__}: {error}"):
         return True
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))

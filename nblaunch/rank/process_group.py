@@ -3,7 +3,7 @@
 torchelastic's agent already hosts a store for the ranks. A program that brings its own address
 (`MASTER_ADDR`/`MASTER_PORT` set in the cell, `tcp://...`) would, under an agent, wait for a server that
 nobody starts. So every group that is made through an address is made over the agent's store, each under
-a prefix of its own: keys of a group that is gone (an earlier attempt, an earlier call) are never met.
+a prefix of its own: no group finds keys of an earlier one (an earlier attempt, an earlier call).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class AbortError(RuntimeError):
-    """NCCL does not give up its operations."""
+    """NCCL does not abort its operations."""
 
 
 class UnusableError(RuntimeError):
-    """The CUDA context of this process is broken: every call fails from now on."""
+    """The CUDA context of this process is broken: every call of CUDA fails from now on."""
 
 
 class _Groups:
-    """The groups that there are at some moment: their names and ranks."""
+    """The groups of this process at some moment: their names and ranks."""
 
     def __init__(self) -> None:
-        # A rank that is about to be replaced has nothing to tell.
+        # Copied at once: the control thread asks while the main thread may make or end groups.
         world = distributed_c10d._world  # noqa: SLF001 - what `get_process_group_ranks` reads, one by one
         self.default = dist.group.WORLD
         self.uses_nccl = _uses_nccl()
@@ -61,9 +61,13 @@ _original: Callable[..., None] = distributed_c10d.init_process_group
 _calls: Counter[str] = Counter()
 _ours: Any = None
 _agent_store: dist.Store | None = None
+# Taken when the rank starts, before the user's code can set these variables to an address of its own.
+_agent_address: tuple[str, int] = ("127.0.0.1", 0)
+# Not torchelastic's restart count: that of a node that joined late is another one.
+_attempt = 0
 _timeout: timedelta | None = None
 _formed_with: dict[str, Any] | None = None
-"""What the default group was made with, so that another one can take its place."""
+"""The arguments of the default group, with which another one can take its place."""
 _aborting: threading.Thread | None = None
 _aborted: _Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
@@ -72,12 +76,13 @@ _aborted: _Groups | None = None
 def form(backend: str, device: torch.device, timeout: float | None = None) -> None:
     """Form the default group of all ranks over the agent's store.
 
-    `device_id` has NCCL connect the ranks here and now. That costs every run the connection (a second or so,
-    and some hundred MB of each GPU), also one without a collective. It is worth it: in its first collective
-    NCCL would connect inside the call, where a rank whose peers do not come cannot be told which collective
-    it is in, nor freed. With it that collective is recorded and can be aborted like any other, and what is
-    wrong with NCCL ends the launch before the user's code begins. The price beside the time: torch makes
-    other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for all ranks.
+    `device_id` has NCCL connect the ranks at once. That costs every run the connection (a second or so, and
+    some hundred MB of each GPU), also a run without a collective. It is worth it: otherwise NCCL would
+    connect inside the first collective, and a rank whose peers do not come could neither report which
+    collective it is in nor be freed. With it the first collective is recorded and can be aborted like any
+    other, and an error of NCCL's ends the launch before the user's code begins. The price beside the time:
+    torch makes other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for
+    all ranks.
     """
     global _formed_with, _ours, _timeout
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
@@ -98,13 +103,13 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     """Replace the default group, which may be broken, by a new one of the same kind; check it.
 
     Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one; `cut` cuts
-    their connections. Raises `AbortError` if NCCL does not let go of the old ones, `UnusableError` if CUDA
-    cannot be used any more.
+    their connections. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot
+    be used any more.
     """
     global _aborted, _ours
     check_context(device, wait=False)
     _end_nccl()
-    # Only now: NCCL takes a connection that breaks for an error, which its watchdog answers with an abort().
+    # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
     leave()
@@ -112,7 +117,8 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _aborted = _ours = None
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
-    # What was raised in the old group holds it in cycles: its threads and connections stay until they go.
+    # Exceptions of the old group hold it in cycles: its threads and connections stay until these are
+    # collected.
     gc.collect()
     if _formed_with is None:
         return
@@ -146,7 +152,7 @@ def is_default(group: object) -> bool:
 
 
 def begin_abort(then: Callable[[], None] = lambda: None) -> None:
-    """Have NCCL end all operations of all groups, without waiting for it: it may wait for the device.
+    """Have NCCL abort all operations of all groups; do not wait, since NCCL may wait for the device.
 
     Does nothing while such an abort is under way.
     """
@@ -160,7 +166,7 @@ def begin_abort(then: Callable[[], None] = lambda: None) -> None:
 
 
 def end_abort(seconds: float = _ABORT_SECONDS) -> bool:
-    """Wait for an abort that is under way; return whether it has come to its end."""
+    """Wait for an abort that is under way; return whether it has ended."""
     if _aborting is not None:
         _aborting.join(seconds)
         return not _aborting.is_alive()
@@ -168,12 +174,12 @@ def end_abort(seconds: float = _ABORT_SECONDS) -> bool:
 
 
 def check_context(device: torch.device, *, wait: bool = True) -> None:
-    """Raise `UnusableError` if CUDA cannot be used any more; `wait` a moment for what is under way there."""
+    """Raise `UnusableError` if CUDA cannot be used any more; `wait` a moment for its work under way."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
     found: list[str] = []
     if wait:
-        # A device-side assertion is known when the kernel has run, and that may take any time.
+        # A device-side assertion is known once the CUDA kernel has run, which may take any time.
         thread = threading.Thread(
             target=lambda: found.append(_cuda_error(lambda: torch.cuda.synchronize(device))),
             name="nblaunch-synchronize",
@@ -188,7 +194,7 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
 
 
 def _cuda_error(call: Callable[[], object]) -> str:
-    """Return what CUDA says of a call, in one line; empty if it did as it was told."""
+    """Return CUDA's error in a call, in one line; empty if there is none."""
     try:
         call()
     except RuntimeError as error:
@@ -197,7 +203,7 @@ def _cuda_error(call: Callable[[], object]) -> str:
 
 
 def _end_nccl() -> None:
-    """Have NCCL let go of all groups: `destroy_process_group` would wait for what is open, for ever."""
+    """Have NCCL abort all groups: `destroy_process_group` would wait for open operations, without a bound."""
     if _uses_nccl():
         begin_abort()
     if not end_abort():
@@ -210,7 +216,7 @@ def _end_nccl() -> None:
 
 
 def _abort(then: Callable[[], None]) -> None:
-    with contextlib.suppress(Exception):  # a group that is broken already cannot be broken off
+    with contextlib.suppress(Exception):  # a group that is broken already cannot be aborted
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
     then()
 
@@ -220,29 +226,29 @@ def _uses_nccl() -> bool:
 
 
 def _know_all_ranks() -> None:
-    """Tell the default group who its members are.
+    """Set the members of the default group in its options.
 
     torch (pytorch#192106; 2.13 still does) takes only the first NCCL or gloo group of a process for the one
-    of all ranks. To split another one, as `init_device_mesh` does, ends in a SIGSEGV.
+    of all ranks. Splitting another one, as `init_device_mesh` does, ends in a SIGSEGV.
     """
     default = dist.group.WORLD
     if not isinstance(default, dist.ProcessGroup):
         return
     for kind in getattr(default, "_device_types", ()):
-        with contextlib.suppress(Exception):  # backends that others register may have no such options
+        with contextlib.suppress(Exception):  # a registered backend may have no such options
             options = default._get_backend(kind).options  # noqa: SLF001
             if not options.global_ranks_in_group:
                 options.global_ranks_in_group = list(range(default.size()))
 
 
 def prefer_loopback() -> None:
-    """Keep gloo and NCCL off the network, unless the user chose an interface: one machine needs none."""
+    """Keep gloo and NCCL on the loopback interface, unless the user chose another one."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _LOOPBACK)
 
 
 def leave(*, abort: bool = False) -> None:
-    """Leave the default process group, if there is one; `abort` what NCCL still does in it."""
+    """Leave the default process group, if there is one; with `abort`, abort NCCL's open operations first."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     if abort and _uses_nccl():
@@ -267,7 +273,7 @@ def _init_process_group(*args: object, **keywords: object) -> None:
         _ours = None
     call = inspect.signature(_original).bind(*args, **keywords)
     if _timeout is not None and call.arguments.get("timeout") is None:
-        # In a session a collective may wait for somebody who reads a debugger's prompt.
+        # In a session a collective may wait while the user reads a debugger's prompt.
         call.arguments["timeout"] = _timeout
     address = _address(call.arguments)
     if address is not None:
@@ -316,19 +322,13 @@ def _store(where: str, number: int) -> dist.Store:
     return dist.PrefixStore(f"nblaunch/{_attempt}/{where}/{number}", _agent_store)
 
 
-# Taken when the rank starts, before the user's code can set these variables to an address of its own.
-_agent_address: tuple[str, int] = ("127.0.0.1", 0)
-# Not torchelastic's restart count: that of a node that joined late is another one.
-_attempt = 0
-
-
 def agent_address() -> tuple[str, int]:
     """Return where the agent's store is."""
     return _agent_address
 
 
 def forget_store() -> None:
-    """Connect anew when a group is formed next: the connection is about to be cut."""
+    """Connect again when the next group is formed: this connection is about to be cut."""
     global _agent_store
     _agent_store = None
 

@@ -27,10 +27,9 @@ from nblaunch.protocol.messages import ScriptJob
 
 
 class ProgramEndedError(Exception):
-    """A program that Python does not run has ended badly; `exitcode` is negative for a signal."""
+    """A program that Python does not run has failed; `exitcode` is negative for a signal."""
 
     def __init__(self, exitcode: int) -> None:
-        """Keep how it ended."""
         super().__init__(exitcode)
         self.exitcode = exitcode
 
@@ -42,7 +41,7 @@ def run(job: ScriptJob) -> None:
     if job.program:
         _run_program([job.path, *args])
         return
-    # It may have been written a moment ago, with the modules that it imports.
+    # The script and the modules that it imports may have been written a moment ago.
     importlib.invalidate_caches()
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
@@ -58,9 +57,9 @@ def run(job: ScriptJob) -> None:
 def end() -> None:
     """Do what Python does after the last line of a script: wait for its threads, call its exit functions.
 
-    Here, while what they print still belongs to the run.
+    Here, while their output still belongs to the run.
     """
-    # Executors have their threads end first. Private, and without them an idle one would be waited for.
+    # Private: executors end their idle threads with these, which the loop below would otherwise join forever.
     shutdowns: tuple[Callable[[], object], ...] = tuple(getattr(threading, "_threading_atexits", ()))
     for shut_down in reversed(shutdowns):
         shut_down()
@@ -72,9 +71,6 @@ def end() -> None:
 
 def _main() -> threading.Thread:
     return threading.main_thread()
-
-
-# --- Python ------------------------------------------------------------------------------------------
 
 
 def _file(path: str, main: types.ModuleType) -> types.CodeType:
@@ -114,7 +110,7 @@ def _code(spec: ModuleSpec | None, name: str, main: types.ModuleType) -> types.C
 def _describe(
     main: types.ModuleType, *, file: str | None, loader: object, spec: ModuleSpec | None = None
 ) -> None:
-    """Give the module what Python gives the one that it runs."""
+    """Give the module the attributes that Python gives `__main__`."""
     vars(main).update(
         __builtins__=builtins,
         __file__=file,
@@ -125,17 +121,14 @@ def _describe(
     )
 
 
-# --- any program ---------------------------------------------------------------------------------------
-
-
 def _run_program(command: list[str]) -> None:
-    """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` if that was its cause."""
+    """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` after an interrupt."""
     with _forwarding() as (received, started):
         process = subprocess.Popen(command, process_group=0, stdout=1, stderr=2)  # noqa: S603 - to run it is what was asked for
         started(process.pid)
         exitcode = process.wait()
     if signal.SIGTERM in received:
-        # The rank itself was to end, and has waited for the program only.
+        # The signal was for the rank, which has waited for the program only.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     if exitcode and signal.SIGINT in received:
@@ -146,9 +139,9 @@ def _run_program(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _forwarding() -> Iterator[tuple[list[int], Callable[[int], None]]]:
-    """Send what is sent to this process on to a program and its children: a process group of their own.
+    """Forward signals of this process to a program and its children, which have their own process group.
 
-    Yields the signals so far, and what is to be told the group.
+    Yields the signals so far, and a function to call with the group's id.
     """
     received: list[int] = []
     groups: list[int] = []

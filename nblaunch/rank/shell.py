@@ -25,7 +25,7 @@ from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
 from nblaunch.protocol.messages import CellJob, Cleared, Displayed, FromRank
-from nblaunch.rank import stdio, values
+from nblaunch.rank import memory, stdio, values
 
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
@@ -56,7 +56,7 @@ class RankDisplayPublisher(DisplayPublisher):
         if publisher.send is None:
             return
         if len(data) > 1:
-            # A widget lives in this rank, where no front end finds it: what is shown is its text.
+            # A widget lives in this rank, where no front end finds it: its text is shown.
             data = {kind: content for kind, content in data.items() if kind != _WIDGET_TYPE}
         publisher.send(
             Displayed(
@@ -76,7 +76,7 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 def _as_json(value: Any) -> Any:
-    """Return `value` as JSON can hold it: bytes as base64, keys as text, the rest as its repr."""
+    """Return `value` as JSON: bytes as base64, keys as text, other objects as their repr."""
     match value:
         case None | bool() | float():
             return value
@@ -95,12 +95,9 @@ def _as_json(value: Any) -> Any:
             return repr(value)
 
 
-# --- Progress bars in ranks are text: a widget's comm would lead nowhere.
-#
-# `tqdm.auto` gives a text bar here by itself, unless something has imported ipykernel's shell;
-# `tqdm.notebook`
-# never does. A rank's output is drawn as a terminal draws it, so a text bar is one live line there.
-
+# Progress bars in ranks are text: a widget's comm would lead nowhere. `tqdm.auto` gives a text bar here by
+# itself, unless something has imported ipykernel's shell; `tqdm.notebook` never does. The notebook draws a
+# rank's output as a terminal does, so a text bar is one live line there.
 
 _NOTEBOOK = "tqdm.notebook"
 
@@ -114,7 +111,7 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         path: Sequence[str] | None,  # noqa: ARG002 - the import system's signature
         target: types.ModuleType | None = None,  # noqa: ARG002
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return how to load `tqdm.notebook`; leave every other module to others."""
+        """Return how to load `tqdm.notebook`; leave every other module to the other finders."""
         return importlib.machinery.ModuleSpec(fullname, self) if fullname == _NOTEBOOK else None
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -132,19 +129,16 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         TextBar.__module__, TextBar.__qualname__ = _NOTEBOOK, "tqdm_notebook"
         TextBar.__name__ = "tqdm_notebook"
-        # `tqdm.autonotebook` asks for the last two; what they are here keeps it from warning.
+        # `tqdm.autonotebook` reads the last two; with these values it does not warn.
         vars(module).update(
             tqdm=TextBar, tqdm_notebook=TextBar, trange=trange, tnrange=trange, IProgress=True, WARN_NOIPYW=""
         )
 
 
 def install_progress_bars() -> None:
-    """From now on `tqdm.notebook` gives text bars in this process and those that it forks."""
+    """Have `tqdm.notebook` give text bars in this process and its forks."""
     if not any(isinstance(finder, _TextBars) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TextBars())
-
-
-# --- The IPython shell in which a rank runs a cell: quiet, without history, with the cell's own file name.
 
 
 _VALUE_CHARACTERS = 20_000
@@ -186,7 +180,7 @@ class CellCompiler(CachingCompiler):
         return self.filename or str(super().get_code_name(raw_code, transformed_code, number))
 
 
-# What has no HTML: asking all of IPython's formatters would be a tenth of a short job.
+# Types without HTML: calling all of IPython's formatters would be a tenth of a short job.
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
@@ -200,12 +194,12 @@ class RankShell(InteractiveShell):
     lines_above = 0
 
     def transform_cell(self, raw_cell: str) -> str:
-        """Transform magics, and put the cell where it stands below the magic's own line."""
-        # Not done by a blank line in the source: IPython strips those, and looks for `%%` in line 1.
+        """Transform magics, and move the cell down to its lines below the magic's own line."""
+        # Not by blank lines in the source: IPython strips these, and looks for `%%` in line 1.
         return "\n" * self.lines_above + str(super().transform_cell(raw_cell))
 
     def init_prompts(self) -> None:
-        """Have no `sys.ps1`, by which programs tell a notebook: Lightning refuses to run ranks in one."""
+        """Have no `sys.ps1`, by which programs detect a notebook: Lightning refuses to run ranks in one."""
         for name in ("ps1", "ps2", "ps3"):
             vars(sys).pop(name, None)
 
@@ -213,7 +207,7 @@ class RankShell(InteractiveShell):
         """Start no event loop: `%matplotlib inline` asks for none, and a rank has no windows."""
 
     def ask_exit(self) -> None:
-        """End the job: `exit` and `quit` do here what `sys.exit()` does."""
+        """End the job: `exit` and `quit` are `sys.exit()` here."""
         raise SystemExit
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
@@ -257,7 +251,7 @@ class RankShell(InteractiveShell):
         compiler.filename, compiler.execution_count = job.filename, job.number
         compiler.flags |= job.flags
         self.running_source, self.lines_above = job.source, job.first_line - 1
-        self.last_execution_result = None  # its value may be what leaves no room for this cell
+        self.last_execution_result = None  # its value may take the memory that this cell needs
         try:
             return self.run_cell(job.source, store_history=False)
         finally:
@@ -270,14 +264,14 @@ class RankShell(InteractiveShell):
         return "\n".join(lines)
 
     def forget_error(self) -> None:
-        """Let go of the last exception in all places where IPython and Python keep one."""
+        """Release the last exception wherever IPython and Python keep it."""
         self.last_execution_result = None
         self.InteractiveTB.tb = None
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             vars(sys).pop(name, None)
 
     def describe(self, value: object) -> tuple[str, str]:
-        """Return `value` as text and as HTML, as this shell would show it; empty where it cannot."""
+        """Return `value` as text and as HTML, as this shell would show it; empty if it cannot."""
         if value is None:
             return "", ""
         if isinstance(value, str | bytes | bytearray) and len(value) > _VALUE_CHARACTERS:
@@ -292,7 +286,7 @@ class RankShell(InteractiveShell):
             return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
         text, html = data.get("text/plain"), data.get("text/html", "")
         if text is None:
-            # IPython has swallowed what the repr raised, or the object has displayed itself.
+            # IPython has swallowed the repr's exception, or the object has displayed itself.
             shows_itself = hasattr(type(value), "_ipython_display_")
             text = "" if shows_itself else f"<{type(value).__name__}, whose repr raised an exception>"
         if len(text) > _VALUE_CHARACTERS:
@@ -320,7 +314,7 @@ def prepare(private: str | None = None) -> RankShell:
         )
         _warm_up(_prepared)
         install_progress_bars()
-        # IPython's advice to whoever calls sys.exit() is for a prompt.
+        # IPython's advice on sys.exit() is for a prompt.
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared
 
@@ -334,15 +328,15 @@ def _ipython_directory(private: str | None) -> str:
 
 
 def _warm_up(made: RankShell) -> None:
-    """Format one traceback: what that imports takes a rank 100 ms, while its peers wait for its word."""
+    """Format one traceback: the imports take 100 ms, for which a failed rank would keep its peers waiting."""
     try:
-        raise LookupError  # noqa: TRY301 - to be caught is all it is for
+        raise LookupError  # noqa: TRY301 - raised to be caught
     except LookupError as error:
         made.colored_traceback(error, error.__traceback__)
 
 
 def remember_sources(sources: Mapping[str, tuple[str, str]]) -> None:
-    """Let `inspect.getsource` and tracebacks find the code of functions that came from the notebook."""
+    """Let `inspect.getsource` and tracebacks find the source of functions from the notebook."""
     names: dict[str, int] = prepare().compile._filename_map  # noqa: SLF001 - where IPython keeps "Cell In[3]"
     for filename, (title, source) in sources.items():
         number = title.removeprefix("Cell In[").removesuffix("]")
@@ -359,28 +353,25 @@ def namespace() -> dict[str, Any]:
     return main
 
 
-# --- What a notebook asks of a rank between its cells: help on an object, and how a name could go on.
-
+# Questions of the notebook between two cells (`nblaunch.elastic.entry.ask_shell`): %debug, help, completion.
 
 _MOST = 500
 
 last_error: BaseException | None = None
-"""What the last job that failed here raised."""
+"""The exception of the last job that failed here."""
 
 
 def free_gpu_memory() -> None:
-    """Forget the last exception where its frames may hold GPU memory, which the next job needs.
+    """Release the last exception if its frames may hold GPU memory, which the next job needs.
 
-    On a rank without CUDA it stays until another takes its place, as in IPython.
+    On a rank without CUDA it stays until the next one, as in IPython.
     """
-    from nblaunch.rank import memory  # with torch, and the notebook imports this module
-
     global last_error
     if last_error is None or not memory.on_gpu():
         return
     error, last_error = last_error, None
     prepare().forget_error()
-    memory.let_go(error)
+    memory.free_frames(error)
 
 
 def debug() -> None:
@@ -392,14 +383,14 @@ def debug() -> None:
 
 
 def describe(name: str) -> str:
-    """Return what `name?` shows here; empty if there is nothing of that name."""
+    """Return what `name?` shows here; empty if the name is not defined."""
     running: Any = prepare()
     found = running.object_inspect(name)
     return str(running.object_inspect_text(name)) if found["found"] else ""
 
 
 def complete(code: str, position: int) -> tuple[int, list[str]]:
-    """Return how many characters before `position` are to be replaced, and the texts that could be there."""
+    """Return how many characters before `position` a completion replaces, and the completions."""
     completer: Any = prepare().Completer
     from IPython.core.completer import provisionalcompleter
 

@@ -1,4 +1,4 @@
-"""Where a rank is, seen from its control thread; and how a stuck collective is ended."""
+"""The stacks of a rank, as its control thread reads them, and how it ends a stuck collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WAITS = re.compile(r"\.wait\(")
 
 
 class RankInspector:
-    """Looks at this process."""
+    """Reads the main thread's stack, collectives and connections; runs on the control thread."""
 
     def __init__(self, rank: int, titles: Mapping[str, str]) -> None:
         """`titles` maps file names of cells to what the reader calls them; it may change later."""
@@ -46,14 +46,14 @@ class RankInspector:
             recent=known.recent,
             connections=tuple(_connections()),
             pending=known.pending,
-            # The device is waited for in any call that needs a result, `.item()` for one.
+            # The main thread waits for the device in any call that needs a result, such as `.item()`.
             inside=(nccl and (status.busy or known.pending is None)) or self._inside(),
             nccl=nccl,
             done=status.done,
         )
 
     def collectives(self) -> int | None:
-        """Return how many collectives of the default group this rank has begun, None where there is none."""
+        """Return the sequence number of the default group, None where there is no group."""
         default = distributed_c10d.GroupMember.WORLD
         if not isinstance(default, distributed_c10d.ProcessGroup):
             return None
@@ -61,7 +61,7 @@ class RankInspector:
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
 
     def free(self, fds: tuple[int, ...]) -> None:
-        """Abort what NCCL does, and shut connections to other ranks: a gloo collective that waits raises."""
+        """Abort NCCL's operations, and shut connections to other ranks: a waiting gloo collective raises."""
         cut = cutting((*fds, *self._waiting_for_store()))
         if process_group.uses_nccl():
             process_group.begin_abort(cut)
@@ -69,14 +69,14 @@ class RankInspector:
             cut()
 
     def abort(self, then: Callable[[], None]) -> None:
-        """Have NCCL give up all operations, and call `then`, perhaps on another thread."""
+        """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
         if process_group.uses_nccl():
             process_group.begin_abort(then)
         else:
             then()
 
     def _waiting_for_store(self) -> Iterator[int]:
-        """Yield the connection to the agent's store, if a group is being formed whose members do not come."""
+        """Yield the connection to the agent's store, if the main thread waits there for a group to form."""
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
         stack = traceback.walk_stack(frame) if frame is not None else ()
         if any(each.f_code.co_name in _FORMING for each, _ in stack):
@@ -86,11 +86,11 @@ class RankInspector:
             yield from (each.fd for each in _connections() if each.remote[1] == port)
 
     def _inside(self) -> bool:
-        """Whether the main thread is in a call of torch.distributed, or waits for one that it has begun."""
+        """Whether the main thread is in a call of torch.distributed, or waits for an operation of one."""
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
         if frame is None:
             return False
-        # The innermost line: gloo's flight recorder does not know of sends and receives that are under way.
+        # The innermost line too: gloo's flight recorder has no sends and receives that are under way.
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
         stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
         return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
@@ -110,7 +110,7 @@ class RankInspector:
 
 
 def cutting(fds: tuple[int, ...]) -> Callable[[], None]:
-    """Return what shuts these connections, also when their numbers belong to others by then."""
+    """Return a function that shuts these connections, even if their descriptors are reused by then."""
     connections = []
     for fd in fds:
         with contextlib.suppress(OSError):

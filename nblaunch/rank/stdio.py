@@ -1,8 +1,8 @@
-"""A rank's standard streams: straight into its log files, and in an order that can be told.
+"""A rank's standard streams: output goes straight into its log files, input comes from the notebook.
 
-torchelastic has put two files under descriptors 1 and 2. Text goes there with every write, so that
-what was printed is there even after SIGKILL; native code and forked processes write to the same files.
-Two files do not say what came first, so a stream announces (`Switched`) when it takes over.
+torchelastic has put two files under descriptors 1 and 2. Every write reaches them at once, so that printed
+text survives SIGKILL; native code and forked processes write to the same files. Two files do not show which
+text came first, so the rank sends `Switched` when one stream takes over from the other.
 
 Programs that a rank starts write into pipes, which a thread copies to the files: a shell that opens
 /dev/stdout to write would empty the file.
@@ -39,7 +39,7 @@ _NOT_THE_USERS = ("IPython.*", "nblaunch.*")
 
 
 def offsets() -> Offsets:
-    """Return how much has been written so far, by anybody, to the two files."""
+    """Return how much all threads and processes have written so far to the two files."""
     with _writing.lock:
         _writing.settle()
         return _offsets()
@@ -58,12 +58,12 @@ def _written(fd: int) -> int:
 
 
 class _Writing:
-    """What is to be written to the two files, by which thread, and in which order."""
+    """Puts the text of all threads into the two files, line by line, in order."""
 
     def __init__(self) -> None:
         self.announce: Callable[[Offsets], None] | None = None
         self.between_jobs = False
-        """Whether what other threads write now is kept for the next job."""
+        """Whether text of other threads than the main one is kept for the next job."""
         self._last = Stream.STDOUT
         self._kept: list[tuple[Stream, bytes]] = []
         self._begin()
@@ -76,12 +76,12 @@ class _Writing:
         self.pipes: dict[Stream, tuple[int, int]] = {}
 
     def begin_in_child(self) -> None:
-        """In a fork: what other threads hold, and what programs have written, is the parent's."""
+        """In a fork: text that other threads hold, and output of programs, is the parent's."""
         self._begin()
         self.announce, self.between_jobs, self._kept = None, False, []
 
     def write(self, stream: Stream, text: bytes) -> None:
-        """Write whole lines, and what is no line yet only where no other thread can break into it."""
+        """Write whole lines; write an unfinished line only if no other thread can break into it."""
         thread, main = threading.get_ident(), threading.main_thread().ident
         if thread != main:
             self._wait_for_line_end(stream)
@@ -96,7 +96,7 @@ class _Writing:
                 self._put(stream, held)
                 held = b""
             text = held + text
-            # A `\r` ends a state of a progress bar; what follows it comes with the next, or with a flush.
+            # A `\r` ends a state of a progress bar; text behind it comes with the next one, or with a flush.
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
             if not self._others or len(text) - end > _LONGEST_HELD:
                 end = len(text)
@@ -105,12 +105,12 @@ class _Writing:
             self._put(stream, text[:end], thread == main)
 
     def _wait_for_line_end(self, stream: Stream) -> None:
-        """Give the main thread time to end the line that it began when no other thread had written."""
+        """Give the main thread time to end a line that it began before any other thread had written."""
         while time.monotonic() - self._open.get(stream, 0.0) < _HELD_SECONDS:
             time.sleep(0.001)
 
     def settle(self) -> None:
-        """Write what this thread has not ended, and what threads that are gone, or rest, have not."""
+        """Write the unfinished lines of this thread, and of threads that are gone or idle."""
         self.copy_pipes()
         if not self._held:
             return
@@ -140,7 +140,7 @@ class _Writing:
         _write_all(_DESCRIPTORS[stream], text)
 
     def release(self) -> None:
-        """Write what was kept for the job that begins now."""
+        """Write the text that was kept for the job that begins now."""
         self.between_jobs = False
         kept, self._kept = self._kept, []
         for stream, text in kept:
@@ -148,11 +148,11 @@ class _Writing:
 
     @property
     def keeps(self) -> bool:
-        """Whether something was kept for the next job."""
+        """Whether text was kept for the next job."""
         return bool(self._kept)
 
     def copy_pipes(self) -> None:
-        """Write what programs have written so far."""
+        """Copy the output of programs so far to the files."""
         for stream, (reading, _) in self.pipes.items():
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(reading, _CHUNK):
@@ -177,13 +177,13 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def begin_job() -> None:
-    """Write what threads have printed since the job before; from now on they write to the files."""
+    """Write the text that threads have printed since the last job; from now on they write to the files."""
     with _writing.lock:
         _writing.release()
 
 
 def end_job(*, keep: bool) -> Offsets:
-    """Return what `offsets` does; with `keep`, what threads print from now on waits for the next job."""
+    """Return `offsets()`; with `keep`, text that threads print from now on waits for the next job."""
     with _writing.lock:
         _writing.settle()
         _writing.between_jobs = keep
@@ -203,10 +203,9 @@ class RankStream(io.TextIOWrapper):
     """
 
     def __init__(self, stream: Stream) -> None:
-        """Wrap the stream's descriptor."""
         raw = io.FileIO(_DESCRIPTORS[stream], "wb", closefd=False)
         super().__init__(
-            raw,  # for those who use `.buffer`; text does not pass through it
+            raw,  # for programs that use `.buffer`; text does not pass through it
             encoding="utf-8",
             errors="backslashreplace",
             write_through=True,
@@ -221,7 +220,7 @@ class RankStream(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write what this thread has begun and not ended."""
+        """Write this thread's unfinished line."""
         with _writing.lock:
             _writing.settle()
         super().flush()
@@ -245,9 +244,6 @@ def install(announce: Callable[[Offsets], None]) -> None:
         setattr(sys, name, made)
         setattr(sys, f"__{name}__", made)
     _give_programs_pipes()
-
-
-# --- what a rank starts ------------------------------------------------------------------------------
 
 
 def _give_programs_pipes() -> None:
@@ -278,7 +274,7 @@ def _give_programs_pipes() -> None:
 
 
 def _pipe_for(stream: Stream) -> int:
-    """Return the end of a pipe that a program may write to, what has been written so far preceding it."""
+    """Return the end of a pipe that a program may write to; earlier text is written first."""
     with _writing.lock:
         _writing.settle()
         if stream not in _writing.pipes:
@@ -291,14 +287,14 @@ def _pipe_for(stream: Stream) -> int:
 
 
 def _copy(reading: int) -> None:
-    """Copy what programs write as soon as it is there."""
+    """Copy the output of programs as soon as it arrives."""
     import select
 
     waiting = select.poll()
     waiting.register(reading, select.POLLIN)
     while True:
         waiting.poll()
-        # What cannot be written, to a full disk for example, is the program's loss.
+        # Output that cannot be written, to a full disk for example, is lost.
         with contextlib.suppress(OSError), _writing.lock:
             _writing.copy_pipes()
 
@@ -314,17 +310,16 @@ def _system(command: str | bytes | os.PathLike[Any]) -> int:
 
 
 class Questions:
-    """Asks one question after the other; `answers` is filled by the control thread."""
+    """Asks one question after the other; the control thread fills `answers`."""
 
     def __init__(self, rank: int, send: Callable[[FromRank], None]) -> None:
-        """Ask through `send`."""
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._rank = rank
         self._send = send
         self._number = 0
 
     def install(self) -> None:
-        """Take the place of the functions that read from a terminal, which a rank has not."""
+        """Replace the functions that read from a terminal: a rank has none."""
         builtins.input = self.input
         getpass.getpass = self.getpass
         sys.breakpointhook = breakpoint_hook
@@ -332,7 +327,7 @@ class Questions:
     def input(self, prompt: object = "", /) -> str:
         """Return a line that the user types in the notebook.
 
-        Raises `EOFError` where nobody can be asked.
+        Raises `EOFError` if the notebook cannot ask.
         """
         return self._ask(str(prompt), password=False)
 
@@ -355,14 +350,14 @@ class Questions:
         while True:
             answer = self.answers.get()
             if answer.number == self._number:
-                break  # others are to questions whose asking was interrupted
+                break  # others answer questions that were interrupted
         if answer.error:
             raise EOFError(answer.error)
         return answer.text
 
 
 def breakpoint_hook(*arguments: Any, **keywords: Any) -> Any:
-    """Start the debugger that `breakpoint()` asks for, at the line that asks."""
+    """Start a debugger at the line that calls `breakpoint()`."""
     if os.environ.get("PYTHONBREAKPOINT", "pdb.set_trace") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*arguments, **keywords)  # noqa: T100 - as Python itself does
     _debugger().set_trace(sys._getframe(1))  # noqa: SLF001 - as pdb itself does
@@ -377,5 +372,5 @@ def post_mortem(trace: TracebackType) -> None:
 
 
 def _debugger() -> pdb.Pdb:
-    # Without a handler of its own for SIGINT: an interrupt ends the run, it asks no more questions.
+    # Without a SIGINT handler of its own: an interrupt ends the run, and asks no further question.
     return pdb.Pdb(nosigint=True, skip=_NOT_THE_USERS)

@@ -1,8 +1,4 @@
-"""How a value looks in a few words: large tensors and arrays by shape, type, place and statistics.
-
-A wall of numbers tells nobody anything. Small ones, and all that has a text of its own (sparse tensors,
-subclasses), look as they always do; statistics that cannot be had are left out, and never fail a run.
-"""
+"""A job's value: what is sent to the notebook, and its text, in which large tensors are summaries."""
 
 from __future__ import annotations
 
@@ -19,6 +15,114 @@ import torch
 from nblaunch._results import NotSent
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.unpicklable import find_culprit
+
+_SEARCH_SECONDS = 2.0
+_INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
+
+
+class ValueNotSentError(TypeError):
+    """The job succeeded, but its value cannot be pickled; the message names the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A value on its way; with `warning`, why it is only a stand-in for the job's own."""
+
+    outgoing: shared_memory.Outgoing
+    warning: str = ""
+
+
+def send(value: object, spill: Callable[[], Path]) -> Sent:
+    """Send a value. Raises `ValueNotSentError` if it cannot be pickled."""
+    try:
+        return Sent(_put(value, spill))
+    except (Exception, SystemExit) as error:
+        msg = (
+            f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {_text(error)}. "
+            f"{_INSTEAD}."
+        )
+        raise ValueNotSentError(msg) from error
+
+
+def send_or_stand_in(
+    value: object, spill: Callable[[], Path], *, shown: str, rank: int, asked_for: bool
+) -> Sent:
+    """Send the value of a cell, or a stand-in where it cannot be sent: the cell itself has succeeded.
+
+    `shown` is the value's repr. A model, an optimizer or a data loader is sent only if it was `asked_for`: in
+    most cells the last line that has such a value is `model.eval()` or `model.to(device)`.
+    """
+    kind = _type_name(type(value))
+    if not asked_for and _is_machinery(value):
+        reason = (
+            f"{kind} is shown and was not sent from rank {rank}: a cell sends a model, an optimizer or a "
+            "data loader only with --out NAME. Run the cell with --out, or bind it to a name on the ranks of "
+            "a session and pull that (%distributed pull NAME, session.pull('NAME'))."
+        )
+        return Sent(_put(NotSent(shown, kind, reason), spill))
+    try:
+        return Sent(_put(value, spill))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the objects raise
+        why = _why(value, error)
+        reason = f"{kind} is shown and was not sent from rank {rank}: {why}. {_INSTEAD}."
+        return Sent(_put(NotSent(shown, kind, reason), spill), f"{why}. {_INSTEAD}.")
+
+
+def _put(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
+    return shared_memory.put(pickling.dumps_home(value), spill)
+
+
+def _is_machinery(value: object) -> bool:
+    kinds: tuple[type, ...] = (torch.nn.Module, torch.optim.Optimizer)
+    data = sys.modules.get("torch.utils.data")
+    if data is not None:
+        kinds = (*kinds, data.DataLoader)
+    return isinstance(value, kinds)
+
+
+def _why(value: object, error: BaseException) -> str:
+    """Return which part of a value cannot be pickled, and why."""
+    culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
+    if culprit is None:
+        return f"{_type_name(type(value))} cannot be sent: {_text(error)}"
+    path = culprit.path.removeprefix("value")
+    part = (
+        f"value{path}, {culprit.type_name}, cannot be sent" if path else f"{culprit.type_name} cannot be sent"
+    )
+    return f"{part}: {culprit.reason}"
+
+
+def _refusal(value: object) -> Exception | None:
+    try:
+        pickling.dumps_home(value)
+    except Exception as error:  # noqa: BLE001 - whatever the objects raise
+        return error
+    except SystemExit as error:
+        return RuntimeError(_text(error))
+    return None
+
+
+def _unsendable(value: object) -> str:
+    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
+    for key, each in value.items() if type(value) is dict else ():
+        if _refusal(each) is not None:
+            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _type_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(error: BaseException) -> str:
+    """Return an exception's text, or its type if it has none."""
+    text = str(error)
+    return f"SystemExit({text})" if isinstance(error, SystemExit) else text or type(error).__name__
+
+
+# The text of a value: large tensors and arrays by shape, type, place and statistics, since a wall of numbers
+# is of no use. Small ones, and all that have a text of their own (sparse tensors, subclasses), look as they
+# always do. Statistics that cannot be had are left out, and never fail a run.
 
 LARGE = 1000
 """Elements; with more, torch and NumPy leave some out of their own text."""
@@ -56,20 +160,19 @@ class Summaries:
     """Texts of the tensors and arrays in one value, whose statistics together have a budget."""
 
     def __init__(self) -> None:
-        """Begin with nothing spent."""
         self._spent = 0.0
 
     def tensor(self, value: torch.Tensor, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
-        """Write a tensor's summary, or what it says of itself."""
+        """Write a tensor's summary, or its own repr."""
         text = None
-        with contextlib.suppress(Exception):  # then it says what it always says of itself
+        with contextlib.suppress(Exception):  # then its own repr
             text = self.of_tensor(value)
         _write(repr(value) if text is None else text, printer)
 
     def array(self, value: Any, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
-        """Write an array's summary, or what it says of itself."""
+        """Write an array's summary, or its own repr."""
         text = None
-        with contextlib.suppress(Exception):  # then it says what it always says of itself
+        with contextlib.suppress(Exception):  # then its own repr
             text = self.of_array(value)
         _write(repr(value) if text is None else text, printer)
 
@@ -112,7 +215,7 @@ class Summaries:
 
 
 def _write(text: str, printer: Any) -> None:
-    """Write a text of several lines so that it is indented as what surrounds it."""
+    """Write a text of several lines, indented as its surroundings."""
     for number, line in enumerate(text.split("\n")):
         if number:
             printer.break_()
@@ -129,9 +232,6 @@ def _device(value: torch.Tensor) -> str:
     if device.type != "cpu" and device.index == torch.get_device_module(device).current_device():
         return f"device={device.type}"
     return f"device={device}"
-
-
-# --- statistics ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -157,7 +257,7 @@ def _statistics(size: int, parts: Iterator[Any], of: Callable[[Any], _Found]) ->
         low, high = min(each.low for each in found), max(each.high for each in found)
         mean = sum(each.total for each in found) / count
         if abs(mean) < _NOTHING * max(abs(low), abs(high)):
-            mean = 0.0  # what is left of rounding, and another number on another machine
+            mean = 0.0  # a rounding error, which differs between machines
         means = [f"mean={_number(mean)}"] if math.isfinite(mean) else []  # sums can overflow
         shown = [f"min={_number(low)}", f"max={_number(high)}", *means, *shown]
     return shown
@@ -191,7 +291,7 @@ def _of_tensor(part: torch.Tensor) -> _Found:
     if part.dtype.is_complex:
         raise TypeError
     if part.dtype.itemsize == 1 or part.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        # Booleans, and types for which torch has no arithmetic, or not much.
+        # Booleans, and types for which torch has little or no arithmetic.
         part = part.to(torch.float32 if part.dtype.is_floating_point else torch.int64)
     wide = torch.float32 if part.device.type == "mps" else torch.float64
     total = part.sum(dtype=wide).item()
@@ -216,110 +316,3 @@ def _of_array(part: Any) -> _Found:
     if not kept.size:
         return _Found(0, 0.0)
     return _Found(kept.size, float(kept.sum(dtype=numpy.float64)), kept.min().item(), kept.max().item())
-
-
-# --- What becomes of a job's value: it is sent to the notebook, or only shown there.
-
-
-_SEARCH_SECONDS = 2.0
-_INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
-
-
-class ValueNotSentError(TypeError):
-    """The job succeeded, but its value cannot be pickled; says which part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A value on its way, and why it is only a stand-in for the job's own."""
-
-    outgoing: shared_memory.Outgoing
-    warning: str = ""
-
-
-def send(value: object, spill: Callable[[], Path]) -> Sent:
-    """Send a value. Raises `ValueNotSentError` if that cannot be."""
-    try:
-        return Sent(_put(value, spill))
-    except (Exception, SystemExit) as error:
-        msg = (
-            f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {_text(error)}. "
-            f"{_INSTEAD}."
-        )
-        raise ValueNotSentError(msg) from error
-
-
-def send_or_stand_in(
-    value: object, spill: Callable[[], Path], *, shown: str, rank: int, asked_for: bool
-) -> Sent:
-    """Send the value of a cell, or what stands for it there: the cell has done its work.
-
-    `shown` is the value's repr. A model, an optimizer or a data loader is sent only if it was `asked_for`:
-    the last line of most cells that have one there is `model.eval()` or `model.to(device)`.
-    """
-    kind = _type_name(type(value))
-    if not asked_for and _is_machinery(value):
-        reason = (
-            f"{kind} is shown and was not sent from rank {rank}: a cell sends a model, an optimizer or a "
-            "data loader only with --out NAME. Run the cell with --out, or bind it to a name on the ranks of "
-            "a session and pull that (%distributed pull NAME, session.pull('NAME'))."
-        )
-        return Sent(_put(NotSent(shown, kind, reason), spill))
-    try:
-        return Sent(_put(value, spill))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the objects raise
-        why = _why(value, error)
-        reason = f"{kind} is shown and was not sent from rank {rank}: {why}. {_INSTEAD}."
-        return Sent(_put(NotSent(shown, kind, reason), spill), f"{why}. {_INSTEAD}.")
-
-
-def _put(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
-    return shared_memory.put(pickling.dumps_home(value), spill)
-
-
-def _is_machinery(value: object) -> bool:
-    kinds: tuple[type, ...] = (torch.nn.Module, torch.optim.Optimizer)
-    data = sys.modules.get("torch.utils.data")
-    if data is not None:
-        kinds = (*kinds, data.DataLoader)
-    return isinstance(value, kinds)
-
-
-def _why(value: object, error: BaseException) -> str:
-    """Say which part of a value cannot be pickled, and why."""
-    culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
-    if culprit is None:
-        return f"{_type_name(type(value))} cannot be sent: {_text(error)}"
-    path = culprit.path.removeprefix("value")
-    part = (
-        f"value{path}, {culprit.type_name}, cannot be sent" if path else f"{culprit.type_name} cannot be sent"
-    )
-    return f"{part}: {culprit.reason}"
-
-
-def _refusal(value: object) -> Exception | None:
-    try:
-        pickling.dumps_home(value)
-    except Exception as error:  # noqa: BLE001 - whatever the objects raise
-        return error
-    except SystemExit as error:
-        return RuntimeError(_text(error))
-    return None
-
-
-def _unsendable(value: object) -> str:
-    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
-    for key, each in value.items() if type(value) is dict else ():
-        if _refusal(each) is not None:
-            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _type_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _text(error: BaseException) -> str:
-    """Return an exception in words; of one without a text, its type."""
-    text = str(error)
-    return f"SystemExit({text})" if isinstance(error, SystemExit) else text or type(error).__name__

@@ -64,7 +64,7 @@ def test_what_the_frames_of_an_exception_hold_is_free_at_once(wrap):
             trace = trace.tb_next
         dict(trace.tb_frame.f_locals)  # as whoever tells the failure does
         assert made[0]() is not None
-        memory.let_go(error)
+        memory.free_frames(error)
         assert made[0]() is None
         assert sys._getframe().f_locals["made"] is made, "frames that run are left alone"
     finally:
