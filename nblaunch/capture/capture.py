@@ -1,4 +1,4 @@
-"""What a cell or a call takes along: values in one pickle, submodules by name, the source of functions."""
+"""The payload of a cell or a call: values in one pickle, submodules by name, the source of functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nblaunch.capture.pickling import Packed
 if TYPE_CHECKING:
     from nblaunch.capture.unpicklable import Culprit
 
-# These are the rank's own; `open`, `exit` and `quit` are put into the namespace by IPython.
+# These are the rank's own; IPython puts `open`, `exit` and `quit` into the namespace.
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
 
@@ -28,25 +28,25 @@ class Captured:
     packed: Packed
     imports: tuple[str, ...]
     sources: Mapping[str, str]
-    """File name -> source of the notebook cells that captured functions were defined in."""
+    """File name -> source of the notebook cells in which captured functions were defined."""
     names: frozenset[str] = frozenset()
-    """The variables that go along."""
+    """The variables in the payload."""
     used: frozenset[str] = frozenset()
     """All names that the cell may use."""
 
 
 class KnownVariables(pickling.Known, Protocol):
-    """What ranks that stay have of a notebook's variables and objects."""
+    """The notebook's variables and objects that the ranks of a session have."""
 
     def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
-        """Return which variables the ranks lack, of `names` and of those that functions use.
+        """Return which variables the ranks lack: of `names`, and of those that functions use.
 
-        These are the functions that the variables and `roots` lead to.
+        The functions are those that the variables and `roots` lead to.
         """
 
 
 class _Everything:
-    """What fresh ranks lack."""
+    """Fresh ranks lack all variables."""
 
     def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:  # noqa: ARG002 - as above
         return names
@@ -59,10 +59,10 @@ def capture_cell(
     *,
     known: KnownVariables | None = None,
 ) -> Captured:
-    """Capture what a cell needs of `namespace`; `source` is plain Python, magics transformed.
+    """Capture the variables of `namespace` that a cell needs; `source` is plain Python, magics transformed.
 
     `transform` does that for cells within the cell (below a `%%time` of its own). `known` is what the ranks
-    have already, None for fresh ones. Those get, of a view of a tensor, no more of its storage than it shows.
+    have already, None for fresh ones. Fresh ranks get only the part of a tensor's storage that is shown.
 
     Raises `CaptureError` for the first value that cannot be sent, `SyntaxError` for a broken cell.
     """
@@ -77,7 +77,7 @@ def capture_cell(
 def _packed_cell(
     names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: KnownVariables | None
 ) -> tuple[Packed, frozenset[str]]:
-    """Return the pickle of variables, and which are in it: those that may be needed are, if they can be."""
+    """Return the pickle of variables, and which are in it; one that only may be needed can be left out."""
     surely = {name: namespace[name] for name in sorted(names & needed)}
     maybe = {name: namespace[name] for name in sorted(names - needed)}
     try:
@@ -92,7 +92,7 @@ def _packed_cell(
 def capture_values(
     values: dict[str, Any], namespace: dict[str, Any] | None = None, known: pickling.Known | None = None
 ) -> Captured:
-    """Capture variables that are to be pushed. Raises `CaptureError` for one that cannot be sent."""
+    """Capture variables for a push. Raises `CaptureError` for one that cannot be sent."""
     try:
         packed = (
             pickling.dumps(values, namespace)
@@ -123,7 +123,7 @@ def capture_call(
     if known is None:
         packed = _pack((*call, ()), roots, namespace, "the call uses")
         return Captured(packed, (), _sources(packed))
-    # Variables that only functions use that the ranks have already: nothing else would bring them.
+    # Variables that only functions use which the ranks have already: nothing else would bring them.
     lacking = known.needs(frozenset(), function, args, kwargs) & (namespace or {}).keys()
     variables = {name: (namespace or {})[name] for name in sorted(lacking)}
     packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
@@ -194,7 +194,7 @@ def _sources(packed: Packed) -> dict[str, str]:
     found = {}
     for filename in packed.filenames:
         entry = linecache.cache.get(filename)
-        # Entries without a modification time are no files: IPython puts cells there.
+        # Entries without a modification time are not files but IPython's cells.
         if entry is not None and len(entry) == 4 and entry[1] is None:  # noqa: PLR2004
             found[filename] = "".join(entry[2])
     return found

@@ -1,11 +1,11 @@
 """Whether an object of the notebook was changed in place since the ranks got it.
 
-Such a change does not travel to the ranks of a session, so whoever uses the object there has to hear of it.
-Each object that is sent leaves a print: its size and its elements' identities, or a digest of its content. A
-print says nothing of what lies deeper, which has prints of its own. No code of the user's runs to make one.
+Such a change does not travel to the ranks of a session, so a cell that uses the object there gets a notice.
+A print of each object that is sent is kept: its size and its elements' identities, or a digest of its
+content. It does not cover deeper objects, which have prints of their own. No code of the user runs for it.
 
-What this cannot see: changes of large arrays that leave a sample of their elements alone, of files and other
-things outside memory, and of objects of C extensions that are large or cannot be pickled.
+Not detected: changes of large arrays that leave a sample of their elements alone, of files and other things
+outside memory, and of objects of C extensions that are large or cannot be pickled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Prints:
     """The prints of the objects that one table knows."""
 
     def __init__(self, table: ObjectTable) -> None:
-        """Begin without any."""
         self._table = table
         self._prints: dict[int, object] = {}
 
@@ -47,7 +46,7 @@ class Prints:
         """Return the print of an object as it is now."""
         try:
             return _print_of(obj, self._mark)
-        except Exception:  # noqa: BLE001 - an object in a state of its own: nothing can be said of it
+        except Exception:  # noqa: BLE001 - an object in an odd state: it has no print
             return None
 
     def update(self, prints: Mapping[int, object]) -> None:
@@ -90,12 +89,12 @@ class Prints:
     @staticmethod
     def _follows(child: Any) -> bool:
         if isinstance(child, dict | list | set | tuple) and not child:
-            return False  # what holds it has its length in its own print
+            return False  # its length is in the print of the object that holds it
         # Classes of libraries do not change, and lead everywhere.
         return not isinstance(child, type) or is_by_value(child)
 
     def _mark(self, child: Any) -> object:
-        """Return what tells a child from any other: a value by itself, an object by its identity."""
+        """Return what distinguishes a child: its value, or the identity of an object."""
         if type(child) in _PLAIN:
             return type(child), hash(child)
         key = self._table.key_of(child)
@@ -142,7 +141,7 @@ def _cell(cell: Any, mark: Callable[[Any], object]) -> object:
 
 
 def _attributes(obj: Any, mark: Callable[[Any], object]) -> tuple[object, ...]:
-    """Return marks of an object's attributes; of an empty container its emptiness is all there is."""
+    """Return marks of an object's attributes, with the length of a container."""
     return tuple(
         (name, mark(value), len(value) if isinstance(value, dict | list | set) else 0)
         for name, value in _variables(obj)
@@ -168,7 +167,7 @@ def _slots(kind: type) -> list[str]:
 def _array_print(obj: Any) -> object:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(obj, torch.Tensor):
-        version = None if obj.is_inference() else obj._version  # noqa: SLF001 - documented, and it has no other name
+        version = None if obj.is_inference() else obj._version  # noqa: SLF001 - documented, under this name only
         return version, tuple(obj.shape), str(obj.dtype), obj.requires_grad, _address(obj)
     if torch is not None and isinstance(obj, torch.UntypedStorage):
         return ("storage",)  # its tensors have versions
@@ -183,12 +182,12 @@ def _array_print(obj: Any) -> object:
 def _address(tensor: Any) -> int:
     try:
         return int(tensor.data_ptr())
-    except RuntimeError:  # of sparse tensors, and of those without storage
+    except RuntimeError:  # a sparse tensor, or one without storage
         return 0
 
 
 class _Bounded(io.RawIOBase):
-    """Takes a digest of what is written, up to a bound."""
+    """Takes a digest of the bytes written, up to a bound."""
 
     def __init__(self) -> None:
         self.digest = self.size = 0
@@ -202,7 +201,7 @@ class _Bounded(io.RawIOBase):
 
 
 def _digest(obj: Any) -> object:
-    """Return a digest of a small object that only C code can look into."""
+    """Return a digest of a small object whose content only C code can read."""
     if sys.getsizeof(obj, _MOST_BYTES) >= _MOST_BYTES:
         return None
     sink = _Bounded()
@@ -229,32 +228,30 @@ def _children(obj: Any) -> Iterable[Any]:
 
 def _all_of(obj: Any) -> list[Any]:
     elements = _some(list(obj)) if isinstance(obj, list | tuple | set | frozenset) else ()
-    # A class of the notebook is looked at with its objects.
+    # A class of the notebook is checked with its objects.
     return [*elements, *(value for _, value in _variables(obj)), type(obj)]
 
 
-# --- Pushing an object that the ranks have: its content replaces theirs, in the object that they have.
-#
-# So whatever refers to it there goes on doing so: an optimizer keeps stepping the model whose weights were
-# pushed. What an object holds is sent by key where the ranks have it, and is refreshed in turn.
+# Pushing an object that the ranks have: its content replaces theirs, in the object that they have. So all
+# references to it there stay valid: an optimizer keeps stepping the model whose weights were pushed. Objects
+# that it holds are sent by key if the ranks have them, and are refreshed in turn.
 
 
 Content = tuple[str, Any]
-"""How an object is filled, and with what."""
+"""How an object is filled, and with which data."""
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _NOT_REFRESHED = frozenset({"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"})
 
 
 class RefreshError(TypeError):
-    """A rank's object cannot take the pushed content; says why."""
+    """A rank's object cannot take the pushed content; the message says why."""
 
 
 class ByValue:
-    """Pickles as a copy of a tensor, a storage or an array, though the ranks have it."""
+    """Pickles as a copy of a tensor, a storage or an array, although the ranks have it."""
 
     def __init__(self, obj: Any) -> None:
-        """Stand for `obj`."""
         self.obj = obj
 
     def __reduce__(self) -> Any:
@@ -263,7 +260,7 @@ class ByValue:
 
 
 def content_of(obj: Any) -> Content | None:
-    """Return what fills another object like `obj`, None where only a new one will do."""
+    """Return the content that fills another object like `obj`, None if only a new object will do."""
     kind = type(obj)
     if kind is list or kind is deque:
         return "list", list(obj)
@@ -301,7 +298,7 @@ def _state_of(obj: Any) -> Content | None:
 
 
 def fill(target: Any, content: Content) -> Callable[[], None]:
-    """Return what fills `target`; raises `RefreshError` if it cannot be filled, and changes nothing yet."""
+    """Return a function that fills `target`; raise `RefreshError` if it cannot be filled."""
     how, data = content
     if how in ("tensor", "array"):
         return _fill_array(target, data)

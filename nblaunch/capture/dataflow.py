@@ -1,4 +1,4 @@
-"""Whose variable is a name: the scopes of a cell, and what each of them binds."""
+"""The scopes of a cell, and its data flow: whose variable a name is, and what the cell has defined so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ComprehensionNode: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.G
 
 
 class Kind(enum.Enum):
-    """How a scope looks names up; a comprehension and a list of type parameters do it as functions do."""
+    """How a scope looks names up; comprehensions and lists of type parameters do it as functions do."""
 
     MODULE = enum.auto()
     FUNCTION = enum.auto()
@@ -80,7 +80,7 @@ class Body:
 
     @property
     def nodes(self) -> list[ast.AST]:
-        """What runs when the function is called."""
+        """The code that runs when the function is called."""
         return [self.node.body] if isinstance(self.node, ast.Lambda) else list(self.node.body)
 
 
@@ -200,7 +200,7 @@ def imported_name(alias: ast.alias) -> str:
 
 
 def are_annotations_lazy(tree: ast.Module) -> bool:
-    """Say whether annotations are evaluated only when asked for."""
+    """Return whether annotations are evaluated lazily."""
     imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     return sys.version_info >= (3, 14) or any(
         node.module == "__future__" and any(alias.name == "annotations" for alias in node.names)
@@ -209,7 +209,7 @@ def are_annotations_lazy(tree: ast.Module) -> bool:
 
 
 def extends_property(decorator: ast.expr, name: str) -> bool:
-    """Say whether `decorator` is `@name.setter` or the like on a method called `name`."""
+    """Return whether `decorator` is `@name.setter` or the like on a method called `name`."""
     match decorator:
         case ast.Attribute(value=ast.Name(id=extended)):
             return extended == name
@@ -229,16 +229,15 @@ def _scope(kind: Kind, parent: Scope | None, nodes: Iterable[ast.AST], extra: It
     )
 
 
-# --- What a cell has defined so far, followed through its branches, loops and exceptions.
+# Data flow: what a cell has defined so far, followed through its branches, loops and exceptions.
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What the cell itself has defined at one point of it.
+    """The variables that the cell itself has defined at one point of it.
 
-    `sure` is defined whichever way the cell came here, `possible` on at least one way; `functions`
-    says which bodies a variable may stand for. A `dead` point is never reached: joined with
-    another, the other is all that counts.
+    `sure` are defined on every path to this point, `possible` on at least one; `functions` are the bodies
+    that a variable may stand for. A `dead` point is never reached: joined with another flow it is ignored.
     """
 
     sure: frozenset[Variable] = frozenset()
@@ -247,7 +246,7 @@ class Flow:
     dead: bool = False
 
     def __or__(self, other: Flow) -> Flow:
-        """Return what is known where the two ways meet."""
+        """Return the flow where two paths meet."""
         if self.dead or self is other:
             return other
         if other.dead:
@@ -259,14 +258,14 @@ class Flow:
         )
 
     def bodies(self, variable: Variable) -> list[Body]:
-        """Return what may run when `variable` is called, in the order of the cell."""
+        """Return the bodies that may run when `variable` is called, in the order of the cell."""
         found = [body for known, body in self.functions if known == variable]
         return sorted(found, key=lambda body: (body.node.lineno, body.node.col_offset))
 
     def storing(self, variable: Variable, bodies: Iterable[Body] = ()) -> Flow:
         """Return the flow after `variable` is given a value.
 
-        A function's own variables are never the notebook's, so only what they may call is kept.
+        A function's own variables are never the notebook's, so only the bodies they may call are kept.
         """
         kept = self.deleting(variable).functions
         defined = frozenset[Variable]() if variable.scope.kind is Kind.FUNCTION else {variable}
@@ -296,7 +295,7 @@ class Flow:
         )
 
     def covers(self, later: Flow) -> bool:
-        """Say whether code that was followed from here can want nothing new when run from `later`."""
+        """Return whether code that was followed from here needs nothing new when followed from `later`."""
         return (
             self.sure <= later.sure and self.possible <= later.possible and later.functions <= self.functions
         )
@@ -315,11 +314,11 @@ DEAD = Flow(dead=True)
 
 
 class FlowVisitor(ast.NodeVisitor, ABC):
-    """Visits a cell in the order in which it runs; `flow` is what is defined at the node visited."""
+    """Visits a cell in the order in which it runs; `flow` is that of the node visited."""
 
     def __init__(self) -> None:
         self.flow = Flow()
-        # Every state since the last `try`: where an exception may come from.
+        # Every flow since the last `try`, any of which an exception may leave.
         self._reached = Flow()
         self._breaks, self._continues, self._returns = DEAD, DEAD, DEAD
 
@@ -338,7 +337,7 @@ class FlowVisitor(ast.NodeVisitor, ABC):
             self._reached |= self.flow
 
     def visit_body(self, nodes: Iterable[ast.AST]) -> None:
-        """Visit the body of a function; the flow goes on where it returns."""
+        """Visit the body of a function; the flow continues where it returns."""
         outer, self._returns = self._returns, DEAD
         self.visit_all(nodes)
         self.flow |= self._returns
@@ -458,7 +457,7 @@ class FlowVisitor(ast.NodeVisitor, ABC):
             self.flow = raised
             self.visit(handler)
             ends |= self.flow
-        # `finally` runs twice: here with an exception on its way, then on the way on.
+        # `finally` is visited twice: here with an exception under way, then without.
         self.flow = self._reached
         self.visit_all(node.finalbody)
         self._reached |= outer
@@ -477,8 +476,8 @@ class FlowVisitor(ast.NodeVisitor, ABC):
         self.visit_all(node.items)
         outer, self._reached = self._reached, self.flow
         self.visit_all(node.body)
-        # Any context manager may swallow an exception. Only `suppress` surely wants to; of the others it
-        # is believed where the block could not end in any other way.
+        # Any context manager may swallow an exception. `suppress` certainly means to; any other one is taken
+        # to do so if the block can end in no other way.
         if self.flow.dead or any(_suppresses(item) for item in node.items):
             self.flow |= self._reached
         self._reached |= outer

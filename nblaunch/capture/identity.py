@@ -1,12 +1,12 @@
 """Which object is which on both sides of a session: a key for every object that the ranks have got.
 
 The notebook and each rank keep a table of the same keys. An object that the ranks have is sent as its key, so
-another name for it, a container that holds it or an optimizer over it arrives leading to the rank's own
-object.
+another name for it, a container that holds it or an optimizer over it refers to the rank's own object when it
+arrives.
 
 A table keeps nothing alive. Most objects take a weak reference; lists, dictionaries and a few others do not.
-The table holds those, and lets go of each one that nobody else refers to: on `sweep`, and whenever Python's
-collector looks at its oldest generation (`gc.collect()` does), which also covers cycles.
+The table holds those, and releases each one that has no other reference: on `sweep`, and whenever Python's
+collector runs over its oldest generation (`gc.collect()` does), which also covers cycles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from cloudpickle import cloudpickle as _cloudpickle
 
 MOST_OBJECTS = 200_000
-"""Objects of one payload that get a key; of a larger structure only those found first do."""
+"""How many objects of one payload get a key: in a larger structure, those found first."""
 
 HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code."""
@@ -67,7 +67,7 @@ _OWN_REFERENCES = 3
 
 
 def has_identity(obj: object) -> bool:
-    """Return whether two names for `obj` must lead to one object: not for values, nor for what imports find.
+    """Return whether two names for `obj` must lead to one object: not for values and importable objects.
 
     >>> has_identity([1]), has_identity(1), has_identity(len), has_identity(int)
     (True, False, False, False)
@@ -85,7 +85,7 @@ def is_by_value(obj: type | types.FunctionType) -> bool:
             return False
         known = sys.modules.get(obj.__module__)
         if known is not None and getattr(known, obj.__name__, None) is obj:
-            return False  # as most classes that a walk meets
+            return False  # as for most classes that a walk meets
     return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - by value, or by name
 
 
@@ -101,7 +101,7 @@ class ObjectTable:
     """Objects by key, and keys by object, of one process."""
 
     def __init__(self) -> None:
-        """Begin empty, and follow the garbage collector until `close`."""
+        """Until `close` the garbage collector calls the table back."""
         self._entries: dict[int, _Weak | None] = {}
         self._held: dict[int, Any] = {}
         self._keys: dict[int, int] = {}
@@ -155,7 +155,7 @@ class ObjectTable:
         return list(self._entries)
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Forget objects; those that are not known are passed over."""
+        """Forget objects; unknown keys are ignored."""
         for key in keys:
             obj = self.get(key)
             if obj is not None and self._keys.get(id(obj)) == key:
@@ -170,12 +170,12 @@ class ObjectTable:
         return tuple(lost)
 
     def alive(self) -> list[Any]:
-        """Return all objects; whoever keeps the list keeps them."""
+        """Return all objects; they live as long as the list."""
         return [obj for key in list(self._entries) if (obj := self.get(key)) is not None]
 
     def sweep(self, *, cycles: bool = False) -> None:
-        """Let go of objects that only this table holds; with `cycles` also of those that hold each other."""
-        # The collector may call this from any thread, also from the middle of itself.
+        """Release objects that only this table holds; with `cycles` also those that hold each other."""
+        # The collector may call this on any thread, also in the middle of a sweep.
         if not self._sweeping.acquire(blocking=False):
             return
         try:
@@ -213,10 +213,10 @@ class ObjectTable:
 
 
 def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[Any]]) -> list[tuple[int, Any]]:
-    """Return which of the held objects nothing refers to but one holder (besides `held`) and each other.
+    """Return which of the held objects are referred to only by one holder (besides `held`) and each other.
 
-    This is what the collector does, with the references of the holder left out: count the references from
-    within, and whatever has more than those is alive, with all that it reaches.
+    This is the collector's method, without the references of the holder: count the references from within. An
+    object with more references than those is alive, with all objects that it reaches.
     """
     waiting = [obj for _, obj in held]
     addresses = set(map(id, waiting))
@@ -234,7 +234,7 @@ def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[An
             waiting.append(each)
     obj = each = None
     alive = []
-    for address in list(found):  # not `.items()`, whose iterator refers to what it has just given
+    for address in list(found):  # not `.items()`, whose iterator refers to the last item
         obj = found[address]
         own = _OWN_REFERENCES + (2 if address in addresses else 0)
         if sys.getrefcount(obj) - own > within[address]:
@@ -242,7 +242,7 @@ def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[An
     reached = set(alive)
     while alive:
         for each in referents(found[alive.pop()]):
-            # Another thread may have put something new into it meanwhile.
+            # Another thread may have put a new object into it meanwhile.
             if id(each) not in reached and id(each) in found:
                 reached.add(id(each))
                 alive.append(id(each))
@@ -251,7 +251,7 @@ def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[An
 
 def _referents(obj: Any) -> Iterator[Any]:
     if isinstance(obj, _STOPS):
-        return  # it leads everywhere; what it alone refers to is taken to be alive
+        return  # it leads everywhere; objects that it alone refers to count as alive
     for each in gc.get_referents(obj):
         kind = type(each)
         if kind in _VALUE_TYPES and kind is not tuple:
@@ -261,14 +261,14 @@ def _referents(obj: Any) -> Iterator[Any]:
 
 
 def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[int, Any]]:
-    """Return what has an identity of all that a pickler has written, with its place in the pickle.
+    """Return the objects with an identity that a pickler has written, each with its place in the pickle.
 
-    `memo` is a copy of the pickler's: address -> (place, object). The unpickler has the same places. What
-    only the pickler has is left out (the state of an object, copied for it, and `root`, which holds what is
-    sent): nobody can mean it again.
+    `memo` is a copy of the pickler's: address -> (place, object). The unpickler has the same places. Objects
+    that only the pickler has are left out, since nothing can refer to them again: the state of an object,
+    copied for it, and `root`, which holds the variables.
     """
     held = list(memo.values())
-    # The pickler refers to each, and so does the entry of its copy that stands for it.
+    # The pickler refers to each object, and so does its entry in the copy.
     addresses = {id(obj) for _, obj in held}
     temporary = {
         place

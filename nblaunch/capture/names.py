@@ -1,4 +1,9 @@
-"""The code inside magics and shell commands, once IPython's transformer made calls of them."""
+"""Which of the notebook's names a cell needs, found in its source alone.
+
+The cell is followed statement by statement, as it would run: a name that is loaded before the cell has
+certainly given it a value must come from the notebook. Code that runs later (functions, lambdas, methods) is
+followed where its name is first loaded, with the names that are defined there.
+"""
 
 from __future__ import annotations
 
@@ -36,63 +41,14 @@ if TYPE_CHECKING:
 _SHELL_NAME = re.compile(r"\$\{?([^\W\d]\w*)")
 
 
-def ipython_call(node: ast.Call) -> tuple[str, list[str]] | None:
-    """Return the method and the texts of a call that IPython's transformer wrote."""
-    match node.func:
-        case ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method):
-            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-            if len(texts) == len(node.args):
-                return method, [text for text in texts if isinstance(text, str)]
-    return None
-
-
-def interpolated(text: str) -> list[str]:
-    """Return the expressions that IPython puts the values of into `text`: `$name`, `{expression}`."""
-    expressions = _SHELL_NAME.findall(text)
-    # Braces that are no format (awk's, say) are left alone by IPython too.
-    with suppress(ValueError):
-        expressions += [field.strip() for _, field, _, _ in string.Formatter().parse(text) if field]
-    return expressions
-
-
-def parsed(code: str, transform: Callable[[str], str] = str) -> list[ast.stmt]:
-    """Return the statements of `code`, or none where it is not Python."""
-    with suppress(SyntaxError, ValueError):
-        return ast.parse(transform(code)).body
-    return []
-
-
-def code_in(line: str) -> list[ast.stmt]:
-    """Return the code that a magic's line ends with, after options such as `-n 10 -q`."""
-    rest = line.strip()
-    option = False
-    while rest:
-        word, _, after = rest.partition(" ")
-        if not word.startswith("-"):
-            code = parsed(rest)
-            # What follows an option and is no start of code was the option's value.
-            if code or not option:
-                return code
-        option = word.startswith("-")
-        rest = after.strip()
-    return []
-
-
-# --- Which of the notebook's names a cell needs, told from its source alone.
-#
-# The cell is followed statement by statement, as it would run: a name that is loaded before the
-# cell has surely given it a value must come from the notebook. Code that runs later (functions,
-# lambdas, methods) is followed where its name is first loaded, with what is defined there.
-
-
 @dataclass(frozen=True, slots=True)
 class CellNames:
-    """The names that a cell wants from the notebook; which of them exist is for the caller to say.
+    """The names that a cell needs from the notebook, whether or not they exist there.
 
-    `needed` are loaded before the cell has surely defined them. `maybe` might be: defined on some
-    ways through the cell only, in a function that the cell never uses, or in a magic's text.
-    `dotted` holds the attribute chains that start at one of either (`xml.etree.ElementTree`): a
-    part of one may be a submodule that must be imported.
+    `needed` are loaded before the cell has certainly defined them. `maybe` might be: they are defined on some
+    paths through the cell only, used in a function that the cell never uses, or in a magic's text. `dotted`
+    holds the attribute chains that start at one of either (`xml.etree.ElementTree`): a part of a chain may be
+    a submodule that must be imported.
     """
 
     needed: frozenset[str]
@@ -101,7 +57,7 @@ class CellNames:
 
 
 def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNames:
-    r"""Return the names that `source` wants from the notebook.
+    r"""Return the names that `source` needs from the notebook.
 
     `source` is Python as IPython's transformer leaves it. `transform` is that transformer, for the
     body of a `%%time` below the first line, which is still in IPython's own syntax. Raises the
@@ -116,7 +72,7 @@ def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNam
     try:
         analysis.follow(tree)
     except RecursionError:
-        # Too deep to follow, though Python may well compile it: every name might be wanted.
+        # Too deep to follow, though Python may well compile it: every name might be needed.
         loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         return CellNames(frozenset(), frozenset(loaded), frozenset())
     return CellNames(
@@ -128,7 +84,7 @@ def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNam
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """One time that a body was followed, and what it did to the flow."""
+    """One visit of a body, and its effect on the flow."""
 
     before: Flow
     after: Flow
@@ -136,7 +92,7 @@ class _Followed:
 
 
 class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor may be called visit_Name
-    """Follows a cell in the order in which it runs, noting what it loads."""
+    """Follows a cell in the order in which it runs, and notes the names that it loads."""
 
     def __init__(self, transform: Callable[[str], str], *, lazy_annotations: bool) -> None:
         super().__init__()
@@ -188,10 +144,10 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         return Variable(self._scope.owner(name), name)
 
     def _load(self, name: str) -> bool:
-        """Note that `name` is loaded here; say whether it may be the notebook's."""
+        """Note that `name` is loaded here; return whether it may be the notebook's."""
         variable = self._variable(name)
         if variable.scope.kind is Kind.CLASS and variable not in self.flow.sure:
-            # What a class body has not defined yet is looked up in the module, past any function.
+            # A name that a class body has not defined yet is looked up in the module, past any function.
             with self._uncertainly(unless=variable not in self.flow.possible):
                 return self._load_variable(Variable(self._module, name))
         return self._load_variable(variable)
@@ -381,7 +337,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         return body
 
     def _enter(self, body: Body) -> None:
-        """Follow `body`, which may be called here, unless that can tell nothing new."""
+        """Follow `body`, which may be called here, unless an earlier visit covers this one."""
         before, times = self.flow, self._followed[body]
         if before.dead:
             return
@@ -397,7 +353,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self.flow = before | self.flow.leaving(body.scope)
         times[position] = _Followed(before, self.flow, self._certain)
 
-    # What IPython made of magics and shell commands
+    # Calls that IPython has made of magics and shell commands
 
     def visit_Call(self, node: ast.Call) -> None:
         match ipython_call(node):
@@ -439,7 +395,52 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
                 self.flow |= before
 
     def _interpolate(self, text: str) -> None:
-        """Load what IPython puts into `text`: `$name` and `{expression}`."""
+        """Load the names that IPython puts into `text`: `$name` and `{expression}`."""
         with self._uncertainly():
             for expression in interpolated(text):
                 self.visit_all(parsed(expression))
+
+
+# The code inside magics and shell commands, of which IPython's transformer has made calls.
+
+
+def ipython_call(node: ast.Call) -> tuple[str, list[str]] | None:
+    """Return the method and the texts of a call that IPython's transformer wrote."""
+    match node.func:
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="get_ipython")), attr=method):
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            if len(texts) == len(node.args):
+                return method, [text for text in texts if isinstance(text, str)]
+    return None
+
+
+def interpolated(text: str) -> list[str]:
+    """Return the expressions that IPython puts the values of into `text`: `$name`, `{expression}`."""
+    expressions = _SHELL_NAME.findall(text)
+    # IPython ignores braces that are no format (awk's, for example), too.
+    with suppress(ValueError):
+        expressions += [field.strip() for _, field, _, _ in string.Formatter().parse(text) if field]
+    return expressions
+
+
+def parsed(code: str, transform: Callable[[str], str] = str) -> list[ast.stmt]:
+    """Return the statements of `code`, none if it is not Python."""
+    with suppress(SyntaxError, ValueError):
+        return ast.parse(transform(code)).body
+    return []
+
+
+def code_in(line: str) -> list[ast.stmt]:
+    """Return the code that a magic's line ends with, after options such as `-n 10 -q`."""
+    rest = line.strip()
+    option = False
+    while rest:
+        word, _, after = rest.partition(" ")
+        if not word.startswith("-"):
+            code = parsed(rest)
+            # A word behind an option that does not start code was the option's value.
+            if code or not option:
+                return code
+        option = word.startswith("-")
+        rest = after.strip()
+    return []

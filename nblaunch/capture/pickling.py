@@ -1,7 +1,17 @@
-"""What notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
+"""Pickles with their large buffers beside them, and the notebook's own functions and classes.
 
-The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
-not at all, for a lock or a weak reference that means nothing elsewhere.
+`dumps` returns a `Packed`: a protocol-5 pickle stream and the buffers that it refers to.
+`nblaunch.capture.shared_memory` moves those between processes; `loads` puts them together again without
+copying a buffer.
+
+Two things differ from plain cloudpickle:
+
+* CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share their
+  memory on the other side; of a large storage only the range that they show is sent. CUDA tensors travel
+  through the CPU (see `nblaunch.capture.tensors`).
+* Functions of the notebook live in the rank's own `__main__`: if a cell changes a global that such a function
+  reads, the function reads the new value, as in the notebook. On the way back nothing is written into the
+  notebook: classes that came from there are sent by name, functions get globals of their own.
 """
 
 from __future__ import annotations
@@ -27,64 +37,6 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import changes, identity, tensors
 
-_CachedFunction: type = type(functools.cache(id))
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-
-
-def reduce(obj: Any) -> Any:
-    """Return how to rebuild one of these, `NotImplemented` for anything else."""
-    kind = type(obj)
-    if kind is _CachedFunction and _is_notebooks_own(obj):
-        return _cached_function, (obj.__wrapped__, obj.cache_parameters())
-    if kind is functools.cached_property:
-        return _cached_property, (obj.func, obj.attrname)
-    if kind is typing.NewType and _is_notebooks_own(obj):
-        return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
-    # `functools.singledispatch` keeps both in the function that it makes.
-    if kind in _WEAK:
-        return kind, (dict(obj),)
-    if kind is types.MappingProxyType:
-        return kind, (dict(obj),)
-    return NotImplemented
-
-
-def _is_notebooks_own(obj: object) -> bool:
-    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
-
-
-def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
-    return made
-
-
-def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
-def _new_type(name: str, supertype: Any, module: str) -> Any:
-    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
-    made.__module__ = module
-    return made
-
-
-# --- Pickles with their large buffers beside them, and the notebook's own functions and classes.
-#
-# `dumps` gives a `Packed`: a protocol-5 pickle stream and the buffers that it refers to.
-# `nblaunch.capture.shared_memory`
-# moves those between processes, `loads` puts them together again without copying a buffer.
-#
-# Two things differ from plain cloudpickle:
-#
-# * CPU tensors hand out their storage as a buffer, once per storage, so views of one tensor still share
-#   their memory on the other side; of a large storage only the range that they show is sent. CUDA tensors
-#   travel through the CPU (see `nblaunch.capture.tensors`).
-# * Functions of the notebook live in the rank's own `__main__`: a cell that changes a global that such a
-#   function reads sees the change, as in the notebook. On the way back nothing is written into the
-#   notebook: classes that came from there are sent by name, functions get globals of their own.
-
-
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
 
@@ -96,13 +48,13 @@ class Packed:
     stream: memoryview
     buffers: tuple[memoryview | tensors.Far, ...]
     filenames: frozenset[str] = frozenset()
-    """Where the code that it holds was compiled."""
+    """The file names under which its code was compiled."""
     carried: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the notebook that these functions take along."""
+    """Variables of the notebook that its functions take along."""
     keys: frozenset[int] = frozenset()
-    """What it refers to by key: objects that the ranks have."""
+    """The objects that it refers to by key: the ranks have them."""
     places: Sequence[tuple[int, Any]] = ()
-    """What the ranks are to know by a key from here on: (place in the pickle, object)."""
+    """The objects that get a key: (place in the pickle, object)."""
 
     @property
     def parts(self) -> tuple[memoryview | tensors.Far, ...]:
@@ -110,7 +62,7 @@ class Packed:
         return (self.stream, *self.buffers)
 
     def is_same(self, other: Packed) -> bool:
-        """Return whether both are equal and refer to the same memory, so that one can be sent for both."""
+        """Return whether both are equal and refer to the same memory, so that one serves for both."""
         places = [_address(buffer) for buffer in self.buffers]
         return (
             self.stream == other.stream
@@ -146,7 +98,7 @@ def main_globals() -> dict[str, Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Base of both directions: tensors by storage, and more by value than cloudpickle does."""
+    """Base of both directions: tensors by storage, and more types by value than cloudpickle has."""
 
     def __init__(
         self, *arguments: Any, storages: tensors.Whole | tensors.Trimmer | None = None, **keywords: Any
@@ -157,8 +109,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         self.carried: dict[str, Any] = {}
         self.keys: set[int] = set()
 
-    def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - ranks that stay need it
-        """Return what has been written and is to be known by a key; `root` holds it all."""
+    def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - sessions need it
+        """Return the objects that have been written and get a key; `root` holds all of them."""
         return ()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -166,7 +118,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             self.filenames.add(obj.co_filename)
         reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
-            reduced = reduce(obj)
+            reduced = reduce_notebook_type(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple):
@@ -177,22 +129,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         return reduced
 
     def _name_of(self, obj: type) -> str:
-        """Return the name of a class that ranks have made; of any other, nothing."""
+        """Return the name of a class that ranks have made, empty for any other."""
         return _names.get(obj, "")
 
 
 def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
-    """Have a class that goes by value be made with its slots.
+    """Have a class that is sent by value be made with its slots.
 
     cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
-    `__dict__`, and could not come home to the class of the notebook, which has none.
+    `__dict__`, and could not be sent back to the notebook's class, which has none.
     """
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
         reduced[1][3]["__slots__"] = slots
 
 
 class Known(Protocol):
-    """What the ranks of a session have already."""
+    """The variables and objects that the ranks of a session have."""
 
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that all of these ranks have."""
@@ -246,13 +198,13 @@ class _Outbound(_Pickler):
 
 
 def global_names(function: types.FunctionType) -> Iterable[str]:
-    """Return the global names that a function uses, whether or not there are such variables."""
-    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - what it sends
+    """Return the global names that a function uses, also those that are not defined."""
+    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - the names it sends
     return itertools.chain(names, _names_of_class_bodies(function.__code__))
 
 
 def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that classes within a function look up; cloudpickle follows functions alone."""
+    """Yield the names that classes within a function look up; cloudpickle follows functions only."""
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
             if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
@@ -261,9 +213,9 @@ def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
 
 
 class _Identifying(_Outbound):
-    """To ranks that stay: what they have is referred to."""
+    """To the ranks of a session: objects that they have are sent as keys."""
 
-    # Not in `_Outbound`: pickle asks it for every single object.
+    # Not in `_Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
         key = self._known.key_of(obj)
         if key is not None:
@@ -275,7 +227,7 @@ class _Identifying(_Outbound):
 
 
 class _Refreshing(_Identifying):
-    """Pushes: of what the ranks have, the content goes along."""
+    """Pushes: the content of objects that the ranks have goes along."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -298,7 +250,7 @@ class _Refreshing(_Identifying):
     def dump(self, obj: object) -> None:
         super().dump(obj)
         while self._contents:
-            # What these lead to has content of its own.
+            # Objects that these lead to have content of their own.
             contents, self._contents = self._contents, []
             super().dump(contents)
         super().dump([])
@@ -322,8 +274,8 @@ _loading = threading.local()
 class _Homebound(_Pickler):
     """From a rank to the notebook: classes that came from there go back by name.
 
-    A class that a rank has made goes by value, under a digest of its definition: those of several ranks
-    that are defined alike are one class in the notebook, and what is equal on the ranks is equal there.
+    A class that a rank has made is sent by value, under a digest of its definition: classes of several ranks
+    with one definition are one class in the notebook, and objects equal on the ranks are equal there.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -333,12 +285,12 @@ class _Homebound(_Pickler):
         return super().reducer_override(obj)
 
     def _name_of(self, obj: type) -> str:
-        """Return the same name for classes of the same definition, where it can be told."""
+        """Return the same name for classes of the same definition, if the definitions can be compared."""
         try:
             name = f"nblaunch-{_definition(obj)}"
         except Exception:  # noqa: BLE001 - whatever the objects raise: then no two classes are one
             name = str(_cloudpickle._get_or_create_tracker_id(obj))  # noqa: SLF001 - no public name
-        # It may come back: as the very class that it is here.
+        # It may be sent back here: then it is this very class.
         made_classes.add(obj)
         _completed.add(obj)
         _by_name[name] = obj
@@ -348,7 +300,7 @@ class _Homebound(_Pickler):
 class _Defining(_Homebound):
     """Pickles a class to be compared: with all it refers to, and without names that are random."""
 
-    def _name_of(self, obj: type) -> str:  # noqa: ARG002 - what tells it from others is its definition
+    def _name_of(self, obj: type) -> str:  # noqa: ARG002 - its definition alone is compared
         return "same"
 
 
@@ -356,7 +308,7 @@ _TRACKED = {
     _cloudpickle._make_skeleton_class: 4,  # noqa: SLF001 - what cloudpickle writes into a pickle
     _cloudpickle._make_skeleton_enum: 5,  # noqa: SLF001 - see above
 }
-"""How cloudpickle makes a class anew, and which argument is the name that it tracks it by."""
+"""How cloudpickle rebuilds a class, and which argument is the name by which it tracks the class."""
 
 _DEFINITION_LIMIT = 64 * 1024 * 1024
 
@@ -381,7 +333,7 @@ def _definition(cls: type) -> str:
     return digest.hexdigest()
 
 
-# Classes that ranks have made, in the process that made them and in those that got them. What is complete
+# Classes that ranks have made, in the process that made them and in those that got them. A completed class
 # has its attributes.
 _by_name: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 _names: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
@@ -389,7 +341,7 @@ _completed: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Return cloudpickle's way to make a class, for one that may be there already under `name`."""
+    """Return cloudpickle's reduction of a class, for a class that may exist already under `name`."""
     make, arguments, state, *_ = reduced
     place = _TRACKED[make]
     arguments = (*arguments[:place], name, *arguments[place + 1 :])
@@ -397,7 +349,7 @@ def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
 
 
 def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
-    """Return the class of a name; if there is none yet, one without attributes."""
+    """Return the class of that name; if there is none yet, make one without attributes."""
     known = _by_name.get(name)
     if known is None:
         known = _by_name[name] = make(*arguments)
@@ -406,7 +358,7 @@ def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) 
 
 
 def _complete(cls: type, state: Any) -> type:
-    """Give a class its attributes, once: one that is here already keeps those that it has."""
+    """Give a class its attributes, once: a class that is here already keeps its own."""
     if cls not in _completed:
         _cloudpickle._class_setstate(cls, state)  # noqa: SLF001 - no public name
         _completed.add(cls)
@@ -421,7 +373,7 @@ made_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def remember_received_classes() -> None:
-    """Note which classes have come from the notebook; call before any code of the job runs."""
+    """Note which classes came from the notebook; call before any code of the job runs."""
     tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
     received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
@@ -445,9 +397,8 @@ def dumps(
 ) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
-    With `known`, the ranks of a session, what they have is referred to. With `trim` a view of a large tensor
-    takes along what it shows of its storage; without, all of it. Raises whatever the objects raise
-    when they cannot be pickled.
+    With `known`, the ranks of a session, objects that they have are sent as keys. With `trim` a view of a
+    large tensor takes along only the part of its storage that it shows. Raises whatever the objects raise.
     """
     kind = _Outbound if known is None else _Identifying
     return _dumps(
@@ -456,7 +407,7 @@ def dumps(
 
 
 def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, known: Known) -> Packed:
-    """Pickle variables that are pushed, with the content of what these ranks have."""
+    """Pickle variables that are pushed, with the content of objects that these ranks have."""
     return _dumps(
         values, lambda *args, **kwargs: _Refreshing(*args, namespace=namespace, known=known, **kwargs)
     )
@@ -502,7 +453,7 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
     Only for bytes from an authenticated sender: unpickling runs code. An object that raises `SystemExit`
-    there is one that cannot be loaded; it must end neither a rank nor the notebook.
+    meanwhile cannot be loaded; it must end neither a rank nor the notebook.
     """
     try:
         with tensors.arriving_on(device):
@@ -512,7 +463,7 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str
 
 
 def _exit_while_loading(error: SystemExit) -> str:
-    """Say which function has called `sys.exit` while an object was loaded."""
+    """Return which function has called `sys.exit` while an object was loaded."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -524,7 +475,7 @@ def _exit_while_loading(error: SystemExit) -> str:
 
 
 class _Loader(pickle.Unpickler):
-    """Finds objects by the keys that the notebook refers to them by."""
+    """Finds objects by the notebook's keys."""
 
     def __init__(self, *arguments: Any, found: Callable[[int], Any], **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -536,13 +487,13 @@ class _Loader(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a rank that stays has unpickled."""
+    """A payload that a session's rank has unpickled."""
 
     value: Any
     places: Callable[[], Mapping[int, Any]]
     """Returns each object by its place in the pickle."""
     fills: Sequence[Callable[[], None]]
-    """What gives objects that the rank has the content that was pushed."""
+    """Each gives an object of the rank the content that was pushed."""
 
 
 def loads_known(
@@ -553,9 +504,9 @@ def loads_known(
     *,
     pushed: bool,
 ) -> Loaded:
-    """Unpickle on a rank that stays.
+    """Unpickle on a session's rank.
 
-    `found(key)` returns an object that the rank has, `offer(globals)` takes those of a function.
+    `found(key)` returns an object that the rank has, `offer(globals)` takes the globals of a function.
     """
     stream, *buffers = parts
     loader = _Loader(io.BytesIO(stream), buffers=buffers, found=found)
@@ -584,3 +535,49 @@ def dumps_plain(value: object) -> bytes:
 def loads_plain(data: bytes) -> Any:
     """Unpickle what `dumps_plain` made; only from an authenticated sender."""
     return loads(data, ())
+
+
+# Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
+# The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
+# not at all, because of a lock or a weak reference that has no meaning elsewhere.
+
+_CachedFunction: type = type(functools.cache(id))
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+
+
+def reduce_notebook_type(obj: Any) -> Any:
+    """Return how to rebuild one of these, `NotImplemented` for anything else."""
+    kind = type(obj)
+    if kind is _CachedFunction and _is_notebooks_own(obj):
+        return _cached_function, (obj.__wrapped__, obj.cache_parameters())
+    if kind is functools.cached_property:
+        return _cached_property, (obj.func, obj.attrname)
+    if kind is typing.NewType and _is_notebooks_own(obj):
+        return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
+    # `functools.singledispatch` keeps both in the function that it makes.
+    if kind in _WEAK:
+        return kind, (dict(obj),)
+    if kind is types.MappingProxyType:
+        return kind, (dict(obj),)
+    return NotImplemented
+
+
+def _is_notebooks_own(obj: object) -> bool:
+    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _new_type(name: str, supertype: Any, module: str) -> Any:
+    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
+    made.__module__ = module
+    return made

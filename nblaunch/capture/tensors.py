@@ -1,8 +1,9 @@
 """How torch storages are pickled: as buffers, once per storage, and never as a CUDA handle.
 
-What is on a GPU is copied where it is written to, piece by piece: it is never in the host's memory twice.
+A storage on a GPU is copied piece by piece, when the payload is written: it is never in the host's memory
+twice.
 
-torch is not imported here: an object is a storage only where torch has been imported already.
+torch is not imported here: an object can be a storage only if torch has been imported already.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _refuse_unreadable(storage: Any) -> None:
 
 
 def refuse_bound(obj: Any) -> None:
-    """Raise `PicklingError` for a module that its process group must be there for to load it: DDP's."""
+    """Raise `PicklingError` for a module that loads only where its process group is: DDP."""
     parallel = sys.modules.get("torch.nn.parallel.distributed")
     if parallel is not None and isinstance(obj, parallel.DistributedDataParallel):
         msg = (
@@ -72,9 +73,9 @@ def refuse_bound(obj: Any) -> None:
 
 
 def _with_typed_storage(torch: Any, tensor: Any) -> Any:
-    """Return torch's own reduction of a tensor of a newer dtype (uint16, float8), mended.
+    """Return torch's own reduction of a tensor of a newer dtype (uint16, float8), corrected.
 
-    torch 2.13 pickles an untyped storage there, and unpickles a typed one: it cannot read what it wrote.
+    torch 2.13 pickles an untyped storage there, and unpickles a typed one: it cannot read its own pickle.
     """
     rebuild, (storage, *others), *state = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if type(storage) is torch.UntypedStorage:
@@ -126,7 +127,7 @@ def arriving_on(device: str | None) -> Iterator[None]:
 def reduce_device(obj: Any) -> Any:
     """Return how to rebuild a `torch.device` as the rank's own, `NotImplemented` for anything else."""
     if type(obj).__name__ != "device":
-        return NotImplemented  # asked for every object that pickle finds
+        return NotImplemented  # first of all: pickle calls this for every object
     torch = sys.modules.get("torch")
     if torch is None or type(obj) is not getattr(torch, "device", None) or obj.type not in ACCELERATORS:
         return NotImplemented
@@ -134,11 +135,11 @@ def reduce_device(obj: Any) -> Any:
 
 
 def _own_device(kind: str, index: int | None) -> Any:
-    """Return where a tensor arrives that was on this device."""
+    """Return the device on which a tensor of this device arrives."""
     import torch
 
     device = torch.device(getattr(_arrival, "device", None) or "cpu")
-    # Without an index it means the current device there, too.
+    # Without an index it means the current device on the rank, too.
     return torch.device(kind) if index is None and device.type == kind else device
 
 
@@ -161,7 +162,7 @@ def is_storage(obj: Any) -> bool:
 
 
 def reduce_by_value(obj: Any) -> Any:
-    """Return how to rebuild a copy of a tensor, a storage or an array, whose memory nobody else has."""
+    """Return how to rebuild a copy of a tensor, a storage or an array, in memory of its own."""
     if not is_tensor(obj):
         return reduce(obj) if is_storage(obj) else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     import torch
@@ -173,9 +174,9 @@ def reduce_by_value(obj: Any) -> Any:
 
 
 def _elsewhere(tensor: Any) -> Any:
-    """Return a tensor of the same elements over a storage that no other tensor is known to have.
+    """Return a tensor of the same elements over a storage that no other tensor has.
 
-    It reads the memory of a contiguous tensor on the CPU where that is; any other is copied.
+    It reads the memory of a contiguous CPU tensor in place; any other tensor is copied.
     """
     import torch
 
@@ -211,10 +212,10 @@ def copy_content(target: Any, data: Any) -> None:
 
 
 def _is_sole_user(torch: Any, tensor: Any) -> bool:
-    """Return whether nothing but the Python object `tensor` leads to its memory.
+    """Return whether only the Python object `tensor` refers to its memory.
 
     A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
-    add to a count. What a new tensor counts differs between versions of torch.
+    add to a count. The counts of a new tensor differ between versions of torch.
     """
     return type(tensor) in _plain(torch) and _users(torch, tensor) == _users(torch, torch.empty(1))
 
@@ -229,7 +230,7 @@ def _plain(torch: Any) -> tuple[type, type]:
     return torch.Tensor, torch.nn.Parameter
 
 
-# --- what a pickle shows of its storages -----------------------------------------------------------
+# Which part of each storage a pickle takes along.
 
 LARGE = 4096
 """Storages of fewer bytes travel whole."""
@@ -238,13 +239,12 @@ LARGE = 4096
 class Far:
     """Bytes of a storage on an accelerator, from `low` to `high`, that are copied when they are needed.
 
-    That may be on another thread, and later: all that the device had been given by now is done before.
+    That may be later, on another thread: the copy waits for the work that the device has been given by now.
     """
 
     readonly = False
 
     def __init__(self, storage: Any, low: int, high: int) -> None:
-        """Refer to the storage, which lives as long as this."""
         import torch
 
         self._storage, self._low, self.nbytes = storage, low, high - low
@@ -275,20 +275,19 @@ class Far:
 
 
 class Whole:
-    """Pickles storages whole; those of an accelerator are copied when the pickle is written somewhere.
+    """Pickles storages whole; those of an accelerator are copied when the pickle is written.
 
-    Until `finish` the buffer of such a one is a placeholder.
+    Until `finish` the buffer of such a storage is a placeholder.
     """
 
     def __init__(self) -> None:
-        """Begin without a storage."""
         self._far: dict[int, tuple[pickle.PickleBuffer, Far]] = {}
         self._positions: dict[int, int] = {}
 
     def reduce(self, obj: Any) -> Any:
         """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
         if type(obj).__name__ != "UntypedStorage":
-            return reduce(obj)  # asked for every object that pickle finds
+            return reduce(obj)  # first of all: pickle calls this for every object
         torch = sys.modules.get("torch")
         if torch is None or type(obj) is not torch.UntypedStorage:
             return reduce(obj)
@@ -306,25 +305,24 @@ class Whole:
         return known
 
     def finish(self, buffers: list[memoryview | Far]) -> None:
-        """Put what is to be sent in the place of the placeholders."""
+        """Put the data in the place of the placeholders."""
         for position, known in self._positions.items():
             buffers[position] = self._far[known][1]
 
 
-# A storage begins where the CPU's vector instructions like it, on this side and on the other.
+# A storage begins at an address that is good for the CPU's vector instructions, on both sides.
 _ALIGNED = 64
 
 
 class Trimmer:
     """Pickles, of each large storage, only the range that the tensors of one pickle show.
 
-    That range is known at the end alone: until `finish` each storage's buffer is a placeholder. Tensors
-    that share a storage share it on the other side, where it begins at a later byte: by how many stands in a
-    table, which is a buffer as well.
+    That range is known only at the end: until `finish` each storage's buffer is a placeholder. Tensors that
+    share a storage share it on the other side, where it begins at a later byte. A table, which is a buffer as
+    well, has the number of bytes for each storage.
     """
 
     def __init__(self) -> None:
-        """Begin without a storage."""
         self._memories: dict[int, _Memory] = {}
         self._table = _Table()
         self._positions: dict[int, int] = {}
@@ -337,7 +335,7 @@ class Trimmer:
         if isinstance(obj, torch.Tensor):
             return self._tensor(torch, obj)
         if type(obj) is torch.UntypedStorage and (memory := self._memory(obj)) is not None:
-            # Bare, or a tensor's of a kind that is not known here. Its typed wrapper leads here too.
+            # A bare storage, or that of an unknown kind of tensor. Its typed wrapper leads here too.
             memory.show(0, obj.nbytes())
             return _same, (memory,)
         return reduce(obj)
@@ -350,7 +348,7 @@ class Trimmer:
         return known
 
     def finish(self, buffers: list[memoryview | Far]) -> None:
-        """Put what is to be sent in the place of the placeholders."""
+        """Put the data in the place of the placeholders."""
         memories = list(self._memories.values())
         shifts = array.array("q", [memory.settle() for memory in memories])
         for memory in memories:
@@ -362,7 +360,7 @@ class Trimmer:
             buffers[position] = memoryview(shifts if any(shifts) else b"").cast("B")
 
     def _memory(self, storage: Any) -> _Memory | None:
-        """Return what is known of a large storage, None of any other."""
+        """Return the record of a large storage, None for any other."""
         if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
             return None
         key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
@@ -387,7 +385,7 @@ class Trimmer:
         return (*self._within(torch, tensor, rebuild, arguments), *state)
 
     def _within(self, torch: Any, tensor: Any, rebuild: Any, arguments: Any) -> tuple[Any, Any]:
-        """Return torch's rebuilding of a tensor, from the range of its storage that is sent."""
+        """Return torch's reduction of a tensor, over the range of its storage that is sent."""
         rebuilds = (torch._utils._rebuild_tensor_v2, torch._utils._rebuild_tensor_v3)  # noqa: SLF001 - see above
         if rebuild not in rebuilds:
             return rebuild, arguments
@@ -406,31 +404,31 @@ class Trimmer:
 
 
 class _Memory:
-    """A storage that a pickle shows something of: the bytes from `low` to `high`."""
+    """A storage of which a pickle takes the bytes from `low` to `high`."""
 
     def __init__(self, storage: Any, number: int) -> None:
         self.storage, self.number = storage, number
         self.low: int = storage.nbytes()
         self.high = 0
-        # Writable, as what will take its place.
+        # Writable, as the buffer that will replace it.
         self.placeholder = pickle.PickleBuffer(bytearray(1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _untyped_part, (self.placeholder, self.storage.device.type)
 
     def show(self, low: int, high: int) -> None:
-        """Include a range; of a storage that was resized below its tensors, all there is."""
+        """Include a range; of a storage that was resized below its tensors, the whole."""
         if high > self.storage.nbytes():
             low, high = 0, self.storage.nbytes()
         self.low, self.high = min(self.low, low), max(self.high, high)
 
     def settle(self) -> int:
-        """Return how many bytes at the beginning are left out."""
+        """Fix the range; return how many bytes at the beginning are left out."""
         self.low = self.low // _ALIGNED * _ALIGNED if self.high else 0
         return self.low
 
     def view(self) -> memoryview | Far:
-        """Return the range, and nothing beside it."""
+        """Return the bytes of the range."""
         if self.low >= self.high:
             return memoryview(b"")
         if self.storage.device.type != "cpu":
@@ -439,7 +437,7 @@ class _Memory:
 
 
 class _Table:
-    """By how many bytes each storage of a pickle begins later on the other side."""
+    """For each storage of a pickle, by how many bytes it begins later on the other side."""
 
     def __init__(self) -> None:
         self.placeholder = pickle.PickleBuffer(bytearray(1))
@@ -467,5 +465,5 @@ def _rebuilt_within(  # noqa: PLR0913, PLR0917 - torch's own arguments, and wher
 ) -> Any:
     """Rebuild a tensor over a storage that begins later than the one it was made of."""
     shift = shifts[number] if shifts else 0
-    # An empty tensor may lie outside what was sent.
+    # An empty tensor may lie outside the range.
     return rebuild(_typed(storage, dtype), max(offset - shift // width, 0), *others)

@@ -1,4 +1,4 @@
-"""Payloads on their way to another machine, piece by piece: what is mapped here is written anew there."""
+"""Payloads on their way to another machine, in pieces: mapped on this one, written to memory on the other."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ _PREFIX = "parcel:"
 
 
 class OutgoingTransfer:
-    """Numbers the payloads that leave this process."""
+    """Numbers the payloads that leave this process, and cuts them into pieces."""
 
     def __init__(self, piece_bytes: int) -> None:
-        """Cut them into pieces of this size."""
         self._step = piece_bytes
         self._count = 0
 
     def pieces(self, payload: Payload) -> tuple[Payload, Iterator[tuple[int, int, int, memoryview]]]:
-        """Return what to send in place of a payload, and its pieces: number, offset, total, bytes.
+        """Return a ticket to send in place of a payload, and its pieces: number, offset, total, bytes.
 
-        Small ones go along as they are. Raises `OSError` if the sender does not hold it any more.
+        A small payload is its own ticket. Raises `OSError` if the sender does not hold it any more.
         """
         if payload.inline is not None:
             return payload, iter(())
@@ -40,13 +39,13 @@ class Arrival:
     """Puts the payloads of one sender together again."""
 
     def __init__(self, directory: Path) -> None:
-        """Where memory has no room they go to `directory`."""
+        """Payloads for which memory has no room are written to `directory`."""
         self._directory = directory
         self._here: dict[int, shared_memory.Incoming] = {}
         self._errors: dict[int, Exception] = {}
 
     def take(self, number: int, offset: int, total: int, data: memoryview) -> None:
-        """Take one piece; what goes wrong is raised when the payload is asked for."""
+        """Take one piece; `claim` raises the error if this fails."""
         if number in self._errors:
             return
         try:
@@ -57,7 +56,7 @@ class Arrival:
             self._errors[number] = error
 
     def claim(self, payload: Payload) -> Payload:
-        """Return the payload as a process of this machine gets it. Raises what went wrong on the way."""
+        """Return the payload for a process of this machine. Raises the error of a piece that failed."""
         if payload.inline is not None:
             return Payload(sizes=payload.sizes, inline=payload.inline)
         if not payload.path.startswith(_PREFIX):
@@ -69,7 +68,7 @@ class Arrival:
         return self._here[number].payload(payload.sizes)
 
     def drop(self, payload: Payload) -> None:
-        """Free a payload that has been taken over."""
+        """Free a payload that a process has taken over."""
         if payload.path.startswith(_PREFIX):
             incoming = self._here.pop(int(payload.path.removeprefix(_PREFIX)), None)
             if incoming is not None:

@@ -1,8 +1,8 @@
-"""What an object consists of, as pickle would see it, told without calling its properties.
+"""The part of a notebook value that cannot be sent, and the path to it: `model.trainer._lock`.
 
-Only the descriptors that Python itself puts on types are asked, so an object whose `__getattr__`,
-`__iter__`, `__len__` or `__repr__` raises or waits is taken apart like any other. What does run is
-what pickling runs as well: a `__reduce__` or `__getstate__` of the object's own.
+`parts_of` takes an object apart as pickle would, without calling its properties. It uses only the descriptors
+that Python itself puts on types, so an object whose `__getattr__`, `__iter__`, `__len__` or `__repr__` raises
+or waits is taken apart like any other. Pickling's own hooks do run: `__reduce__` and `__getstate__`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,145 @@ _NEVER_SENT = frozenset({"__dict__", "__weakref__", "__abstractmethods__", "_abc
 # What `object.__getstate__` gives for an object with slots: its `__dict__`, if any, and the slots.
 _STATES_WITH_SLOTS = ([type(None), dict], [dict, dict])
 _TORCH_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
+_DEPTH_LIMIT = 50
+_REASON_LIMIT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """The part that cannot be sent: `path` leads to it from the notebook variable `name`.
+
+    `type_name` is qualified (`_thread.lock`), bare for builtins. `size` is in bytes: the data of an
+    array or tensor, otherwise the object itself. `reason` is one line of the exception's text.
+    """
+
+    name: str
+    path: str
+    type_name: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A part that cannot be sent, and where it was found."""
+
+    name: str
+    path: str
+    value: object
+    error: Exception
+    depth: int = 0
+
+
+def find_culprit(
+    roots: Mapping[str, object],
+    can_send: Callable[[object], Exception | None],
+    *,
+    seconds: float = 5.0,
+) -> Culprit | None:
+    """Return the deepest part of `roots` that makes them fail `can_send`, or None if all pass.
+
+    `can_send` returns the exception that pickling its argument raises, or None. The search follows the first
+    root that fails, depth first, into its first part that fails as well, until a part fails none of whose
+    parts fails. After `seconds` it returns the deepest part found by then. It raises nothing whatever the
+    objects do, changes none of them and calls none of their properties.
+    """
+    search = _Search(can_send, time.monotonic() + seconds)
+    for name, value in roots.items():
+        failed = search.try_part(_Failed(name, name, value, TypeError()))
+        if failed is not None:
+            return _culprit(search.follow(failed) or search.deepest or failed)
+    return None
+
+
+class _Search:
+    """One search for the part to blame; remembers each object that it has tried."""
+
+    def __init__(self, can_send: Callable[[object], Exception | None], deadline: float) -> None:
+        self.deepest: _Failed | None = None
+        self._can_send = can_send
+        self._deadline = deadline
+        # With the objects themselves: the id of a freed object may be reused.
+        self._errors: dict[int, tuple[object, Exception | None]] = {}
+        self._followed: set[int] = set()
+
+    def follow(self, failed: _Failed) -> _Failed | None:
+        """Return the deepest part to blame inside `failed`, or None in a circle."""
+        if self.deepest is None or failed.depth > self.deepest.depth:
+            self.deepest = failed
+        self._followed.add(id(failed.value))
+        is_innermost = True
+        for part in self._failed_parts(failed):
+            is_innermost = False
+            if id(part.value) not in self._followed and (found := self.follow(part)):
+                return found
+        return failed if is_innermost else None
+
+    def try_part(self, part: _Failed) -> _Failed | None:
+        """Return `part` with its error, or None if it can be sent."""
+        value = part.value
+        if id(value) not in self._errors:
+            try:
+                error = self._can_send(value)
+            except Exception as unexpected:  # noqa: BLE001  # user code, which may raise anything
+                error = unexpected
+            self._errors[id(value)] = (value, error)
+        _, error = self._errors[id(value)]
+        return None if error is None else _Failed(part.name, part.path, value, error, part.depth)
+
+    def _failed_parts(self, whole: _Failed) -> Iterator[_Failed]:
+        if whole.depth >= _DEPTH_LIMIT:
+            return
+        # An exception of an odd object that is taken apart ends the list of its parts, and nothing else.
+        with suppress(Exception):
+            for step, value in parts_of(whole.value):
+                if time.monotonic() > self._deadline:
+                    return
+                part = _Failed(whole.name, whole.path + step, value, whole.error, whole.depth + 1)
+                if not is_atom(value) and (failed := self.try_part(part)):
+                    yield failed
+
+
+def _culprit(failed: _Failed) -> Culprit:
+    return Culprit(
+        name=failed.name,
+        path=failed.path,
+        type_name=type_name(failed.value),
+        size=_size(failed.value),
+        reason=_reason(failed.error),
+    )
+
+
+def _reason(error: Exception) -> str:
+    text = ""
+    with suppress(Exception):
+        text = " ".join(str(error).split())
+    text = text or type_name(error)
+    return text if len(text) <= _REASON_LIMIT else text[: _REASON_LIMIT - 1] + "…"
+
+
+def _size(value: object) -> int:
+    """Return the size of `value` in bytes, 0 if it is not known."""
+    with suppress(Exception):
+        for text_type in (str, bytes, bytearray):
+            if is_a(value, text_type):
+                return text_type.__len__(value)  # type: ignore[arg-type]  # is_a has looked
+        if isinstance(nbytes := static_attribute(value, "nbytes"), int):
+            return nbytes
+        return sys.getsizeof(value)
+    return 0
+
+
+# Taking objects apart, as pickle would.
 
 
 def is_atom(value: object) -> bool:
-    """Say whether `value` is of a builtin type that can always be sent."""
+    """Return whether `value` is of a builtin type that can always be sent."""
     return any(type(value) is atom for atom in _ATOMS)
 
 
 def is_a(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
-    """Say what `isinstance` says, without asking for `value.__class__`, which may be a property."""
+    """Return `isinstance(value, kind)` without reading `value.__class__`, which may be a property."""
     return issubclass(type(value), kind)
 
 
@@ -67,7 +197,7 @@ def static_attribute(value: object, name: str) -> object:
 
 
 def parts_of(whole: object) -> Iterator[Part]:
-    """Yield what `whole` takes along when it is pickled."""
+    """Yield the parts that are pickled with `whole`."""
     if is_a(whole, type):
         yield from _parts_of_class(whole)
     elif is_a(whole, types.FunctionType):
@@ -186,7 +316,7 @@ def _parts_of_partial(whole: object) -> Iterator[Part]:
 
 
 def _is_sent_whole(cls: type) -> bool:
-    """Say whether `cls` is pickled with all that is in it, as it cannot be imported on a rank."""
+    """Return whether `cls` is pickled by value, as it cannot be imported on a rank."""
     return _module_of(cls) == "__main__" or "<locals>" in _qualname_of(cls)
 
 
@@ -210,7 +340,7 @@ def _unwrapped(value: object) -> tuple[object, ...]:
 
 
 def _lookup(cls: type, name: str) -> tuple[type, Any]:
-    """Return the class that gives instances of `cls` their `name`, and what it is; None if none does."""
+    """Return the class that defines `name` for instances of `cls`, and the value there; None if none does."""
     for each in _mro_of(cls):
         if name in _namespace_of(each):
             return each, _namespace_of(each)[name]
@@ -221,7 +351,7 @@ def _lookup(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _attributes(whole: object) -> Iterator[Part]:
-    """Yield what is in the `__dict__` and the slots of `whole`."""
+    """Yield the attributes in the `__dict__` and the slots of `whole`."""
     yield from _named(whole, _stored(whole))
 
 
@@ -253,16 +383,16 @@ def _stored(whole: object) -> Iterator[tuple[object, object]]:
         yield from list(dict.items(stored))
     for each in _mro_of(type(whole)):
         namespace = _namespace_of(each)
-        # Types written in C have such descriptors as well, for what pickle does not look at.
+        # Types written in C have such descriptors as well, for members that pickle ignores.
         slots = namespace.items() if "__slots__" in namespace else ()
         for name, descriptor in slots:
             if is_a(descriptor, types.MemberDescriptorType):
-                with suppress(AttributeError):  # nothing was ever put into this slot
+                with suppress(AttributeError):  # the slot is empty
                     yield name, descriptor.__get__(whole)
 
 
 def _state(whole: object) -> Iterator[Part]:
-    """Yield what pickle takes from `whole`: its attributes, unless it says something else."""
+    """Yield what pickle takes from `whole`: its attributes, unless it has pickling hooks of its own."""
     reduced = _own_answer(whole, "__reduce_ex__", _PICKLE_PROTOCOL)
     if reduced is None:
         reduced = _own_answer(whole, "__reduce__")
@@ -275,7 +405,7 @@ def _state(whole: object) -> Iterator[Part]:
 
 
 def _own_answer(whole: object, method: str, *args: object) -> object:
-    """Return what `method` of `whole` answers, or None where that is the one of every object."""
+    """Return the result of `method` of `whole`, or None if the method is `object`'s."""
     owner, found = _lookup(type(whole), method)
     return None if owner is object else found.__get__(whole, type(whole))(*args)
 
@@ -305,135 +435,3 @@ def _state_parts(whole: object, state: object) -> Iterator[Part]:
 def _step_to(whole: object, part: object) -> str | None:
     """Return the attribute of `whole` that holds `part`."""
     return next((step for step, value in _attributes(whole) if value is part), None)
-
-
-# --- The part of a notebook value that cannot be sent, and the way to it: `model.trainer._lock`.
-
-
-_DEPTH_LIMIT = 50
-_REASON_LIMIT = 500
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """What cannot be sent: `path` leads to it from the notebook variable `name`.
-
-    `type_name` is qualified (`_thread.lock`), bare for builtins. `size` is in bytes: the data of an
-    array or tensor, else what the object itself takes. `reason` is one line of the exception's text.
-    """
-
-    name: str
-    path: str
-    type_name: str
-    size: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """A part that cannot be sent, and where it was found."""
-
-    name: str
-    path: str
-    value: object
-    error: Exception
-    depth: int = 0
-
-
-def find_culprit(
-    roots: Mapping[str, object],
-    can_send: Callable[[object], Exception | None],
-    *,
-    seconds: float = 5.0,
-) -> Culprit | None:
-    """Return the deepest part of `roots` that makes them fail `can_send`, or None where all pass.
-
-    `can_send` returns the exception that pickling its argument raises, or None. The first root that
-    fails is followed, depth first, into the first part of it that fails as well, until a part fails
-    of which no part does. After `seconds` the deepest part found by then is returned. Nothing is
-    raised whatever the objects do, none of them is changed and no property of theirs is called.
-    """
-    search = _Search(can_send, time.monotonic() + seconds)
-    for name, value in roots.items():
-        failed = search.try_part(_Failed(name, name, value, TypeError()))
-        if failed is not None:
-            return _culprit(search.follow(failed) or search.deepest or failed)
-    return None
-
-
-class _Search:
-    """One search for the part to blame; remembers each object that it has tried."""
-
-    def __init__(self, can_send: Callable[[object], Exception | None], deadline: float) -> None:
-        self.deepest: _Failed | None = None
-        self._can_send = can_send
-        self._deadline = deadline
-        # The objects themselves too: the id of one that is gone may be given to another.
-        self._errors: dict[int, tuple[object, Exception | None]] = {}
-        self._followed: set[int] = set()
-
-    def follow(self, failed: _Failed) -> _Failed | None:
-        """Return the deepest part to blame inside `failed`, or None in a circle that leads nowhere."""
-        if self.deepest is None or failed.depth > self.deepest.depth:
-            self.deepest = failed
-        self._followed.add(id(failed.value))
-        is_innermost = True
-        for part in self._failed_parts(failed):
-            is_innermost = False
-            if id(part.value) not in self._followed and (found := self.follow(part)):
-                return found
-        return failed if is_innermost else None
-
-    def try_part(self, part: _Failed) -> _Failed | None:
-        """Return `part` with its error, or None if it can be sent."""
-        value = part.value
-        if id(value) not in self._errors:
-            try:
-                error = self._can_send(value)
-            except Exception as unexpected:  # noqa: BLE001  # user code, which may raise anything
-                error = unexpected
-            self._errors[id(value)] = (value, error)
-        _, error = self._errors[id(value)]
-        return None if error is None else _Failed(part.name, part.path, value, error, part.depth)
-
-    def _failed_parts(self, whole: _Failed) -> Iterator[_Failed]:
-        if whole.depth >= _DEPTH_LIMIT:
-            return
-        # Whatever an odd object raises while it is taken apart ends the list of its parts, no more.
-        with suppress(Exception):
-            for step, value in parts_of(whole.value):
-                if time.monotonic() > self._deadline:
-                    return
-                part = _Failed(whole.name, whole.path + step, value, whole.error, whole.depth + 1)
-                if not is_atom(value) and (failed := self.try_part(part)):
-                    yield failed
-
-
-def _culprit(failed: _Failed) -> Culprit:
-    return Culprit(
-        name=failed.name,
-        path=failed.path,
-        type_name=type_name(failed.value),
-        size=_size(failed.value),
-        reason=_reason(failed.error),
-    )
-
-
-def _reason(error: Exception) -> str:
-    text = ""
-    with suppress(Exception):
-        text = " ".join(str(error).split())
-    text = text or type_name(error)
-    return text if len(text) <= _REASON_LIMIT else text[: _REASON_LIMIT - 1] + "…"
-
-
-def _size(value: object) -> int:
-    """Return the size of `value` in bytes, 0 where it does not tell."""
-    with suppress(Exception):
-        for text_type in (str, bytes, bytearray):
-            if is_a(value, text_type):
-                return text_type.__len__(value)  # type: ignore[arg-type]  # is_a has looked
-        if isinstance(nbytes := static_attribute(value, "nbytes"), int):
-            return nbytes
-        return sys.getsizeof(value)
-    return 0

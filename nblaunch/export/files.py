@@ -167,7 +167,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             self.note.saw_tensor(obj)
-        reduced = pickling.reduce(obj)
+        reduced = pickling.reduce_notebook_type(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

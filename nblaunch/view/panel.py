@@ -15,7 +15,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from nblaunch.view.drawing import Delta, Drawing
+from nblaunch.view.panel_ranks import Delta, Drawing
 
 # When a page that cannot be heard is told everything once more: what came while it was loading the panel's
 # script is lost to it.

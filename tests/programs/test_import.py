@@ -97,7 +97,6 @@ def test_counting_gpus_leaves_cuda_as_it_is():
     assert fresh(code) == ""
 
 
-
 @pytest.mark.quick
 def test_a_script_that_runs_ranks_imports_neither_their_code_nor_ipython():
     code = (
