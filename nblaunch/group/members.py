@@ -180,7 +180,7 @@ class Nodes:
                 pass  # of an attempt that has been given up
             case wire.Workers(workers=workers):
                 self._started(name, node, workers)
-            case wire.Said(data=said):
+            case wire.RankMessage(data=said):
                 self._said(name, node, decode_from_rank(said, f"a rank of {node.name}"))
             case wire.Wrote(rank=rank, stream=stream) if rank in node.ranks:
                 self._file(rank, stream).write(data)

@@ -21,7 +21,7 @@ from nblaunch.view.summary import events_table
 Namespace = dict[str, Any]
 
 
-class Said(str):
+class PlainText(str):
     """Text that a notebook shows as it is, without quotes."""
 
     __slots__ = ()
@@ -36,7 +36,7 @@ def _start(line: str, _: Namespace) -> object:
     session = sessions.start(options)
     given = f" --session {session.name}" if session.name != sessions.DEFAULT else ""
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
-    return Said(
+    return PlainText(
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
         f"variables; %%distributed{given} cells run on them until %distributed stop{given}{warning}"
     )
@@ -54,21 +54,21 @@ def _only_session(line: str, command: str) -> LaunchOptions:
 
 
 def _stop(line: str, _: Namespace) -> object:
-    return Said(sessions.stop(_only_session(line, "stop").session))
+    return PlainText(sessions.stop(_only_session(line, "stop").session))
 
 
 def _restart(line: str, _: Namespace) -> object:
     session = sessions.named(_only_session(line, "restart").session)
     session.restart()
-    return Said(f"session {session.name!r}: {session.world_size} new ranks, without variables")
+    return PlainText(f"session {session.name!r}: {session.world_size} new ranks, without variables")
 
 
 def _status(line: str, _: Namespace) -> object:
     wanted = _only_session(line, "status").session
     if wanted is None and not sessions.opened():
-        return Said("no session is open; %distributed start -n 2 opens one")
+        return PlainText("no session is open; %distributed start -n 2 opens one")
     shown = [sessions.named(wanted)] if wanted is not None else list(sessions.opened().values())
-    return Said("\n".join(str(session.status()) for session in shown))
+    return PlainText("\n".join(str(session.status()) for session in shown))
 
 
 def _interrupt(line: str, _: Namespace) -> object:
@@ -132,7 +132,7 @@ def _pull(line: str, namespace: Namespace) -> object:
 
 def _inspect(line: str, _: Namespace) -> object:
     names, options = _names_in(line, "inspect")
-    return Said(inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
+    return PlainText(inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
 
 
 def _debug(line: str, _: Namespace) -> object:
@@ -162,15 +162,15 @@ def _events(line: str, _: Namespace) -> object:
         )
         raise OptionError(msg)
     log = launcher.last_events()
-    return Said("no run has ended yet" if log is None else events_table(log.all()))
+    return PlainText("no run has ended yet" if log is None else events_table(log.all()))
 
 
 def _auto(line: str, _: Namespace) -> object:
-    return Said(auto.switch(line))
+    return PlainText(auto.switch(line))
 
 
 def _export(line: str, namespace: Namespace) -> object:
-    return Said(export.command(line, namespace))
+    return PlainText(export.command(line, namespace))
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {

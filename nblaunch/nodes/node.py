@@ -182,7 +182,7 @@ class NodeRelay:
             for number, offset, total, data in pieces:
                 self._send(wire.Piece(number=number, offset=offset, total=total), data)
             message = msgspec.structs.replace(message, value=ticket)
-        self._send(wire.Said(attempt=self.attempt, data=encode(message)))
+        self._send(wire.RankMessage(attempt=self.attempt, data=encode(message)))
 
     def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
         """Pass new output on."""

@@ -1,4 +1,9 @@
-"""What messages are made of: phases, streams, payloads, frames, failures, scripts."""
+"""The messages between the kernel and its ranks: one typed struct per noun.
+
+Every message is a frozen, tagged struct in MessagePack. Decoding never unpickles: pickles travel as opaque
+bytes inside `Payload`, and are opened only after the hub has authenticated the sender (see
+`nblaunch.group.hub`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+
+PROTOCOL_VERSION = 2
+"""Raised with every change of a message: a node of another version is refused."""
+
+
+class ProtocolError(Exception):
+    """Bytes that are no message of this protocol; the text names the sender."""
+
+
+# What messages are made of: phases, streams, payloads, frames, failures, scripts.
 
 
 class Phase(enum.StrEnum):
@@ -102,10 +117,10 @@ class FailureRecord(msgspec.Struct, frozen=True):
 
 
 class ScriptJob(msgspec.Struct, frozen=True, tag=True):
-    """A script, run as `__main__`: what is at `path`, with `module` the module `name`.
+    """A script, run as `__main__`: the file or directory at `path`; with `module`, the module `name`.
 
-    With `program` it is one that Python does not run. `file` holds the code and is called `title`, where that
-    is known. The value are the globals named in `pull`, by name; without any it is the exit status.
+    With `program` it is a program that Python does not run. `file` holds the code and is called `title`, if
+    that is known. The value is the globals named in `pull`, by name; without any it is the exit status.
     """
 
     name: str
@@ -118,24 +133,12 @@ class ScriptJob(msgspec.Struct, frozen=True, tag=True):
     pull: tuple[str, ...] = ()
 
 
-# --- What the kernel and its ranks say to each other: one typed message per noun.
-#
-# Every message is a frozen, tagged struct in MessagePack. Nothing here is ever unpickled by decoding:
-# pickles travel as opaque bytes inside `Payload`, and are opened only after the hub has authenticated
-# the sender (see `nblaunch.group.hub`).
-
-
-PROTOCOL_VERSION = 2
-"""Raised with every change of a message: a node of another version is refused."""
-
-
-class ProtocolError(Exception):
-    """Bytes that are no message of ours; says who sent them."""
+# How a rank starts, and where its stacks are found when it cannot answer.
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a rank is born with: where the hub is, and how it will know this rank."""
+    """What a rank is started with: the hub's address, and the token by which the hub recognises the rank."""
 
     address: str
     group: str
@@ -143,7 +146,7 @@ class Orders:
     attempt: int
     spill: str
     keep: bool = False
-    """Whether the rank has one job after the other."""
+    """Whether the rank is a session's, and runs one job after the other."""
     fresh: tuple[bytes, ...] | None = None
     """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
     virtual_local_rank: bool = False
@@ -157,16 +160,16 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIG
 
 
 def dump_path(directory: str, rank: int) -> Path:
-    """Return where a rank's faulthandler writes."""
+    """Return the file to which a rank's faulthandler writes on `DUMP_SIGNAL`."""
     return Path(directory) / f"stack-{rank}"
 
 
 def fatal_path(directory: str, rank: int) -> Path:
-    """Return where a rank's stacks are written when it dies of SIGSEGV and the like."""
+    """Return the file to which a rank's faulthandler writes on a fatal signal, such as SIGSEGV."""
     return Path(directory) / f"fatal-{rank}"
 
 
-# --- from a rank ---------------------------------------------------------------------------------
+# From a rank
 
 
 class _FromRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -174,7 +177,7 @@ class _FromRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Hello(_FromRank, frozen=True):
-    """The first word of a rank; anything said before it is refused."""
+    """The first message of a rank; the hub refuses any other before it."""
 
     token: str
     attempt: int
@@ -198,11 +201,11 @@ class Started(_FromRank, frozen=True):
     time: float
     offsets: Offsets = Offsets()
     late: bool = False
-    """Whether it begins with what threads have printed since the job before."""
+    """Whether its output begins with text that threads have printed since the last job."""
 
 
 class Displayed(_FromRank, frozen=True):
-    """`display(...)` in a rank; comes after the text up to `offsets`."""
+    """`display(...)` in a rank; follows the text up to `offsets`."""
 
     data: dict[str, Any]
     metadata: dict[str, Any] = {}
@@ -212,14 +215,14 @@ class Displayed(_FromRank, frozen=True):
 
 
 class Cleared(_FromRank, frozen=True):
-    """`clear_output(wait)` in a rank; comes after the text up to `offsets`."""
+    """`clear_output(wait)` in a rank; follows the text up to `offsets`."""
 
     wait: bool = False
     offsets: Offsets = Offsets()
 
 
 class Switched(_FromRank, frozen=True):
-    """The rank changed between stdout and stderr: what was written up to each moment precedes the next."""
+    """The rank changed between stdout and stderr: text written up to each moment precedes the next."""
 
     moments: tuple[Offsets, ...]
 
@@ -227,7 +230,7 @@ class Switched(_FromRank, frozen=True):
 class Returned(_FromRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
-    With `not_sent`, which says why, `value` only stands for the job's own. `peak_gpu_memory` is the most
+    With `not_sent`, the reason, `value` is only a stand-in for the job's own. `peak_gpu_memory` is the most
     bytes that torch had allocated on a GPU.
     """
 
@@ -257,14 +260,14 @@ class Shown(_FromRank, frozen=True):
 
 
 DEFAULT_GROUP = "default_pg"
-"""What torch calls the default process group."""
+"""torch's name of the default process group."""
 
 
 class Collective(msgspec.Struct, frozen=True):
     """A collective that a rank has begun, as torch's flight recorder has it.
 
-    `backend` is whose recorder that is, gloo's or NCCL's: within one group each counts by itself. `ranks` are
-    the members of the group, empty if these are not known.
+    `backend` is that of the recorder, gloo or NCCL: within one group each counts by itself. `ranks` are the
+    members of the group, empty if these are not known.
     """
 
     group: str
@@ -278,7 +281,7 @@ class Collective(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, tuple[int, ...]]:
-        """Return what is the same on all ranks for one group, and another for each group."""
+        """Return a key of the group that is the same on all of its ranks."""
         return self.backend, self.group, () if self.group == DEFAULT_GROUP else self.ranks
 
 
@@ -293,7 +296,7 @@ class Connection(msgspec.Struct, frozen=True):
 class Where(_FromRank, frozen=True):
     """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections.
 
-    `collectives` are the last of each process group, `recent` those and the ones before, oldest first.
+    `collectives` are the last of each process group, `recent` these and earlier ones, oldest first.
     """
 
     frames: tuple[FrameRecord, ...]
@@ -301,17 +304,17 @@ class Where(_FromRank, frozen=True):
     recent: tuple[Collective, ...] = ()
     connections: tuple[Connection, ...] = ()
     pending: int | None = None
-    """How many operations of process groups this rank has begun and not ended; None if that is not known."""
+    """How many operations of process groups are open on this rank; None if that is not known."""
     inside: bool = False
     """Whether the main thread is inside a call of torch.distributed."""
     nccl: bool = False
     """Whether the default group uses NCCL: operations run on the GPU, whatever the main thread does."""
     done: tuple[int, ...] = ()
-    """Of each group of NCCL's, the last operation that has ended: it moves while the GPUs are at work."""
+    """The last completed operation of each NCCL group: it advances while the GPUs are at work."""
 
 
 class Names(_FromRank, frozen=True):
-    """The variables of a rank that is kept, after a job that has changed which there are.
+    """The variables of a session's rank, after a job that has changed them.
 
     `rebound` are those that came from the notebook and that the rank's own code has bound since. `lost` are
     keys of objects that came from the notebook and that the rank no longer has.
@@ -323,21 +326,21 @@ class Names(_FromRank, frozen=True):
 
 
 class Arrived(_FromRank, frozen=True):
-    """The rank has unpickled what a job brings, and waits for `Proceed`."""
+    """The rank has unpickled a job's payload, and waits for `Proceed`."""
 
 
 class Aborted(_FromRank, frozen=True):
-    """NCCL has given up all operations of this rank, or there was none."""
+    """NCCL has aborted all operations of this rank, or there was none."""
 
 
 class Reached(_FromRank, frozen=True):
-    """How many collectives of the default process group the rank has begun."""
+    """The sequence number of the default process group: how many collectives the rank has begun in it."""
 
     collectives: int
 
 
 class Asked(_FromRank, frozen=True):
-    """The rank waits for a line that the user is to type: `input()`, `getpass()`, a debugger's prompt."""
+    """The rank waits for a line from the user: `input()`, `getpass()`, a debugger's prompt."""
 
     number: int
     prompt: str
@@ -346,9 +349,9 @@ class Asked(_FromRank, frozen=True):
 
 
 class InterruptSeen(_FromRank, frozen=True):
-    """The rank's main thread has run Python code since interrupt `number` reached it: it knows.
+    """The rank's main thread has run Python code since interrupt `number` reached it.
 
-    Without `handled` the signal was not sent, or is ignored: the rank does nothing because of it.
+    Without `handled` the signal was not sent, or is ignored: it has no effect on the rank.
     """
 
     number: int
@@ -356,7 +359,7 @@ class InterruptSeen(_FromRank, frozen=True):
 
 
 class DeadVariable(msgspec.Struct, frozen=True):
-    """A variable that belongs to a process group which is gone; `remedy` says what revives it."""
+    """A variable that belongs to a process group which is gone; `remedy` is the statement that revives it."""
 
     name: str
     remedy: str
@@ -365,18 +368,18 @@ class DeadVariable(msgspec.Struct, frozen=True):
 class Recovered(_FromRank, frozen=True):
     """The rank is ready for another job: its default process group works, or `error` says why not.
 
-    `dead` are variables that died with the old group; where none was formed, those that the job that failed
-    may have stumbled over.
+    `dead` are variables that died with the old group; if none was formed, those because of which the last job
+    may have failed.
     """
 
     number: int
     error: str = ""
     dead: tuple[DeadVariable, ...] = ()
     unusable: str = ""
-    """What CUDA says, if nothing more can be done with it in this process."""
+    """CUDA's error, if this process cannot use CUDA any more."""
 
 
-# --- seen by the kernel about a rank -------------------------------------------------------------
+# About a rank, from the kernel itself
 
 
 class Printed(_FromRank, frozen=True):
@@ -423,19 +426,19 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What ranks use at this moment, by rank; says nothing of those that were not looked at."""
+    """What ranks use at this moment, by rank; ranks that were not measured are missing."""
 
     usages: dict[int, Usage]
 
 
 class Noticed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Something worth saying that does not end the run: ranks that hang."""
+    """A notice that does not end the run: ranks that hang, for example."""
 
     text: str
 
 
 class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Which ranks an ending job waits for, and in what they are: one line for each.
+    """Which ranks an ending job waits for, with one line for each on what it is in.
 
     `doing` is what all of them do when the job itself is over.
     """
@@ -445,7 +448,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The kernel has given up on ranks without an end: what they are now (STOPPED or LOST)."""
+    """The kernel no longer waits for ranks that have not ended: they are STOPPED, or else LOST."""
 
     time: float
     stopped: bool = True
@@ -474,14 +477,14 @@ AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | Waiting | R
 Message = FromRank | AboutRank
 
 
-# --- to a rank -----------------------------------------------------------------------------------
+# To a rank
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
 
-    `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are name,
-    soft and hard limit of what the system limits.
+    `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are the
+    name, soft and hard limit of resources.
     `backend` is what `init_process_group` takes, None for no process group. `accelerators` is how many
     devices of kind `device_type` the ranks of this node share.
     """
@@ -502,7 +505,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class CellJob(msgspec.Struct, frozen=True, tag=True):
     """A notebook cell as the user wrote it, without the magic's own line, which is line 1.
 
-    It is compiled under `filename`; `title` is what the reader calls it: `Cell In[3]`. With `keeps_value` the
+    It is compiled under `filename`; `title` is its name for the reader: `Cell In[3]`. With `keeps_value` the
     caller has asked for the value (`--out`), whatever it is.
     """
 
@@ -536,7 +539,7 @@ class Objects(msgspec.Struct, frozen=True):
     """Keys of the objects in a payload, as arrays of integers: `places` in the pickle (I), `keys` (Q).
 
     `gone` are keys (Q) that the notebook will not use again. With `wait` the rank answers with `Arrived`, and
-    begins with `Proceed`: what the payload brings is kept on every rank or on none.
+    begins at `Proceed`: the payload is kept on every rank or on none.
     """
 
     wait: bool = False
@@ -550,7 +553,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     `payload` holds the captured names of a cell, or the call of a function. `sources` maps file names that
     captured functions were compiled under to `(title, source)`; `imports` are modules the cell reaches
-    through attributes (`import xml` does not load `xml.etree`). Only ranks that stay get `objects`.
+    through attributes (`import xml` does not load `xml.etree`). Only a session's ranks get `objects`.
     """
 
     job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
@@ -559,7 +562,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     imports: tuple[str, ...] = ()
     sources: dict[str, tuple[str, str]] = {}
     internal: bool = False
-    """Whether nobody sees its output."""
+    """Whether its output is not shown."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
@@ -569,7 +572,7 @@ class Proceed(msgspec.Struct, frozen=True, tag=True):
 class Interrupt(msgspec.Struct, frozen=True, tag=True):
     """Raise KeyboardInterrupt in the rank's main thread; answer with `InterruptSeen` once it can act on it.
 
-    The `last` one reaches also a rank that has done its job and is packing its value.
+    The `last` one also reaches a rank that has done its job and is packing its value.
     """
 
     number: int = 0
@@ -591,11 +594,11 @@ class FreeCollective(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Have NCCL give up all operations, and answer with `Aborted`: the ranks are about to be ended."""
+    """Have NCCL abort all operations, and answer with `Aborted`: the ranks are about to be terminated."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What the user has typed; with `error`, why nobody could be asked."""
+    """The line that the user has typed; `error` is the reason if the notebook cannot ask."""
 
     number: int
     text: str = ""
@@ -603,10 +606,10 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recover(msgspec.Struct, frozen=True, tag=True):
-    """Answer with `Healed`; with `reform`, form the default process group again before.
+    """Answer with `Recovered`; with `reform`, form the default process group again before.
 
-    `fds` are connections to other ranks that belong to the old groups. What still refers to one of these
-    groups must fail at once, and not wait for peers in it.
+    `fds` are connections to other ranks that belong to the old groups. A use of one of these groups must fail
+    at once, and not wait for peers.
     """
 
     number: int
@@ -615,7 +618,7 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """End the process with this exit code; with `abort`, without waiting for what NCCL still does."""
+    """End the process with this exit code; with `abort`, without waiting for NCCL's open operations."""
 
     exitcode: int = 0
     abort: bool = False
@@ -649,8 +652,8 @@ _UNESCAPES = {escaped: code for code, escaped in _ESCAPES.items()}
 def encode(message: FromRank | ToRank) -> bytes:
     """Return `message` as MessagePack.
 
-    Python has file names that are no text as text with lone surrogates, which UTF-8 cannot write: they travel
-    as characters of the private plane.
+    Python represents file names that are not UTF-8 as text with lone surrogates, which UTF-8 cannot encode:
+    these travel as characters of the private plane.
     """
     try:
         return _encoder.encode(message)

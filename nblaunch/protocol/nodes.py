@@ -1,7 +1,7 @@
-"""What the notebook and a node that has joined say to each other, over TCP.
+"""The messages between the kernel and a node that has joined, over TCP.
 
-Each message is one MessagePack frame, and for `Wrote` and `Piece` a second one with raw bytes. What ranks say
-and are told goes along as it is, encoded by `nblaunch.protocol.messages`.
+Each message is one MessagePack frame; `Wrote` and `Piece` have a second one with raw bytes. Messages from and
+to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     pid: int
 
 
-# --- from a node -----------------------------------------------------------------------------------
+# From a node
 
 
 class Joining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first word of a node: it is there, and has not joined the rendezvous yet."""
+    """The first message of a node, before it joins the rendezvous."""
 
     name: str
     nproc: int
@@ -42,8 +42,8 @@ class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     workers: tuple[WorkerRecord, ...]
 
 
-class Said(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One of its ranks said something."""
+class RankMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A message of one of its ranks."""
 
     attempt: int
     data: bytes
@@ -77,24 +77,24 @@ class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OthersStopped(msgspec.Struct, frozen=True, tag=True):
-    """Those of its ranks that were still at work are gone."""
+    """Its ranks that were still at work have exited."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """It was told to end by somebody there, and waits for leave."""
+    """The node asks the run to go on without it, and waits for its release."""
 
 
 class NodeEnded(msgspec.Struct, frozen=True, tag=True):
-    """Its ranks are gone, and so will it be; `error` is why, if that is not for a reason known here."""
+    """Its ranks have exited, and it is about to; `error` is the reason, if the kernel does not know it."""
 
     error: str = ""
 
 
-# --- to a node -------------------------------------------------------------------------------------
+# To a node
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Come in: what the run asks of its nodes."""
+    """Accept the node, with the run's settings."""
 
     least: int
     most: int
@@ -106,13 +106,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Stay out."""
+    """Reject the node."""
 
     why: str
 
 
 class ForRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Pass this on to a rank."""
+    """A message for one of its ranks."""
 
     attempt: int
     rank: int
@@ -120,7 +120,7 @@ class ForRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Let the ranks end, and stop the `others`."""
+    """Release the ranks, and stop the `others`."""
 
     attempt: int
     succeeded: bool
@@ -128,7 +128,7 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Meet the others anew."""
+    """Re-run the rendezvous: the membership changes."""
 
     attempt: int
 
@@ -138,16 +138,16 @@ class SkipGrace(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """The run is over: end the ranks that are there, and go."""
+    """The run is over: end all ranks, and exit."""
 
     succeeded: bool
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Nothing: whether it can be sent is the answer."""
+    """Liveness probe; only its delivery matters."""
 
 
-FromNode = Joining | Workers | Said | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
+FromNode = Joining | Workers | RankMessage | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
 ToNode = Welcome | Refused | ForRank | Piece | Release | Rejoin | SkipGrace | Finish | Ping
 
 _encoder = msgspec.msgpack.Encoder()
