@@ -1,8 +1,10 @@
-"""torchelastic's events of one run, taken where torch hands them to a logger, and passed on to the user's.
+"""What torchelastic offers beside the ranks themselves: events, and expiration timers.
 
-torch's private name: `torch.distributed.elastic.events._events_loggers`, in which this run's stream stands
+An event is taken where torch hands it to a logger, and passed on to the user's handler.
+
+torch's private names: `torch.distributed.elastic.events._events_loggers`, in which this run's stream stands
 beside torch's loggers, under a name of its own; `torch.distributed.elastic.events.handlers._log_handlers`,
-for what an error says.
+for the text of an error.
 """
 
 from __future__ import annotations
@@ -49,35 +51,35 @@ def _known_handlers() -> Any:
 
 
 class EventStream:
-    """Stands in for the logger that torchelastic gives the events of one run to.
+    """Takes the place of the logger to which torchelastic gives the events of one run.
 
-    A logger would be one for all runs, and could be silenced (`logging.disable`, `LOGLEVEL`).
+    `name` is the run's `event_log_handler`, `handler` the user's own. A logger would be shared by all runs,
+    and could be silenced (`logging.disable`, `LOGLEVEL`).
     """
 
-    def __init__(self, handler: str, tell: Callable[[Event], None]) -> None:
-        """Begin under `name`, to be the `event_log_handler` of this run; `handler` is the user's."""
+    def __init__(self, handler: str, record: Callable[[Event], None]) -> None:
         # Not the run's id, which the user may have chosen, for two runs at a time.
         self.name = f"nblaunch-{uuid.uuid4().hex}"
         self._handler = handler
-        self._tell = tell
+        self._record = record
 
     def __enter__(self) -> None:
-        """Stand in torch's list while the block lasts."""
+        """Register with torch while the block lasts."""
         _loggers()[self.name] = self
 
     def __exit__(self, *error: object) -> None:
-        """Leave torch's list."""
+        """Unregister."""
         _loggers().pop(self.name, None)
 
     def info(self, text: str) -> None:
         """Take an event; called by torch, on any of the agent's threads."""
-        self._tell(Event.parse(text, time.time()))
+        self._record(Event.parse(text, time.time()))
         if self._handler == NOWHERE:
             return
         try:
             events.record(events.Event.deserialize(text), self._handler)
         except Exception:  # noqa: BLE001 - logged
-            # It is the user's own code, and the run must not end because of it.
+            # This is the user's own code, and must not end the run.
             _log.error("the event handler %r failed:\n%s", self._handler, traceback.format_exc())
 
 
@@ -86,7 +88,7 @@ def _loggers() -> dict[str, Any]:
     return loggers
 
 
-# --- torch's file-based expiration timers, run so that they can end a rank, and nobody else.
+# torch's file-based expiration timers, run so that they can end a rank and no other process.
 #
 # torchelastic's `FileTimerServer` sends the signal to its own process as well, to have the agent's supervisor
 # start it again; here that process is the notebook. torch's private names: `FileTimerServer._reap_worker`,
@@ -110,32 +112,32 @@ class Watchdog(FileTimerServer):
         is_rank: Callable[[int], bool],
         log_event: Callable[[str, FileTimerRequest | None], None],
     ) -> None:
-        """Make the pipe at `path`; `start` begins to look at it."""
+        """Make the pipe at `path`; `start` begins to read it."""
         self.reasons: dict[int, str] = {}
         """Process id -> why it was killed."""
         self._is_rank = is_rank
         self._thread_name = thread_name
-        self._tell = log_event
+        self._log_event = log_event
         super().__init__(path, run_id, max_interval=_LOOK_SECONDS, daemon=True, log_event=self._note)
 
     def _note(self, name: str, request: FileTimerRequest | None) -> None:
         if name == "timer expired" and request is not None and request.signal > 0:
             # Before the signal, whose effect the agent may see at once.
             self.reasons[request.worker_pid] = _why(request)
-        self._tell(name, request)
+        self._log_event(name, request)
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        # Also asked, after a rank, about this very process; and anybody who can write to the pipe could
-        # name any process.
+        # torch also names this very process, after a rank; and any process that can write to the pipe could
+        # name any other.
         return self._is_rank(worker_pid) and bool(super()._reap_worker(worker_pid, signal))
 
     def _watchdog_loop(self) -> None:
-        # What torchelastic logs on threads of this name is kept off the notebook.
+        # The notebook does not show torchelastic's log records of threads with this name.
         threading.current_thread().name = self._thread_name
         super()._watchdog_loop()
 
     def stop(self) -> None:
-        """End the thread, also one to which no rank has ever spoken: it waits for the pipe to be opened."""
+        """End the thread, which waits for the pipe to be opened if no rank has ever done so."""
         self._stop_signaled = True
         with contextlib.suppress(OSError):
             pipe = os.open(self._file_path, os.O_RDWR | os.O_NONBLOCK)
@@ -146,16 +148,16 @@ class Watchdog(FileTimerServer):
             finally:
                 os.close(pipe)
         super().stop()
-        # It refers to itself, and to the agent with all that this has: nothing must wait for the collector.
-        self._is_rank, self._tell = _nobody, _silence
+        # The server is in a cycle with itself, and refers to the agent: free that without the collector.
+        self._is_rank, self._log_event = _no_rank, _ignore
 
 
-def _nobody(pid: int) -> bool:  # noqa: ARG001 - asked as `is_rank`
+def _no_rank(pid: int) -> bool:  # noqa: ARG001 - called as `is_rank`
     return False
 
 
-def _silence(name: str, request: FileTimerRequest | None) -> None:
-    """Tell nobody."""
+def _ignore(name: str, request: FileTimerRequest | None) -> None:
+    """Log nothing."""
 
 
 def _why(request: FileTimerRequest) -> str:

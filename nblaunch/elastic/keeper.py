@@ -59,7 +59,7 @@ def main(requests_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
     os.close(requests_fd)
     os.close(alive_read)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever wants us gone ends the kernel; a stray signal to all must not orphan the ranks.
+        # The keeper ends with the kernel; a stray signal to all processes must not orphan the ranks.
         signal.signal(number, signal.SIG_IGN)
     kernel_lives = False
     try:
@@ -87,10 +87,10 @@ def _watch(control: socket.socket, server: int, kernel_pid: int, root: str) -> b
         if not ready:
             freshen(root)
             continue
-        # One byte says what is asked, the other which question it is: the answer repeats it.
+        # One byte is the request, the other its number, which the answer repeats.
         request, number = _halves(control.recv(2))
         if request not in (SWEEP, PING):
-            # Nothing at all: the kernel has closed the socket, by running another program in its place, say.
+            # Nothing at all: the kernel has closed the socket, for example because it has called exec.
             return request == END
         if request == SWEEP:
             _sweep(spare=server)
@@ -133,7 +133,7 @@ def _await_end(pid: int, tell: int) -> None:
 
 
 def freshen(root: str) -> None:
-    """Touch all that is in the runtime directory: who clears a temporary directory goes by age."""
+    """Touch all files of the runtime directory: cleaners of temporary directories go by age."""
     for directory, _, names in os.walk(root):
         for path in (directory, *(os.path.join(directory, name) for name in names)):
             with contextlib.suppress(OSError):
@@ -141,10 +141,10 @@ def freshen(root: str) -> None:
 
 
 def _sweep(spare: int) -> None:
-    """Kill and reap every child but `spare`; what they leave becomes ours, and goes too.
+    """Kill and reap every child but `spare`; their children become the keeper's, and are killed too.
 
-    A process in uninterruptible sleep (a dead network disk) outlives SIGKILL until the system lets it go. It
-    is left to the next sweep: the kernel waits for this one.
+    A process in uninterruptible sleep (a dead network disk) outlives SIGKILL until that sleep ends. It is
+    left to the next sweep: the kernel waits for this one.
     """
     started = time.monotonic()
     while children := [pid for pid in _children() if pid != spare]:

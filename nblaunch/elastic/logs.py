@@ -1,4 +1,4 @@
-"""Where torchelastic puts the ranks' output, and the lines of it that are to be in a file of their own."""
+"""The ranks' output: the files that torchelastic writes it to, and reading them as they grow."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def check_filters(filters: Sequence[str]) -> None:
 
 
 class KeptLogs(LogsSpecs):
-    """A `LogsSpecs` whose every stream goes to a file, and that remembers where."""
+    """A `LogsSpecs` in which every stream has a file, and that remembers the files."""
 
     def __init__(self, name: str | None, log_dir: str) -> None:
-        """Make the class behind `name`, as torchrun does; raises `OptionError` if it cannot be."""
+        """Make an object of the class behind `name`, as torchrun does. Raises `OptionError`."""
         super().__init__(log_dir)
         self._name = name
         self._chosen = _made(name, log_dir)
@@ -71,7 +71,7 @@ class KeptLogs(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
-        """Return the directory below which everything is."""
+        """Return the directory of all files."""
         return str(self._chosen.root_log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -89,7 +89,7 @@ class KeptLogs(LogsSpecs):
         return files
 
     def filtered(self, stream: str) -> str:
-        """Return where lines of all ranks that pass a filter go: `filtered_stdout.log` of the attempt."""
+        """Return the file for lines of all ranks that pass a filter: `filtered_stdout.log` of the attempt."""
         files = self._files
         assert files is not None  # noqa: S101 - asked after the ranks have been started
         own: str = getattr(files, f"filtered_{stream}", "")
@@ -110,8 +110,8 @@ def _made(name: str | None, log_dir: str) -> LogsSpecs:
 class FilteredLines:
     """Copies lines with certain words from the ranks' logs to a file, as torchrun's tee does.
 
-    On threads of torch's own function, but daemons: torch's pool of threads would keep a notebook from
-    ending while its ranks are there.
+    torch's own function runs on daemon threads: torch's thread pool would keep a notebook from ending while
+    its ranks live.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class FilteredLines:
             each.start()
 
     def stop(self) -> None:
-        """Copy what is left, and close the file."""
+        """Copy the remaining lines, and close the file."""
         self._finished.set()
         for each in self._threads:
             each.join()
         self._file.close()
 
 
-# --- Reading what ranks print: the tail of two growing files, in the order of the rank's own announcements.
+# Reading what ranks print: the tail of two growing files, in the order that the rank has sent.
 
 
 _STEP = 1 << 20
@@ -197,26 +197,25 @@ class LogTail:
     """The output of one rank, as `Printed` messages."""
 
     def __init__(self, rank: int, stdout: str, stderr: str) -> None:
-        """Begin at the beginning of both files."""
         self._rank = rank
         self._files = {Stream.STDOUT: _File(stdout), Stream.STDERR: _File(stderr)}
 
     def poll(self) -> Iterator[Printed]:
-        """Yield what was there at the call before this one.
+        """Yield the text that was there at the last call.
 
-        Not what is there now: announcements that say in which order it was written may be under way.
+        Not the newest: messages with its order may be under way.
         """
         for stream, file in self._files.items():
             end, file.seen = file.seen, file.size()
             yield from self._read(stream, end)
 
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
-        """Yield what precedes a moment in the rank's life."""
+        """Yield the text before a moment in the rank's life."""
         yield from self._read(Stream.STDOUT, offsets.stdout)
         yield from self._read(Stream.STDERR, offsets.stderr)
 
     def rest(self) -> Iterator[Printed]:
-        """Yield all there is."""
+        """Yield all text that is left."""
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
 
@@ -226,7 +225,7 @@ class LogTail:
             file.close()
 
     def skip_to(self, offsets: Offsets) -> None:
-        """Pass over what is before a moment."""
+        """Skip the text before a moment."""
         self._files[Stream.STDOUT].position = offsets.stdout
         self._files[Stream.STDERR].position = offsets.stderr
 

@@ -35,8 +35,8 @@ def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
 
     isolate.server_pid = os.getpid()
     shell.prepare(root)
-    # Frozen objects are never visited by a rank's collector, so their pages stay shared. The garbage among
-    # them is small (8,000 objects), and to find it takes as long as to make the shell.
+    # A rank's collector never visits frozen objects, so their pages stay shared. The garbage among them is
+    # small (8,000 objects), and collecting it would take as long as making the shell.
     gc.freeze()
     gc.enable()
     _ForkServer(socket.socket(fileno=requests_fd), alive_fd).run()
@@ -44,7 +44,7 @@ def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
 
 
 class _ForkServer:
-    """Forks on request, and tells how each fork has ended."""
+    """Forks on request, and reports the exit code of each fork."""
 
     def __init__(self, requests: socket.socket, alive_fd: int) -> None:
         self._requests = requests
@@ -74,12 +74,12 @@ class _ForkServer:
             if self._wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 65536)
-                self._tell_ends()
+                self._report_exits()
             if self._requests.fileno() in ready and not self._answer():
                 # The kernel is gone, and the keeper is about to end this process.
                 poller.unregister(self._requests.fileno())
 
-    def _tell_ends(self) -> None:
+    def _report_exits(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -87,13 +87,13 @@ class _ForkServer:
                 return
             if pid == 0:
                 return
-            told = self._children.pop(pid, None)
-            if told is not None:
-                _tell(told, os.waitstatus_to_exitcode(status))
-                os.close(told)
+            answer = self._children.pop(pid, None)
+            if answer is not None:
+                _write(answer, os.waitstatus_to_exitcode(status))
+                os.close(answer)
 
     def _answer(self) -> bool:
-        """Fork for the next request, or say why not; return whether there was one."""
+        """Fork for the next request, or answer with the error; return whether there was a request."""
         _close(self._reserve)
         self._reserve = []
         message, fds, _, _ = socket.recv_fds(self._requests, 1, _MOST_DESCRIPTORS)
@@ -105,41 +105,41 @@ class _ForkServer:
         if len(fds) < 2:  # noqa: PLR2004 - a pipe with the orders, and one for the answer
             _close(fds)
             return bool(message)
-        orders, told = fds[:2]
+        orders, answer = fds[:2]
         if not error:
-            error = self._fork(orders, told)
+            error = self._fork(orders, answer)
         os.close(orders)
         if error:
-            _tell(told, -error)
-            os.close(told)
+            _write(answer, -error)
+            os.close(answer)
             if not self._reserve:
                 with contextlib.suppress(OSError):  # tried again with the next request
                     self._reserve = _take_reserve()
         return True
 
-    def _fork(self, orders: int, told: int) -> int:
-        """Fork, and tell the child's number; return the number of the error if the system refuses."""
+    def _fork(self, orders: int, answer: int) -> int:
+        """Fork, and answer with the child's process id; return the error number if the system refuses."""
         try:
             pid = os.fork()
         except OSError as refused:
             return refused.errno or 1
         if pid == 0:
-            self._be_child(orders, told)
-        _tell(told, pid)
-        self._children[pid] = told
+            self._be_child(orders, answer)
+        _write(answer, pid)
+        self._children[pid] = answer
         return 0
 
-    def _be_child(self, orders: int, told: int) -> NoReturn:
+    def _be_child(self, orders: int, answer: int) -> NoReturn:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
             self._requests.close()
-            _close([self._alive, self._wake_read, self._wake_write, told, *self._reserve])
+            _close([self._alive, self._wake_read, self._wake_write, answer, *self._reserve])
             _close(list(self._children.values()))
             code = _private_spawn._main(orders, os.dup(orders))  # noqa: SLF001 - as the standard library's server does
-        except Exception:  # noqa: BLE001 - nobody else would say it
+        except Exception:  # noqa: BLE001 - nothing else would report it
             sys.excepthook(*sys.exc_info())
             sys.stderr.flush()
         finally:
@@ -162,7 +162,7 @@ def _close(fds: list[int]) -> None:
         os.close(fd)
 
 
-def _tell(fd: int, number: int) -> None:
+def _write(fd: int, number: int) -> None:
     write: Any = vars(forkserver)["write_signed"]  # as its counterpart in the kernel reads
-    with contextlib.suppress(OSError):  # whoever asked is gone
+    with contextlib.suppress(OSError):  # the kernel is gone
         write(fd, number)

@@ -1,4 +1,4 @@
-"""What an agent is told, and what it tells."""
+"""The agent's settings, and the events that it reports."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from nblaunch._results import Event
 
 
 class AgentEvents(Protocol):
-    """What the agent tells; called on the agent's thread."""
+    """The agent's events; called on the agent's thread."""
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Take note: a worker group is about to be started."""
+        """Handle the start of an attempt: its first rank may connect before its last one is forked."""
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Take note: its processes have been forked."""
+        """Handle the end of forking: all processes are there."""
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Take note: one of them is gone; `expected` if the agent itself stopped it, `reason` if known."""
+        """Handle a process's exit; `expected` if the agent itself stopped it, `reason` if known."""
 
     def membership_changing(self) -> None:
-        """Take note: a node comes or goes, and every rank is about to be ended and started anew."""
+        """Handle a membership change: all ranks are about to be restarted."""
 
     def ranks_ending(self) -> None:
-        """Take note: ranks that are still alive are about to be ended by a signal."""
+        """Handle the end of an attempt: ranks that are still alive are about to be signalled."""
 
     def others_stopped(self) -> None:
-        """Take note: the ranks that were still at work are gone."""
+        """Handle the exit of the ranks that were still at work."""
 
     def recorded(self, event: Event) -> None:
-        """Take note of an event of torchelastic's; called on any of the agent's threads."""
+        """Handle an event of torchelastic; called on any of the agent's threads."""
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Take note: the agent is done; `error` is set if it broke."""
+        """Handle the agent's end; `error` is set if it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """What torchelastic is told of the ranks' processes, logs and events; the defaults are its own."""
+    """torchelastic's settings of the ranks' processes, logs and events; the defaults are its own."""
 
     logs_specs: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
@@ -62,14 +62,14 @@ class ProcessSettings:
     watchdog: bool = False
     """Whether ranks that overrun an expiration timer are killed."""
     timer_file: str | None = None
-    """Where ranks tell their timers; None: in private, if there is a watchdog."""
+    """The pipe for the ranks' timers; None: a private one, if there is a watchdog."""
     environ: tuple[bytes, ...] = field(default=(), repr=False)
     """`NAME=VALUE` for ranks that are new Pythons, which read some of it when they start."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousConfig:
-    """Where several nodes meet, and as whom this one comes; addresses are those that the others reach."""
+    """Rendezvous configuration of this node. Addresses must be reachable from the other nodes."""
 
     backend: str
     host: str
@@ -78,7 +78,7 @@ class RendezvousConfig:
     most: int
     local_addr: str
     hosting: bool
-    """Whether this process hosts the store: the notebook's does, a node that joins does not."""
+    """Whether this process hosts the store: the notebook's node does, a node that joins does not."""
     node_rank: int = 0
     conf: tuple[tuple[str, str], ...] = ()
     ranks_backend: str = ""
@@ -87,12 +87,12 @@ class RendezvousConfig:
     """Variables that the ranks of all nodes get."""
     key: bytes = field(default=b"", repr=False)
     listener: str = ""
-    """Where nodes report to, once there is such a place."""
+    """The address of the listener for nodes, once there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """What the agent needs to know of the options."""
+    """The options of one worker group that concern the agent."""
 
     nproc: int
     role: str
@@ -104,4 +104,4 @@ class AgentSettings:
     log_dir: Path
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
-    """None: one node, which meets nobody."""
+    """None for a single node."""
