@@ -117,14 +117,14 @@ class Watchdog(FileTimerServer):
         """Process id -> why it was killed."""
         self._is_rank = is_rank
         self._thread_name = thread_name
-        self._log_event = log_event
+        self._forward = log_event
         super().__init__(path, run_id, max_interval=_LOOK_SECONDS, daemon=True, log_event=self._note)
 
     def _note(self, name: str, request: FileTimerRequest | None) -> None:
         if name == "timer expired" and request is not None and request.signal > 0:
             # Before the signal, whose effect the agent may see at once.
             self.reasons[request.worker_pid] = _why(request)
-        self._log_event(name, request)
+        self._forward(name, request)
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         # torch also names this very process, after a rank; and any process that can write to the pipe could
@@ -149,7 +149,7 @@ class Watchdog(FileTimerServer):
                 os.close(pipe)
         super().stop()
         # The server is in a cycle with itself, and refers to the agent: free that without the collector.
-        self._is_rank, self._log_event = _no_rank, _ignore
+        self._is_rank, self._forward = _no_rank, _ignore
 
 
 def _no_rank(pid: int) -> bool:  # noqa: ARG001 - called as `is_rank`
