@@ -6,7 +6,7 @@ view can show. All functions return a new transcript and leave the old one alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -205,10 +205,3 @@ def _bounded(transcript: Transcript, *, displays: bool = False) -> Transcript:
             omitted_lines=transcript.omitted_lines + oldest.text.count("\n"),
         )
     return transcript
-
-
-def iterate_text(transcript: Transcript) -> Iterator[Text]:
-    """Yield the text entries, oldest first."""
-    for entry in transcript.entries:
-        if isinstance(entry, Text):
-            yield entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
+from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
@@ -16,16 +17,15 @@ from nblaunch.view.summary import (
     AGAIN,
     Header,
     attempt_line,
-    causes,
     consequence_lines,
     earlier_attempts,
-    failure_of_each,
-    failures,
     headline,
     places,
     reason_limit,
     waits,
     warning_lines,
+    why,
+    why_each,
 )
 
 SILENT_SECONDS = 10.0
@@ -173,20 +173,20 @@ class Reporter:
 
 def report(state: RunState) -> Report:
     """Return what there is to say of a run beside its ranks."""
-    explained = failures(state.ranks.values())
-    limit = reason_limit(explained)
+    found = blame(state.ranks)
+    limit = reason_limit(found)
     shown, left_out = earlier_attempts(state)
     return Report(
         causes=[
             CauseNote(
                 ranks=format_ranks(each.ranks),
-                why=shortened(each.why, limit),
+                why=why(each, limit),
                 traceback=_traceback(each.failure) if number < _TRACEBACKS else [],
             )
-            for number, each in enumerate(causes(explained))
+            for number, each in enumerate(found.causes)
         ],
-        consequences=consequence_lines(explained, limit),
-        consequence_count=sum(each.consequence_of is not None for each in explained),
+        consequences=consequence_lines(found, limit),
+        consequence_count=sum(len(each.ranks) for each in found.consequences),
         attempts=[_attempt(each) for each in shown],
         attempts_left_out=left_out,
         hang=_hang(state.hang),
@@ -195,13 +195,13 @@ def report(state: RunState) -> Report:
 
 
 def _traceback(failure: FailureRecord) -> list[Piece]:
-    text = (failure.shown or failure.traceback).rstrip("\n")
+    text = (failure.colored or failure.traceback).rstrip("\n")
     return [piece_of(line) for line in colored(shortened(text, _TRACEBACK_COST))]
 
 
 def _attempt(attempt: AttemptState) -> Attempt:
-    why = failure_of_each(failures(attempt.ranks.values()))
-    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(why.items())]
+    failures = why_each(blame(attempt.ranks))
+    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(failures.items())]
     for rank, known in sorted(attempt.ranks.items()):
         last = last_line(known.transcript)
         if last:
@@ -321,9 +321,9 @@ class Rows:
         if failed == self._explained:
             return self._why
         self._explained = failed
-        explained = failures(state.ranks.values())
-        limit = min(_FAILURE_COST, reason_limit(explained))
-        return {rank: clipped(text, limit) for rank, text in failure_of_each(explained).items()}
+        found = blame(state.ranks)
+        limit = min(_FAILURE_COST, reason_limit(found))
+        return {rank: clipped(text, limit) for rank, text in why_each(found).items()}
 
     def _row(self, known: RankState, why: str, mark: str, values: dict[str, Value]) -> Row:
         row = Row(rank=known.rank, state=str(known.state), icon=ICONS[known.state])

@@ -19,6 +19,7 @@ from nblaunch.protocol.messages import (
     Asked,
     AttemptStarted,
     Cleared,
+    Colored,
     Displayed,
     Entered,
     Exited,
@@ -38,7 +39,6 @@ from nblaunch.protocol.messages import (
     Recovered,
     Returned,
     RunEnded,
-    Shown,
     Started,
     Stream,
     Switched,
@@ -93,7 +93,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Switched: st.builds(Switched, rank=RANKS, moments=st.just((Offsets(),))),
     Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
     Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
-    Shown: st.builds(Shown, rank=RANKS, text=TEXTS),
+    Colored: st.builds(Colored, rank=RANKS, text=TEXTS),
     Where: st.builds(Where, rank=RANKS, frames=st.just(())),
     Aborted: st.builds(Aborted, rank=RANKS),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
@@ -140,7 +140,7 @@ def test_any_messages_in_any_order_fold_without_an_exception(messages):
         look_at(state)
 
 
-ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Shown]
+ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Colored]
 
 
 @given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
@@ -273,10 +273,10 @@ def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():
 
 
 def test_the_traceback_in_colours_joins_the_failure_that_came_before_it():
-    shown = rank_after(HELLO, STARTED, RAISED, Shown(rank=0, text="colours"))
+    shown = rank_after(HELLO, STARTED, RAISED, Colored(rank=0, text="colours"))
     assert shown.failure is not None
-    assert (shown.failure.shown, shown.failure.message) == ("colours", "boom")
-    assert rank_after(HELLO, STARTED, Shown(rank=0, text="colours")).failure is None
+    assert (shown.failure.colored, shown.failure.message) == ("colours", "boom")
+    assert rank_after(HELLO, STARTED, Colored(rank=0, text="colours")).failure is None
 
 
 def test_output_is_taken_also_after_the_end():
