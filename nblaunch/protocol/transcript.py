@@ -70,29 +70,6 @@ class Transcript:
         """Return the rich displays, in order."""
         return tuple(entry for entry in self.entries if isinstance(entry, Display))
 
-    @property
-    def last_line(self) -> str:
-        r"""Return the last line that is not blank, as a terminal shows it after `\r`."""
-        text, stream = "", None
-        for entry in reversed(self.entries):
-            if isinstance(entry, Display):
-                continue
-            if stream is not None and entry.stream is not stream and _last_shown(text):
-                break
-            text, stream = entry.text + text if entry.stream is stream else entry.text, entry.stream
-            before, newline, _ = text.partition("\n")
-            if newline and _last_shown(text[len(before) :]):
-                break
-        return _last_shown(text)
-
-
-def _last_shown(text: str) -> str:
-    for line in reversed(text.split("\n")):
-        shown = line.rstrip("\r").rpartition("\r")[2]
-        if shown.strip():
-            return shown
-    return ""
-
 
 def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
     """Return the transcript with `text` at its end.

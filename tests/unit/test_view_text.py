@@ -364,7 +364,6 @@ def test_the_last_line_is_the_last_that_is_not_blank():
     transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
     transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")
     assert last_line(transcript) == "second"
-    assert transcript.last_line == "second"
     assert last_line(Transcript()) == ""
 
 
