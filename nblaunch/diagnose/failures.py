@@ -158,7 +158,7 @@ def reason(failure: FailureRecord) -> Reason:
     >>> str(reason(FailureRecord(type="builtins.ValueError", message="boom")))
     'ValueError: boom'
     """
-    text = failure.message.lstrip().partition("\n")[0]
+    text = failure.message.strip().partition("\n")[0].rstrip()
     if failure.type == _DEAD:
         return Reason("", text, "")
     kind = failure.type.removeprefix("builtins.").removeprefix("__main__.")
