@@ -22,7 +22,7 @@ from nblaunch._errors import OptionError
 from nblaunch.protocol.state import RunState
 from nblaunch.view.html import render_html
 from nblaunch.view.output import folded
-from nblaunch.view.panel import Drawing
+from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_ending, render_text

@@ -35,6 +35,8 @@ from nblaunch.view.output import (
 from nblaunch.view.screen import PLAIN, Line, colored, plain
 from nblaunch.view.summary import (
     REASON_COST,
+    TRACEBACK_COST,
+    TRACEBACKS,
     Header,
     attempt_line,
     consequence_lines,
@@ -56,8 +58,6 @@ OUTPUT_BUDGET = 450_000
 LINES_BUDGET = 250_000
 _NOTES_BUDGET = 60_000
 VALUES_BUDGET = 60_000
-_TRACEBACK_COST = 20_000
-_TRACEBACKS = 4
 _CONSEQUENCES = 8
 _ATTEMPTS_BUDGET = 60_000
 _PLACES = 16
@@ -117,10 +117,10 @@ def _headline(state: RunState, header: Header) -> str:
 
 def _failures(found: Blame) -> Iterator[str]:
     limit = reason_limit(found)
-    parts = _causes(found, _TRACEBACK_COST)
+    parts = _causes(found, TRACEBACK_COST)
     # What one of several equal ones says goes for all: each has its ranks, and its traceback below.
     lines = [
-        _expandable(line, _traceback(each.failure, _TRACEBACK_COST // 4) if number < _CONSEQUENCES else "")
+        _expandable(line, _traceback(each.failure, TRACEBACK_COST // 4) if number < _CONSEQUENCES else "")
         for number, (each, line) in enumerate(
             zip(found.consequences, consequence_lines(found, limit), strict=True)
         )
@@ -141,7 +141,7 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
 def _cause(cause: Alike, number: int, limit: int, traceback_cost: int) -> str:
     label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
     line = f"<div><strong>{label}</strong> {markup.code(why(cause, limit))}</div>"
-    traceback = _traceback(cause.failure, traceback_cost) if number < _TRACEBACKS else ""
+    traceback = _traceback(cause.failure, traceback_cost) if number < TRACEBACKS else ""
     name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
     return line + (markup.details(name, traceback, opened=not number) if traceback else "")
 
@@ -172,12 +172,12 @@ def _attempts(state: RunState) -> Iterator[str]:
     for attempt in shown:
         before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
         found = blame(before.ranks)
-        content = "".join(_causes(found, _TRACEBACK_COST // max(4, len(shown))))
+        content = "".join(_causes(found, TRACEBACK_COST // max(4, len(shown))))
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
         others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
         content += "".join(_lines([f"{format_ranks(others)}: ended because of that"] if others else ()))
         content += _outputs(folded(before), _ATTEMPTS_BUDGET // len(shown))
-        yield _expandable(attempt_line(attempt), content)
+        yield _expandable(attempt_line(attempt, found), content)
 
 
 def _hang(state: RunState) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Which ranks stay behind the others: by what they print, what they have begun, and who has finished."""
+"""What a live panel shows: stragglers, why the run failed, a row for each rank, the output. Pure data."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
@@ -11,10 +12,12 @@ from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
 from nblaunch.view.output import last_line
-from nblaunch.view.panel_output import Piece, piece_of
+from nblaunch.view.panel_output import Feed, News, Piece, piece_of
 from nblaunch.view.screen import colored, plain
 from nblaunch.view.summary import (
     AGAIN,
+    TRACEBACK_COST,
+    TRACEBACKS,
     Header,
     attempt_line,
     consequence_lines,
@@ -34,6 +37,9 @@ SILENT = "silent while the others print"
 BEHIND_SECONDS = 2.0
 BEHIND = "behind the others"
 UNFINISHED = "most others have finished"
+
+
+# --- Which ranks stay behind the others: by what they print, what they have begun, and who has finished.
 
 
 class Stragglers:
@@ -113,8 +119,6 @@ def _counted(collectives: int) -> str:
 # --- What the panel says beside the ranks: why the run failed, what attempts came before, where ranks hang.
 
 
-_TRACEBACK_COST = 20_000
-_TRACEBACKS = 4
 _LINES = 200
 _LINE_COST = 400
 
@@ -181,7 +185,7 @@ def report(state: RunState) -> Report:
             CauseNote(
                 ranks=format_ranks(each.ranks),
                 why=why(each, limit),
-                traceback=_traceback(each.failure) if number < _TRACEBACKS else [],
+                traceback=_traceback(each.failure) if number < TRACEBACKS else [],
             )
             for number, each in enumerate(found.causes)
         ],
@@ -196,19 +200,19 @@ def report(state: RunState) -> Report:
 
 def _traceback(failure: FailureRecord) -> list[Piece]:
     text = (failure.colored or failure.traceback).rstrip("\n")
-    return [piece_of(line) for line in colored(shortened(text, _TRACEBACK_COST))]
+    return [piece_of(line) for line in colored(shortened(text, TRACEBACK_COST))]
 
 
 def _attempt(attempt: AttemptState) -> Attempt:
-    failures = why_each(blame(attempt.ranks))
-    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(failures.items())]
+    found = blame(attempt.ranks)
+    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(why_each(found).items())]
     for rank, known in sorted(attempt.ranks.items()):
         last = last_line(known.transcript)
         if last:
             lines.append(f"rank {rank}, last output: {clipped(last, _LINE_COST)}")
     seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
     return Attempt(
-        number=attempt.number, title=f"{attempt_line(attempt)}{seconds}", lines=_first(lines, "lines")
+        number=attempt.number, title=f"{attempt_line(attempt, found)}{seconds}", lines=_first(lines, "lines")
     )
 
 
@@ -384,3 +388,74 @@ def describe(state: RunState, header: Header) -> dict[str, str]:
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
         "note": plain(header.note),
     }
+
+
+# --- All that a live panel shows, kept up to date.
+
+
+class Delta(TypedDict):
+    """One tick; None where nothing has changed. `stop` says whether the page can stop the run."""
+
+    sequence: int
+    stop: bool
+    ranks: RankNews | None
+    report: Report | None
+    output: News | None
+
+
+class Whole(TypedDict):
+    """Everything, for a page that begins anew; `age` is the run's, in seconds."""
+
+    sequence: int
+    stop: bool
+    age: float
+    header: dict[str, str]
+    rows: dict[str, Row]
+    values: dict[str, Value]
+    report: Report | None
+    output: News
+
+
+class Drawing:
+    """Folds the states of a run into deltas, and can tell the whole at any time, from any thread."""
+
+    def __init__(self, header: Header, opened: float) -> None:
+        """Begin a run that was opened at `opened`, on the clock that `now` is of later."""
+        self._opened = opened
+        self._now = opened
+        self._rows = Rows(header)
+        self._feed = Feed()
+        self._reporter = Reporter()
+        self._report: Report | None = None
+        self._sequence = 0
+        self._stop = False
+        # A page that is loaded again asks for the whole while the run's own thread draws.
+        self._lock = threading.Lock()
+
+    def changes(self, state: RunState, now: float, *, stop: bool = False) -> Delta | None:
+        """Return what has changed since this was asked last, or None."""
+        with self._lock:
+            self._now = now
+            ranks = self._rows.news(state, now)
+            report = self._reporter.news(state)
+            output = self._feed.news(state, now)
+            if ranks is None and report is None and output is None and stop == self._stop:
+                return None
+            self._sequence += 1
+            self._stop = stop
+            self._report = self._report if report is None else report
+            return Delta(sequence=self._sequence, stop=stop, ranks=ranks, report=report, output=output)
+
+    def whole(self, now: float | None = None) -> Whole:
+        """Return everything."""
+        with self._lock:
+            return Whole(
+                sequence=self._sequence,
+                stop=self._stop,
+                age=(self._now if now is None else now) - self._opened,
+                header=self._rows.header,
+                rows=self._rows.rows,
+                values=self._rows.values,
+                report=self._report,
+                output=self._feed.whole(),
+            )

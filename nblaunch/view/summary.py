@@ -38,6 +38,8 @@ class Header:
 
 
 REASON_COST = 1_500
+TRACEBACK_COST = 20_000
+TRACEBACKS = 4
 _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
 _HANG_LINES = 40
@@ -66,7 +68,8 @@ def why(alike: Alike, limit: int = REASON_COST) -> str:
 
 def why_each(found: Blame) -> dict[int, str]:
     """Return why each failed rank failed in one line, its cause named where it is a consequence."""
-    return {rank: why(each) for each in (*found.causes, *found.consequences) for rank in each.ranks}
+    lines = [(each.ranks, why(each)) for each in (*found.causes, *found.consequences)]
+    return {rank: line for ranks, line in lines for rank in ranks}
 
 
 def consequence_lines(found: Blame, limit: int = REASON_COST) -> list[str]:
@@ -85,9 +88,8 @@ def traceback_text(failure: FailureRecord) -> str:
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
 
-def attempt_line(attempt: AttemptState) -> str:
+def attempt_line(attempt: AttemptState, found: Blame) -> str:
     """Return why an attempt was followed by another: `attempt 0: restarted: rank 1: ...`."""
-    found = blame(attempt.ranks)
     cause = f"{found.root}: {why(found.causes[0])}" if found.causes else "the worker group changed"
     return f"attempt {attempt.number}: restarted: {cause}"
 
@@ -102,7 +104,7 @@ def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
 def attempt_lines(state: RunState) -> list[str]:
     """Return a line for each attempt before this one, the latest ten of them."""
     shown, left_out = earlier_attempts(state)
-    lines = [attempt_line(attempt) for attempt in shown]
+    lines = [attempt_line(attempt, blame(attempt.ranks)) for attempt in shown]
     return [left_out, *lines] if left_out else lines
 
 

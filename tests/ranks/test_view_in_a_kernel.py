@@ -155,7 +155,7 @@ def test_a_panel_sends_one_message_a_tick_and_no_more_than_ten_a_second(kernel):
 @pytest.mark.oldest
 def test_a_panel_that_is_asked_for_its_state_has_all_of_it(kernel):
     code = """
-from nblaunch.view.panel import Drawing
+from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.panel import Panel
 drawing, state = Drawing(Header("cell", "gloo"), 0.0), RunState.fresh(2)
 panel = Panel(drawing, lambda: 7.0)

@@ -26,7 +26,7 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
 from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view, watcher
-from nblaunch.view.panel import Drawing
+from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
 

@@ -31,9 +31,8 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.state import RunState, advance, looked_at
 from nblaunch.view import panel_output, panel_ranks
 from nblaunch.view.output import read
-from nblaunch.view.panel import Drawing
 from nblaunch.view.panel_output import KEPT, WAITING, Feed
-from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Reporter, Rows, Stragglers
+from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Drawing, Reporter, Rows, Stragglers
 from nblaunch.view.screen import WIDEST, Line
 from nblaunch.view.summary import Header
 
