@@ -12,11 +12,9 @@ from typing import Any, NoReturn
 
 from nblaunch._errors import NblaunchError, RunFailedError
 from nblaunch.protocol.messages import FrameRecord, Phase
-from nblaunch.protocol.reports import HangReport
+from nblaunch.protocol.reports import HangReport, nearest_frame, place
 from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.transcript import Display
-
-_REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +23,9 @@ class RankFailure:
 
     `exception` is the original where it could be pickled, else None; `type` its qualified name.
     `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
-    `consequence_of` is the rank whose failure explains this one, or None. `shown` is the traceback as
-    IPython shows it, in colours, with the lines around.
+    `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
+    rank whose failure explains this one, or None. `colored` is the traceback as IPython shows it, in colours,
+    with the lines around.
     """
 
     rank: int
@@ -41,58 +40,18 @@ class RankFailure:
     phase: Phase
     consequence_of: int | None = None
     last_output: str = ""
-    shown: str = field(default="", repr=False)
-
-    @property
-    def reason(self) -> str:
-        """The failure in one line, with the user's own line where there is one."""
-        text = self.message.strip().split("\n", 1)[0]
-        if len(text) > _REASON_CHARACTERS:
-            text = f"{text[:_REASON_CHARACTERS]}…"
-        if self.exception is None and self.type == "ProcessExited":
-            return text
-        short = self.type.removeprefix("builtins.").removeprefix("__main__.")
-        line = f"{short}: {text}" if text else short
-        return f"{line} ({self.where})" if self.where else line
+    colored: str = field(default="", repr=False)
+    reason: str = field(default="", repr=False)
 
     @property
     def frame(self) -> FrameRecord | None:
         """The innermost frame of the notebook, else of a file that is no installed library's."""
-        for wanted in (in_notebook, not_installed):
-            for frame in reversed(self.frames):
-                if wanted(frame):
-                    return frame
-        return self.frames[-1] if self.frames else None
+        return nearest_frame(self.frames)
 
     @property
     def where(self) -> str:
         """The user's own line: `cell line 4`."""
         return place(self.frame) if self.frame is not None else ""
-
-
-def place(frame: FrameRecord) -> str:
-    """Say where a frame is, the same each time the notebook is run.
-
-    A cell has no number here: that counts executions, and is 0 in kernels that keep no history.
-
-    >>> place(FrameRecord("Cell In[3]", 4, "helper", "return x[7]"))
-    'cell line 4 in helper'
-    """
-    inside = "" if frame.function.startswith("<") else f" in {frame.function}"
-    if in_notebook(frame):
-        return f"cell line {frame.line}{inside}"
-    return f"{frame.filename}, line {frame.line}"
-
-
-def in_notebook(frame: FrameRecord) -> bool:
-    """Return whether a frame is a notebook cell's."""
-    return frame.filename.startswith("Cell In[")
-
-
-def not_installed(frame: FrameRecord) -> bool:
-    """Return whether a frame is of a file outside the installed libraries."""
-    installed = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
-    return not any(part in frame.filename for part in installed)
 
 
 class LogText:
@@ -269,9 +228,6 @@ class RunResult:
     @property
     def root_cause(self) -> RankFailure | None:
         """The first failure in time that is no consequence of another; None if none failed."""
-        for failure in self.failures:
-            if failure.consequence_of is None:
-                return failure
         return self.failures[0] if self.failures else None
 
     @property

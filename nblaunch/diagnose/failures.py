@@ -1,12 +1,16 @@
-"""Which of many failures is the cause: the first in time that is not the consequence of another."""
+"""Why ranks failed: who caused what, which ranks share a cause, and in which words. Nothing else decides it.
+
+`blame` derives it from the states of the ranks, a pure fold; results and views only draw it. `explain_exit`
+and `explain_out_of_memory` add what the system knows before a failure is folded into the state.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,9 +18,9 @@ import psutil
 
 from nblaunch._cgroups import oom_kills, tightest_memory
 from nblaunch._frames import readable_stacks
-from nblaunch.protocol.messages import DeviceMemory, FailureRecord
-from nblaunch.protocol.reports import size
-from nblaunch.protocol.state import describe_exit, signal_name
+from nblaunch.protocol.messages import DeviceMemory, FailureRecord, Phase
+from nblaunch.protocol.reports import format_ranks, nearest_frame, place, size
+from nblaunch.protocol.state import RankState, State, describe_exit, signal_name
 
 # What gloo, NCCL and TCPStore say when it was the *other* side that went away. A rank that raises one
 # of these while a peer failed for a reason of its own is a consequence, whatever the clocks say: the
@@ -33,6 +37,8 @@ _PEER_GONE = re.compile(
 _NCCL_WAITED = re.compile(r"timed out after|remote process exited|remote error|network error", re.IGNORECASE)
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
 _DEAD = "ProcessExited"
+_PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
+_REASON_CHARACTERS = 2000
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
 
 
@@ -43,6 +49,134 @@ class Explained:
     rank: int
     failure: FailureRecord
     consequence_of: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a rank failed; as a text one line: `IndexError: out of range (cell line 4 in helper)`."""
+
+    kind: str
+    text: str
+    where: str
+
+    def __str__(self) -> str:
+        """Return it in one line, with the user's own line where there is one."""
+        text = self.text.strip().partition("\n")[0]
+        if len(text) > _REASON_CHARACTERS:
+            text = f"{text[:_REASON_CHARACTERS]}…"
+        line = ": ".join(part for part in (self.kind, text) if part)
+        return f"{line} ({self.where})" if self.where else line
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Ranks that failed for one and the same reason; `failure` is that of the lowest of them.
+
+    `because_of` names the ranks that caused it; it is empty where these ranks are a cause themselves.
+    """
+
+    ranks: tuple[int, ...]
+    reason: Reason
+    failure: FailureRecord
+    because_of: str = ""
+
+    def line(self, draw: Callable[[Reason], str] = str) -> str:
+        """Return why they failed in one line, the reason as `draw` returns it."""
+        reason = draw(self.reason)
+        return f"consequence of {self.because_of}: {reason}" if self.because_of else reason
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Who caused what in one attempt.
+
+    `failures` are those of all ranks, causes first. `causes` are the failures that explain the others, the
+    root cause first, `consequences` the others, in the order of ranks; both have ranks that failed alike as
+    one. `ended` are all ranks that ended because of a cause, with a failure of their own or without.
+    """
+
+    failures: tuple[Explained, ...]
+    causes: tuple[Alike, ...]
+    consequences: tuple[Alike, ...]
+    ended: tuple[int, ...]
+
+    @property
+    def root(self) -> str:
+        """The ranks of the root cause: `rank 1`; empty where no rank failed."""
+        return format_ranks(self.causes[0].ranks) if self.causes else ""
+
+    def fate(self, rank: RankState) -> str:
+        """Return what became of a rank that has neither a value nor a failure; empty for the others."""
+        match rank.state:
+            case State.SUCCEEDED | State.FAILED:
+                return ""
+            case State.STOPPED:
+                return f"STOPPED, because of {self.root}" if self.root else "STOPPED"
+            case State.LOST:
+                return "LOST: exited without a result or an error"
+            case _:
+                return str(rank.state)
+
+
+def blame(ranks: Mapping[int, RankState]) -> Blame:
+    """Return who caused what among the ranks of an attempt.
+
+    A mistake in a cell fails every rank in the same way. Which rank is first by the clock differs from
+    run to run then, so all of them are named.
+    """
+    failures = explain({number: rank.failure for number, rank in ranks.items() if rank.failure is not None})
+    causes = _alike(each for each in failures if each.consequence_of is None)
+    followed = [each for each in failures if each.consequence_of is not None]
+    root = format_ranks(causes[0].ranks) if causes else ""
+    consequences = [replace(each, because_of=root) for each in _alike(followed)]
+    stopped = [number for number, rank in ranks.items() if rank.state is State.STOPPED]
+    return Blame(
+        failures=failures,
+        causes=tuple(causes),
+        consequences=tuple(sorted(consequences, key=lambda each: each.ranks)),
+        ended=tuple(sorted([*(each.rank for each in followed), *stopped])),
+    )
+
+
+def _alike(failures: Iterable[Explained]) -> list[Alike]:
+    groups: dict[Reason, list[Explained]] = {}
+    for each in failures:
+        groups.setdefault(_stable_reason(each), []).append(each)
+    return [
+        Alike(
+            ranks=tuple(sorted(each.rank for each in group)),
+            reason=reason,
+            failure=min(group, key=lambda each: each.rank).failure,
+        )
+        for reason, group in groups.items()
+    ]
+
+
+def reason(failure: FailureRecord) -> Reason:
+    """Return why a rank failed.
+
+    >>> str(reason(FailureRecord(type="builtins.ValueError", message="boom")))
+    'ValueError: boom'
+    """
+    text = failure.message.strip().partition("\n")[0].rstrip()
+    if failure.type == _DEAD:
+        return Reason("", text, "")
+    kind = failure.type.removeprefix("builtins.").removeprefix("__main__.")
+    frame = nearest_frame(failure.frames)
+    return Reason(kind, text, place(frame) if frame is not None else "")
+
+
+def _stable_reason(explained: Explained) -> Reason:
+    """Return a reason that is the same in every run and in every folder."""
+    found = reason(explained.failure)
+    where = found.where.rpartition("/")[2] if found.where.startswith("/") else found.where
+    text = found.text if explained.consequence_of is None else without_ports(found.text)
+    return Reason(found.kind, text, where)
+
+
+def without_ports(text: str) -> str:
+    """Return `text` without the ports of peers: they differ in every run, and say nothing to the reader."""
+    return _PORT.sub(r"\1", text)
 
 
 def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
@@ -79,6 +213,13 @@ def blames_a_peer(failure: FailureRecord) -> bool:
         return True
     # `raise StepFailed from error`: the traceback says what it was made of.
     return any(_PEER_GONE.search(found["text"]) for found in _CHAINED.finditer(failure.traceback))
+
+
+def value_lost(error: Exception, when: float, message: str = "") -> FailureRecord:
+    """Return the failure of a rank whose value is lost because of `error`."""
+    message = message or f"the notebook could not take the value over: {error}"
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return FailureRecord(type=kind, message=message, time=when, phase=Phase.VALUE)
 
 
 # --- Why a process ended without a word: the signal by name, and what the system knows about it.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from nblaunch._results import in_notebook, not_installed, place
 from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
-from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks
+from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks, own_frame, place
 
 _Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
@@ -57,10 +56,7 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
     >>> headline((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
     'at cell line 9: dist.all_reduce(t)'
     """
-    own = next(
-        (frame for wanted in (in_notebook, not_installed) for frame in reversed(frames) if wanted(frame)),
-        None,
-    )
+    own = own_frame(frames)
     if own is None:
         return f"in {frames[-1].function}" if frames else "outside the job"
     here = place(own) + (f": {own.source}" if own.source else "")

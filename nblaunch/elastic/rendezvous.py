@@ -112,7 +112,7 @@ def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event)
         told = json.loads(store.get(key))
         return str(told["gate"])
     except (ValueError, KeyError, TypeError) as error:
-        msg = f"what the store at {rdzv.host}:{rdzv.port} says of the run is none of nblaunch's words"
+        msg = f"the store at {rdzv.host}:{rdzv.port} holds no valid nblaunch entry for run {run_id!r}"
         raise LaunchError(msg, phase="rendezvous") from error
 
 

@@ -384,8 +384,8 @@ class WorkerGroup(MultiNodeLifecycle):
     def lost(self, error: Exception) -> None:
         """End the run: nobody hears its ranks any more."""
         self._error = RunFailedError(
-            f"the ranks can no longer be heard, and have been ended: the hub's socket broke ({error}). "
-            "The next run makes a new one."
+            f"lost the connection to the ranks (hub socket: {error}); they were terminated. "
+            "The next run reconnects."
         )
         self._agent.stop()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nblaunch.capture import shared_memory
+from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.logs import LogTail
 from nblaunch.elastic.settings import Worker
 from nblaunch.group.stacks import StackRequest
@@ -22,11 +23,9 @@ from nblaunch.protocol.messages import (
     Dispatch,
     Displayed,
     Exited,
-    FailureRecord,
     FromRank,
     Message,
     Offsets,
-    Phase,
     Printed,
     Raised,
     Returned,
@@ -43,7 +42,7 @@ _NAMES = ("redirects", "tee", "local_ranks_filter")
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class OutputFilter:
     """What `--redirects`, `--tee` and `--local-ranks-filter` say, all with torchrun's meaning."""
 
     redirects: str = "0"
@@ -51,7 +50,7 @@ class Shown:
     local_ranks: frozenset[int] | None = None
 
     @classmethod
-    def of(cls, options: LaunchOptions) -> Shown:
+    def of(cls, options: LaunchOptions) -> OutputFilter:
         """Return what these options say."""
         some = options.local_ranks_filter
         return cls(options.redirects, options.tee, None if some is None else frozenset(some))
@@ -59,7 +58,7 @@ class Shown:
     def shows(self, local_rank: int, stream: Stream) -> bool:
         """Whether a stream of a local rank is shown.
 
-        >>> Shown(redirects="3", tee="0:1").shows(0, Stream.STDOUT)
+        >>> OutputFilter(redirects="3", tee="0:1").shows(0, Stream.STDOUT)
         True
         """
         if self.local_ranks is not None and local_rank not in self.local_ranks:
@@ -70,7 +69,7 @@ class Shown:
         )
 
 
-EVERYTHING = Shown()
+EVERYTHING = OutputFilter()
 
 
 def with_those_of(own: LaunchOptions, session: LaunchOptions) -> LaunchOptions:
@@ -189,14 +188,14 @@ class Job:
         state: RunState,
         *,
         internal: bool = False,
-        shown: Shown = EVERYTHING,
+        output: OutputFilter = EVERYTHING,
     ) -> None:
         """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result.
 
         `dispatches` has what each rank is sent; None stands for those that it does not name.
         """
         self.internal = internal
-        self.shown = shown
+        self.output = output
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
         self.state = state
@@ -260,18 +259,13 @@ class Job:
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
         except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
-            failure = FailureRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=f"the notebook could not take the value over: {error}",
-                time=time.time(),
-                phase=Phase.VALUE,
-            )
+            failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
         return message
 
     def fold(self, message: Message) -> None:
         """Take a message into account; after the end only what warns of a rank that left badly."""
-        if isinstance(message, Printed) and not self.shown.shows(self._local(message.rank), message.stream):
+        if isinstance(message, Printed) and not self.output.shows(self._local(message.rank), message.stream):
             return  # it is in the rank's files, and from there in the result
         before = self.state
         after = advance(before, message)

@@ -36,7 +36,7 @@ from nblaunch.elastic.settings import AgentSettings, ProcessSettings, Rendezvous
 from nblaunch.elastic.thread import join_all
 from nblaunch.group import hub, inherited, key
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.job import Job, Shown
+from nblaunch.group.job import Job, OutputFilter
 from nblaunch.group.result import LogDirectory, collect, error_of
 from nblaunch.group.standby import Standby, StandbyGroup
 from nblaunch.group.usage import Seen, measuring
@@ -279,7 +279,8 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
     """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
     with ExitStack() as sent:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
-        job = Job(_dispatches(launch, sent), state, internal=launch.internal, shown=Shown.of(launch.options))
+        output = OutputFilter.of(launch.options)
+        job = Job(_dispatches(launch, sent), state, internal=launch.internal, output=output)
         job.whole = launch.arrived
         for text in launch.notices:
             job.fold(Noticed(text=text))

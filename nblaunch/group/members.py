@@ -15,6 +15,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from nblaunch.capture.transfer import Arrival, OutgoingTransfer
+from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group.hub import Hub
 from nblaunch.group.listener import Listener
@@ -22,9 +23,7 @@ from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
     Dispatch,
     Exited,
-    FailureRecord,
     FromRank,
-    Phase,
     Prepare,
     Raised,
     Returned,
@@ -233,12 +232,7 @@ class Nodes:
         try:
             value = node.arrival.claim(message.value)
         except Exception as error:  # noqa: BLE001 - no room, or not what was announced: the rank has no value
-            failure = FailureRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=f"the notebook could not take the value over: {error}",
-                time=time.time(),
-                phase=Phase.VALUE,
-            )
+            failure = value_lost(error, time.time())
             self._host.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
             return
         try:

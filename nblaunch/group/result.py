@@ -1,4 +1,4 @@
-"""From a run's final state to its result: values unpickled, failures explained, output collected."""
+"""Map a finished run to its result, and to the exception that it raises, if any."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import os
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError
 from nblaunch._results import Attempt, EventLog, LogText, RankFailure, RankResult, RankResults, RunResult
 from nblaunch.capture import pickling
-from nblaunch.diagnose.failures import Explained, explain
+from nblaunch.diagnose.failures import Explained, blame, reason, value_lost
 from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.logs import read_text
 from nblaunch.group import hub
-from nblaunch.group.job import Job, Logs, Shown
+from nblaunch.group.job import Job, Logs, OutputFilter
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import FailureRecord, Phase, Stream
+from nblaunch.protocol.messages import Phase, Stream, Unreadable
 from nblaunch.protocol.reports import format_ranks
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, signal_name
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, advance, signal_name
 
 _LAST_OUTPUT_LINES = 10
 _CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
@@ -54,13 +54,10 @@ def collect(  # noqa: PLR0913 - what a result holds
     job: Job, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
 ) -> RunResult:
     """Return the result of a job that has ended."""
-    values, broken = _unpickled(job)
-    state = _with_failures(job.state, broken)
-    logs = job.logs
+    values, state = _unpickled(job)
     *earlier, last = state.attempts
-    shown = job.shown
-    attempts = [_attempt(each, {}, logs.get(each.number, {}), shown, keep) for each in earlier]
-    attempts.append(_attempt(last, values, logs.get(last.number, {}), shown, keep))
+    attempts = [_attempt(job, each, {}, keep) for each in earlier]
+    attempts.append(_attempt(job, last, values, keep))
     return RunResult(
         ranks=attempts[-1].ranks,
         world_size=state.world_size,
@@ -78,43 +75,28 @@ def collect(  # noqa: PLR0913 - what a result holds
     )
 
 
-def _unpickled(job: Job) -> tuple[dict[int, Any], dict[int, FailureRecord]]:
-    """Return the values, and a failure for each that the notebook cannot read."""
+def _unpickled(job: Job) -> tuple[dict[int, Any], RunState]:
+    """Return the values, and the state, in which ranks whose value cannot be unpickled have failed."""
     values: dict[int, Any] = {}
-    broken: dict[int, FailureRecord] = {}
+    state = job.state
     for rank, (stream, *buffers) in job.values.items():
         try:
             values[rank] = pickling.loads(stream, buffers)
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-            broken[rank] = FailureRecord(
-                type=f"{type(error).__module__}.{type(error).__qualname__}",
-                message=(
-                    f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
-                    "Is a module that the rank imported missing here?"
-                ),
-                time=job.state.ranks[rank].ended or 0.0,
-                phase=Phase.VALUE,
+            message = (
+                f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
+                "Is a module that the rank imported missing here?"
             )
-    return values, broken
+            failure = value_lost(error, state.ranks[rank].ended or 0.0, message)
+            state = advance(state, Unreadable(rank=rank, failure=failure))
+    return values, state
 
 
-def _with_failures(state: RunState, broken: Mapping[int, FailureRecord]) -> RunState:
-    if not broken:
-        return state
-    ranks = {
-        number: replace(rank, state=State.FAILED, failure=broken[number]) if number in broken else rank
-        for number, rank in state.ranks.items()
-    }
-    return replace(state, ranks=ranks)
-
-
-def _attempt(
-    attempt: AttemptState, values: Mapping[int, Any], logs: Mapping[int, Logs], shown: Shown, keep: object
-) -> Attempt:
-    found = {number: rank.failure for number, rank in attempt.ranks.items() if rank.failure is not None}
+def _attempt(job: Job, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
+    logs = job.logs.get(attempt.number, {})
     failures = tuple(
-        _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), shown))
-        for each in explain(found)
+        _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), job.output))
+        for each in blame(attempt.ranks).failures
     )
     by_rank = {failure.rank: failure for failure in failures}
     return Attempt(
@@ -158,15 +140,16 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
         phase=record.phase,
         consequence_of=explained.consequence_of,
         last_output=last_output,
-        shown=record.shown,
+        colored=record.colored,
+        reason=str(reason(record)),
     )
 
 
-def _last_output(rank: RankState, logs: Logs | None, shown: Shown) -> str:
+def _last_output(rank: RankState, logs: Logs | None, output: OutputFilter) -> str:
     """Return the last lines that a rank has printed; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
-        if logs is not None and not shown.shows(logs.worker.local_rank, stream):
+        if logs is not None and not output.shows(logs.worker.local_rank, stream):
             path, start, end = _place(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     lines = _CONTROL.sub("", text).split("\n")
@@ -236,7 +219,7 @@ def _rank_result(
     )
 
 
-# --- What a run that has ended is told to have died of: the error that it raises.
+# --- The exception that a finished run raises.
 
 
 def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
@@ -290,19 +273,15 @@ def _phase_of(error: BaseException, state: RunState) -> str:
 
 def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
     """Say which rank failed, how, where, and what became of the others; no times, no pids."""
-    # A mistake in the code fails every rank alike; who is first by the clock differs from run to run.
-    causes = [failure for failure in result.failures if failure.consequence_of is None]
-    alike = [failure.rank for failure in causes if failure.reason == root.reason]
-    lines = [f"{format_ranks(alike)} of {result.world_size} failed: {root.reason}"]
+    found = blame(result.state.ranks)
+    first, *others = found.causes
+    lines = [f"{format_ranks(first.ranks)} of {result.world_size} failed: {root.reason}"]
     if root.frame is not None and root.frame.source:
         lines[0] += f"\n    {root.frame.source}"
-    failed_too = [failure.rank for failure in causes if failure.rank not in alike]
-    if failed_too:
-        lines.append(f"{format_ranks(failed_too)} failed too")
-    ended = [failure.rank for failure in result.failures if failure.consequence_of is not None]
-    ended += [each.rank for each in result.ranks if each.state is State.STOPPED]
-    if ended:
-        lines.append(f"{format_ranks(ended)} ended because of that")
+    if others:
+        lines.append(f"{format_ranks(rank for each in others for rank in each.ranks)} failed too")
+    if found.ended:
+        lines.append(f"{format_ranks(found.ended)} ended because of that")
     if options.max_restarts:
         lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
     if root.type == "ProcessExited" and root.last_output:

@@ -264,10 +264,10 @@ class LiveSession:
         """
         for name in variables:
             if not str(name).isidentifier() or keyword.iskeyword(name):
-                msg = f"push was given {name!r:.100} as a name, which is none. Give Python names."
+                msg = f"push: {name!r:.100} is not a valid Python identifier."
                 raise OptionError(msg)
             if name in RANK_NAMES or name in SHELL_NAMES:
-                msg = f"push was given {name!r}, but each rank has its own {name}. Use another name."
+                msg = f"push: each rank has its own {name}. Use another name."
                 raise OptionError(msg)
         namespace = _notebook.namespace()
         if namespace is None:

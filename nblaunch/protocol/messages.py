@@ -100,14 +100,14 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 class FailureRecord(msgspec.Struct, frozen=True):
     """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
 
-    `traceback` is plain text, `shown` the same as IPython shows it, in colours. `memory` is there where a GPU
-    had too little of it.
+    `traceback` is plain text, `colored` the same as IPython shows it, in colours. `memory` is there where a
+    GPU had too little of it.
     """
 
     type: str
     message: str
     traceback: str = ""
-    shown: str = ""
+    colored: str = ""
     frames: tuple[FrameRecord, ...] = ()
     exception: bytes | None = None
     exitcode: int = 1
@@ -253,7 +253,7 @@ class Raised(_FromRank, frozen=True):
     peak_gpu_memory: int | None = None
 
 
-class Shown(_FromRank, frozen=True):
+class Colored(_FromRank, frozen=True):
     """The traceback of a rank that has `Raised`, as IPython shows it: it takes longer than the failure."""
 
     text: str
@@ -447,6 +447,13 @@ class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     doing: str = ""
 
 
+class Unreadable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The value of a rank cannot be unpickled where it was asked for: the rank has failed after all."""
+
+    rank: int
+    failure: FailureRecord
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel no longer waits for ranks that have not ended: they are STOPPED, or else LOST."""
 
@@ -463,7 +470,7 @@ FromRank = (
     | Switched
     | Returned
     | Raised
-    | Shown
+    | Colored
     | Where
     | Names
     | Arrived
@@ -473,7 +480,7 @@ FromRank = (
     | Recovered
     | InterruptSeen
 )
-AboutRank = Printed | Exited | AttemptStarted | Measured | Noticed | Waiting | RunEnded
+AboutRank = Printed | Exited | Unreadable | AttemptStarted | Measured | Noticed | Waiting | RunEnded
 Message = FromRank | AboutRank
 
 

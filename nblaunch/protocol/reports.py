@@ -1,8 +1,8 @@
-"""Where the ranks of a run were when it hung, or was stopped: pure data, and its text."""
+"""Words that errors, results and views share: ranks, sizes, places in code, and where ranks hang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,43 @@ class HangReport:
         if self.finished:
             lines.append(f"[{format_ranks(self.finished)}] had finished")
         return "\n".join(lines)
+
+
+def own_frame(frames: Sequence[FrameRecord]) -> FrameRecord | None:
+    """Return the innermost frame of the notebook, else of a file that is no installed library's."""
+    for wanted in (_in_notebook, _not_installed):
+        for frame in reversed(frames):
+            if wanted(frame):
+                return frame
+    return None
+
+
+def nearest_frame(frames: Sequence[FrameRecord]) -> FrameRecord | None:
+    """Return the user's own frame, else the innermost of all."""
+    return own_frame(frames) or (frames[-1] if frames else None)
+
+
+def place(frame: FrameRecord) -> str:
+    """Say where a frame is, the same each time the notebook is run.
+
+    A cell has no number here: that counts executions, and is 0 in kernels that keep no history.
+
+    >>> place(FrameRecord("Cell In[3]", 4, "helper", "return x[7]"))
+    'cell line 4 in helper'
+    """
+    if _in_notebook(frame):
+        inside = "" if frame.function.startswith("<") else f" in {frame.function}"
+        return f"cell line {frame.line}{inside}"
+    return f"{frame.filename}, line {frame.line}"
+
+
+def _in_notebook(frame: FrameRecord) -> bool:
+    return frame.filename.startswith("Cell In[")
+
+
+def _not_installed(frame: FrameRecord) -> bool:
+    installed = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
+    return not any(part in frame.filename for part in installed)
 
 
 def size(count: float) -> str:

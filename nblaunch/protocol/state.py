@@ -20,6 +20,7 @@ from nblaunch.protocol.messages import (
     Asked,
     AttemptStarted,
     Cleared,
+    Colored,
     Displayed,
     Entered,
     Exited,
@@ -38,9 +39,9 @@ from nblaunch.protocol.messages import (
     Recovered,
     Returned,
     RunEnded,
-    Shown,
     Started,
     Switched,
+    Unreadable,
     Usage,
     Waiting,
     Where,
@@ -310,7 +311,8 @@ _OfOneRank: TypeAlias = (
     | Raised
     | Printed
     | Exited
-    | Shown
+    | Unreadable
+    | Colored
     | Where
     | Names
     | Reached
@@ -369,8 +371,8 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 ended=failure.time,
                 peak_gpu_memory=message.peak_gpu_memory,
             )
-        case Shown():
-            return _shown(known, message)
+        case Colored() | Unreadable():
+            return _after_the_end(known, message)
         case Exited():
             return _exited(known, message)
         case _:
@@ -389,10 +391,14 @@ def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> 
             assert_never(message)
 
 
-def _shown(known: RankState, message: Shown) -> RankState:
-    if known.failure is None:
-        return known
-    return replace(known, failure=msgspec.structs.replace(known.failure, shown=message.text))
+def _after_the_end(known: RankState, message: Colored | Unreadable) -> RankState:
+    match message:
+        case Colored() if known.failure is not None:
+            return replace(known, failure=msgspec.structs.replace(known.failure, colored=message.text))
+        case Unreadable() if known.state is State.SUCCEEDED:
+            return replace(known, state=State.FAILED, failure=message.failure)
+        case _:
+            return known
 
 
 def _exited(known: RankState, message: Exited) -> RankState:

@@ -6,7 +6,7 @@ view can show. All functions return a new transcript and leave the old one alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,29 +69,6 @@ class Transcript:
     def displays(self) -> tuple[Display, ...]:
         """Return the rich displays, in order."""
         return tuple(entry for entry in self.entries if isinstance(entry, Display))
-
-    @property
-    def last_line(self) -> str:
-        r"""Return the last line that is not blank, as a terminal shows it after `\r`."""
-        text, stream = "", None
-        for entry in reversed(self.entries):
-            if isinstance(entry, Display):
-                continue
-            if stream is not None and entry.stream is not stream and _last_shown(text):
-                break
-            text, stream = entry.text + text if entry.stream is stream else entry.text, entry.stream
-            before, newline, _ = text.partition("\n")
-            if newline and _last_shown(text[len(before) :]):
-                break
-        return _last_shown(text)
-
-
-def _last_shown(text: str) -> str:
-    for line in reversed(text.split("\n")):
-        shown = line.rstrip("\r").rpartition("\r")[2]
-        if shown.strip():
-            return shown
-    return ""
 
 
 def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
@@ -205,10 +182,3 @@ def _bounded(transcript: Transcript, *, displays: bool = False) -> Transcript:
             omitted_lines=transcript.omitted_lines + oldest.text.count("\n"),
         )
     return transcript
-
-
-def iterate_text(transcript: Transcript) -> Iterator[Text]:
-    """Yield the text entries, oldest first."""
-    for entry in transcript.entries:
-        if isinstance(entry, Text):
-            yield entry

@@ -41,6 +41,7 @@ from nblaunch.capture import pickling, shared_memory
 from nblaunch.protocol.messages import (
     Arrived,
     CellJob,
+    Colored,
     DeadVariable,
     Dispatch,
     Entered,
@@ -60,7 +61,6 @@ from nblaunch.protocol.messages import (
     Recovered,
     Returned,
     ScriptJob,
-    Shown,
     Started,
 )
 from nblaunch.protocol.state import describe_exit
@@ -428,7 +428,7 @@ class Rank:
         ended = stdio.end_job(keep=self.orders.keep)
         raised = Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak())
         self.link.send(raised)
-        self.link.send(Shown(rank=self.rank, text=failure.shown(error)))
+        self.link.send(Colored(rank=self.rank, text=failure.shown(error)))
 
     def _program_ended(self, exitcode: int) -> None:
         """Report a program's exit as that of a rank which exits without a result or an error."""

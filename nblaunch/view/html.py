@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from nblaunch.diagnose.failures import Alike, Blame, blame
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import format_ranks, size
 from nblaunch.protocol.state import RankState, RunState, State
@@ -34,20 +35,20 @@ from nblaunch.view.output import (
 from nblaunch.view.screen import PLAIN, Line, colored, plain
 from nblaunch.view.summary import (
     REASON_COST,
-    Cause,
+    TRACEBACK_COST,
+    TRACEBACKS,
     Header,
     attempt_line,
-    causes,
-    consequences,
+    consequence_lines,
     earlier_attempts,
-    failure_of_each,
-    failures,
     headline,
     others_lines,
     places,
     reason_limit,
     traceback_text,
     warning_lines,
+    why,
+    why_each,
 )
 
 HTML_BUDGET = 680_000
@@ -57,8 +58,6 @@ OUTPUT_BUDGET = 450_000
 LINES_BUDGET = 250_000
 _NOTES_BUDGET = 60_000
 VALUES_BUDGET = 60_000
-_TRACEBACK_COST = 20_000
-_TRACEBACKS = 4
 _CONSEQUENCES = 8
 _ATTEMPTS_BUDGET = 60_000
 _PLACES = 16
@@ -95,13 +94,14 @@ def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
     is `folded(state)` where the caller has it already.
     """
+    found = blame(state.ranks)
     parts = (
         _headline(state, header),
-        *_failures(state, _TRACEBACK_COST),
+        *_failures(found),
         *_attempts(state),
-        *_lines((*others_lines(state), *warning_lines(state))),
+        *_lines((*others_lines(state, found), *warning_lines(state))),
         *_hang(state),
-        _table(state),
+        _table(state, found),
         *_values(state),
     )
     above = "".join(parts)
@@ -115,31 +115,33 @@ def _headline(state: RunState, header: Header) -> str:
     return f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>"
 
 
-def _failures(state: RunState, traceback_cost: int) -> Iterator[str]:
-    explained = failures(state.ranks.values())
-    limit = reason_limit(explained)
-    found = causes(explained)
-    parts = [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found)]
-    followed = consequences(explained, limit)
+def _failures(found: Blame) -> Iterator[str]:
+    limit = reason_limit(found)
+    parts = _causes(found, TRACEBACK_COST)
     # What one of several equal ones says goes for all: each has its ranks, and its traceback below.
     lines = [
-        _expandable(f"{format_ranks(each.ranks)}: {each.why}", _traceback(each.failure, traceback_cost // 4))
-        if number < _CONSEQUENCES
-        else f"<div>{markup.code(f'{format_ranks(each.ranks)}: {each.why}')}</div>"
-        for number, each in enumerate(followed)
+        _expandable(line, _traceback(each.failure, TRACEBACK_COST // 4) if number < _CONSEQUENCES else "")
+        for number, (each, line) in enumerate(
+            zip(found.consequences, consequence_lines(found, limit), strict=True)
+        )
     ]
     if lines:
-        count = sum(len(each.ranks) for each in followed)
+        count = sum(len(each.ranks) for each in found.consequences)
         summary = f"{count} consequence{'' if count == 1 else 's'} of it"
         parts.append(markup.details(summary, "".join(lines), opened=False))
     if parts:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
 
 
-def _cause(cause: Cause, number: int, limit: int, traceback_cost: int) -> str:
+def _causes(found: Blame, traceback_cost: int) -> list[str]:
+    limit = reason_limit(found)
+    return [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found.causes)]
+
+
+def _cause(cause: Alike, number: int, limit: int, traceback_cost: int) -> str:
     label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
-    line = f"<div><strong>{label}</strong> {markup.code(shortened(cause.why, limit))}</div>"
-    traceback = _traceback(cause.failure, traceback_cost) if number < _TRACEBACKS else ""
+    line = f"<div><strong>{label}</strong> {markup.code(why(cause, limit))}</div>"
+    traceback = _traceback(cause.failure, traceback_cost) if number < TRACEBACKS else ""
     name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
     return line + (markup.details(name, traceback, opened=not number) if traceback else "")
 
@@ -169,17 +171,13 @@ def _attempts(state: RunState) -> Iterator[str]:
     yield from _lines([left_out] if left_out else ())
     for attempt in shown:
         before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
-        explained = failures(before.ranks.values())
-        found = causes(explained)
-        cost = _TRACEBACK_COST // max(4, len(shown))
-        content = "".join(
-            _cause(each, number, reason_limit(explained), cost) for number, each in enumerate(found)
-        )
+        found = blame(before.ranks)
+        content = "".join(_causes(found, TRACEBACK_COST // max(4, len(shown))))
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
-        others = set(before.ranks) - {rank for each in found for rank in each.ranks}
+        others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
         content += "".join(_lines([f"{format_ranks(others)}: ended because of that"] if others else ()))
         content += _outputs(folded(before), _ATTEMPTS_BUDGET // len(shown))
-        yield _expandable(attempt_line(attempt), content)
+        yield _expandable(attempt_line(attempt, found), content)
 
 
 def _hang(state: RunState) -> Iterator[str]:
@@ -198,11 +196,12 @@ def _hang(state: RunState) -> Iterator[str]:
     yield markup.details("Where the ranks were", findings + content, opened=True)
 
 
-def _table(state: RunState) -> str:
-    why = failure_of_each(failures(state.ranks.values()))
+def _table(state: RunState, found: Blame) -> str:
+    failures = why_each(found)
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
-    rows = [_cells(known, why.get(rank, ""), limit, few=few) for rank, known in sorted(state.ranks.items())]
+    ranks = sorted(state.ranks.items())
+    rows = [_cells(known, failures.get(rank, ""), limit, few=few) for rank, known in ranks]
     shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
     head = _row("th", (_COLUMNS[index] for index in shown), few=few)
     body = "".join(_row("td", (row[index] for index in shown), few=few) for row in rows)
@@ -228,7 +227,7 @@ def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, why: str, limit: int, *, few: bool) -> tuple[str, ...]:
+def _cells(known: RankState, failure: str, limit: int, *, few: bool) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
     last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
     value = clipped(_in_one_line(known.value_text), min(limit, _VALUE_COST))
@@ -239,7 +238,7 @@ def _cells(known: RankState, why: str, limit: int, *, few: bool) -> tuple[str, .
         size(known.peak_gpu_memory).replace(" ", "\u00a0") if known.peak_gpu_memory else "",
         markup.code(last, styled=few),
         "(below)" if known.value_html else markup.code(value, styled=few),
-        markup.code(clipped(why, limit), styled=few),
+        markup.code(clipped(failure, limit), styled=few),
     )
 
 

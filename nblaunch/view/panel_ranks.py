@@ -1,4 +1,4 @@
-"""Which ranks stay behind the others: by what they print, what they have begun, and who has finished."""
+"""What a live panel shows: stragglers, why the run failed, a row for each rank, the output. Pure data."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
+from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
@@ -15,18 +16,19 @@ from nblaunch.view.panel_output import Feed, News, Piece, piece_of
 from nblaunch.view.screen import colored, plain
 from nblaunch.view.summary import (
     AGAIN,
+    TRACEBACK_COST,
+    TRACEBACKS,
     Header,
     attempt_line,
-    causes,
     consequence_lines,
     earlier_attempts,
-    failure_of_each,
-    failures,
     headline,
     places,
     reason_limit,
     waits,
     warning_lines,
+    why,
+    why_each,
 )
 
 SILENT_SECONDS = 10.0
@@ -35,6 +37,9 @@ SILENT = "silent while the others print"
 BEHIND_SECONDS = 2.0
 BEHIND = "behind the others"
 UNFINISHED = "most others have finished"
+
+
+# --- Which ranks stay behind the others: by what they print, what they have begun, and who has finished.
 
 
 class Stragglers:
@@ -114,8 +119,6 @@ def _counted(collectives: int) -> str:
 # --- What the panel says beside the ranks: why the run failed, what attempts came before, where ranks hang.
 
 
-_TRACEBACK_COST = 20_000
-_TRACEBACKS = 4
 _LINES = 200
 _LINE_COST = 400
 
@@ -174,20 +177,20 @@ class Reporter:
 
 def report(state: RunState) -> Report:
     """Return what there is to say of a run beside its ranks."""
-    explained = failures(state.ranks.values())
-    limit = reason_limit(explained)
+    found = blame(state.ranks)
+    limit = reason_limit(found)
     shown, left_out = earlier_attempts(state)
     return Report(
         causes=[
             CauseNote(
                 ranks=format_ranks(each.ranks),
-                why=shortened(each.why, limit),
-                traceback=_traceback(each.failure) if number < _TRACEBACKS else [],
+                why=why(each, limit),
+                traceback=_traceback(each.failure) if number < TRACEBACKS else [],
             )
-            for number, each in enumerate(causes(explained))
+            for number, each in enumerate(found.causes)
         ],
-        consequences=consequence_lines(explained, limit),
-        consequence_count=sum(each.consequence_of is not None for each in explained),
+        consequences=consequence_lines(found, limit),
+        consequence_count=sum(len(each.ranks) for each in found.consequences),
         attempts=[_attempt(each) for each in shown],
         attempts_left_out=left_out,
         hang=_hang(state.hang),
@@ -196,20 +199,20 @@ def report(state: RunState) -> Report:
 
 
 def _traceback(failure: FailureRecord) -> list[Piece]:
-    text = (failure.shown or failure.traceback).rstrip("\n")
-    return [piece_of(line) for line in colored(shortened(text, _TRACEBACK_COST))]
+    text = (failure.colored or failure.traceback).rstrip("\n")
+    return [piece_of(line) for line in colored(shortened(text, TRACEBACK_COST))]
 
 
 def _attempt(attempt: AttemptState) -> Attempt:
-    why = failure_of_each(failures(attempt.ranks.values()))
-    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(why.items())]
+    found = blame(attempt.ranks)
+    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(why_each(found).items())]
     for rank, known in sorted(attempt.ranks.items()):
         last = last_line(known.transcript)
         if last:
             lines.append(f"rank {rank}, last output: {clipped(last, _LINE_COST)}")
     seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
     return Attempt(
-        number=attempt.number, title=f"{attempt_line(attempt)}{seconds}", lines=_first(lines, "lines")
+        number=attempt.number, title=f"{attempt_line(attempt, found)}{seconds}", lines=_first(lines, "lines")
     )
 
 
@@ -322,9 +325,9 @@ class Rows:
         if failed == self._explained:
             return self._why
         self._explained = failed
-        explained = failures(state.ranks.values())
-        limit = min(_FAILURE_COST, reason_limit(explained))
-        return {rank: clipped(text, limit) for rank, text in failure_of_each(explained).items()}
+        found = blame(state.ranks)
+        limit = min(_FAILURE_COST, reason_limit(found))
+        return {rank: clipped(text, limit) for rank, text in why_each(found).items()}
 
     def _row(self, known: RankState, why: str, mark: str, values: dict[str, Value]) -> Row:
         row = Row(rank=known.rank, state=str(known.state), icon=ICONS[known.state])

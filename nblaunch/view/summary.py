@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch._results import Event, RankFailure
-from nblaunch.diagnose.failures import Explained, explain
+from nblaunch._results import Event
+from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, format_ranks
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, signal_name
+from nblaunch.protocol.state import AttemptState, RunState
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
@@ -38,11 +38,11 @@ class Header:
 
 
 REASON_COST = 1_500
+TRACEBACK_COST = 20_000
+TRACEBACKS = 4
 _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
 _HANG_LINES = 40
-# Where a peer's socket was differs in every run, and says nothing to the reader.
-_PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
 # A number counts executions: another one each time the notebook is run.
 _CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
@@ -51,137 +51,47 @@ AGAIN = "a second interrupt ends all ranks, and their variables are lost"
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why these ranks failed, all of them for the same reason; `failure` is that of the first of them."""
-
-    ranks: tuple[int, ...]
-    why: str
-    failure: FailureRecord
-
-
-def failures(ranks: Iterable[RankState]) -> tuple[Explained, ...]:
-    """Return why ranks failed: causes first, then their consequences."""
-    return explain({rank.rank: rank.failure for rank in ranks if rank.failure is not None})
-
-
-def reason(explained: Explained, limit: int = REASON_COST) -> str:
-    """Return a failure in one line; of a consequence without the port of the peer that went away."""
-    failure = explained.failure
-    known = RankFailure(
-        rank=explained.rank,
-        exception=None,
-        type=failure.type,
-        message=plain(failure.message.lstrip().partition("\n")[0][:_READ_CHARACTERS]),
-        traceback="",
-        frames=failure.frames,
-        exitcode=failure.exitcode,
-        signal=signal_name(failure.exitcode),
-        time=failure.time,
-        phase=failure.phase,
-    )
-    line = known.reason
-    if known.frame is not None:
-        line = line.replace(f"({known.frame.filename}, ", f"({short_path(known.frame.filename)}, ")
-    if explained.consequence_of is not None:
-        line = _PORT.sub(r"\1", line)
-    return shortened(plain(line), limit)
-
-
-def reason_limit(explained: Sequence[Explained]) -> int:
+def reason_limit(found: Blame) -> int:
     """Return how many bytes each reason may take, so that 256 of them still make one readable page."""
-    return REASON_COST * 20 // max(len(explained), 20)
+    return REASON_COST * 20 // max(len(found.failures), 20)
 
 
-def short_path(path: str) -> str:
-    """Return a file's name without its folder, and `Cell In[3]` as it is."""
-    return path.rpartition("/")[2] if path.startswith("/") else path
+def why(alike: Alike, limit: int = REASON_COST) -> str:
+    """Return why ranks failed in one line, the reason in at most `limit` bytes."""
+
+    def drawn(reason: Reason) -> str:
+        line = str(replace(reason, text=plain(reason.text[:_READ_CHARACTERS])))
+        return shortened(plain(line), limit)
+
+    return alike.line(drawn)
+
+
+def why_each(found: Blame) -> dict[int, str]:
+    """Return why each failed rank failed in one line, its cause named where it is a consequence."""
+    lines = [(each.ranks, why(each)) for each in (*found.causes, *found.consequences)]
+    return {rank: line for ranks, line in lines for rank in ranks}
+
+
+def consequence_lines(found: Blame, limit: int = REASON_COST) -> list[str]:
+    """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
+    return [f"{format_ranks(each.ranks)}: {why(each, limit)}" for each in found.consequences]
+
+
+def others_lines(state: RunState, found: Blame) -> list[str]:
+    """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
+    return [f"{format_ranks(ranks)}: {what}" for ranks, what in by_rank(state, found.fate)]
 
 
 def traceback_text(failure: FailureRecord) -> str:
     """Return a traceback without what differs by machine or run: where Python is installed, ports."""
-    text = _PORT.sub(r"\1", _PLACES.sub("…/", failure.traceback.rstrip("\n")))
+    text = without_ports(_PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
 
 
-def causes(explained: Iterable[Explained]) -> list[Cause]:
-    """Return the failures that explain the others, the root cause first; equal ones are one.
-
-    A mistake in a cell fails every rank in the same way. Which rank is first by the clock differs from
-    run to run then, so all of them are named.
-    """
-    groups: dict[str, list[Explained]] = {}
-    for each in explained:
-        if each.consequence_of is None:
-            groups.setdefault(reason(each), []).append(each)
-    return [
-        Cause(tuple(sorted(each.rank for each in group)), why, min(group, key=lambda each: each.rank).failure)
-        for why, group in groups.items()
-    ]
-
-
-def blame(explained: Sequence[Explained]) -> str:
-    """Return who is to blame for the consequences: `rank 1`, or nothing where nothing failed."""
-    found = causes(explained)
-    return format_ranks(found[0].ranks) if found else ""
-
-
-def failure_of_each(explained: Sequence[Explained]) -> dict[int, str]:
-    """Return each failed rank's failure in one line, its cause named where it is a consequence."""
-    cause = blame(explained)
-    return {
-        each.rank: reason(each) if each.consequence_of is None else f"consequence of {cause}: {reason(each)}"
-        for each in explained
-    }
-
-
-def consequences(explained: Sequence[Explained], limit: int = REASON_COST) -> list[Cause]:
-    """Return what became of other ranks because of the root cause, in the order of ranks, equal ones once."""
-    groups: dict[str, list[Explained]] = {}
-    for each in explained:
-        if each.consequence_of is not None:
-            groups.setdefault(reason(each, limit), []).append(each)
-    cause = blame(explained) if groups else ""
-    found = [
-        Cause(
-            tuple(sorted(each.rank for each in group)),
-            f"consequence of {cause}: {why}",
-            min(group, key=lambda each: each.rank).failure,
-        )
-        for why, group in groups.items()
-    ]
-    return sorted(found, key=lambda each: each.ranks)
-
-
-def consequence_lines(explained: Sequence[Explained], limit: int = REASON_COST) -> list[str]:
-    """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
-    return [f"{format_ranks(each.ranks)}: {each.why}" for each in consequences(explained, limit)]
-
-
-def others_lines(state: RunState) -> list[str]:
-    """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
-    cause = blame(failures(state.ranks.values()))
-    why = f", because of {cause}" if cause else ""
-
-    def describe(rank: RankState) -> str:
-        match rank.state:
-            case State.SUCCEEDED | State.FAILED:
-                return ""
-            case State.STOPPED:
-                return f"STOPPED{why}"
-            case State.LOST:
-                return "LOST: ended without a value and without a word"
-            case _:
-                return str(rank.state)
-
-    return [f"{format_ranks(ranks)}: {what}" for ranks, what in by_rank(state, describe)]
-
-
-def attempt_line(attempt: AttemptState) -> str:
+def attempt_line(attempt: AttemptState, found: Blame) -> str:
     """Return why an attempt was followed by another: `attempt 0: restarted: rank 1: ...`."""
-    found = causes(failures(attempt.ranks.values()))
-    why = f"{format_ranks(found[0].ranks)}: {found[0].why}" if found else "the worker group changed"
-    return f"attempt {attempt.number}: restarted: {why}"
+    cause = f"{found.root}: {why(found.causes[0])}" if found.causes else "the worker group changed"
+    return f"attempt {attempt.number}: restarted: {cause}"
 
 
 def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
@@ -194,7 +104,7 @@ def earlier_attempts(state: RunState) -> tuple[list[AttemptState], str]:
 def attempt_lines(state: RunState) -> list[str]:
     """Return a line for each attempt before this one, the latest ten of them."""
     shown, left_out = earlier_attempts(state)
-    lines = [attempt_line(attempt) for attempt in shown]
+    lines = [attempt_line(attempt, blame(attempt.ranks)) for attempt in shown]
     return [left_out, *lines] if left_out else lines
 
 

@@ -1,4 +1,4 @@
-"""Standard streams for which a status line steps aside: what the program's threads print stays whole."""
+"""A run in a terminal: its lines as they come, above a status line."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from nblaunch.view.output import display_text
 from nblaunch.view.screen import Screen, plain
 from nblaunch.view.summary import AGAIN, attempt_lines, hang_lines, waits
 from nblaunch.view.text import prefixed
+
+# --- Standard streams for which the status line steps aside: what the program's threads print stays whole.
 
 
 class Aside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
@@ -24,14 +25,13 @@ from nblaunch.view.screen import PLAIN, Line, plain
 from nblaunch.view.summary import (
     Header,
     attempt_lines,
-    causes,
     consequence_lines,
-    failures,
     hang_lines,
     headline,
     others_lines,
     reason_limit,
     warning_lines,
+    why,
 )
 
 TEXT_BUDGET = 130_000
@@ -106,13 +106,13 @@ def _ending_lines(state: RunState) -> Iterator[str]:
     limit = fair_limit((cost_of_text(value) for _, value in values), VALUES_BUDGET)
     for ranks, value in values:
         yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
-    explained = failures(state.ranks.values())
-    limit = reason_limit(explained)
-    for number, cause in enumerate(causes(explained)):
+    found = blame(state.ranks)
+    limit = reason_limit(found)
+    for number, cause in enumerate(found.causes):
         label = "also failed" if number else "root cause"
-        yield f"{label}: {format_ranks(cause.ranks)}: {shortened(cause.why, limit)}"
-    yield from consequence_lines(explained, limit)
-    yield from others_lines(state)
+        yield f"{label}: {format_ranks(cause.ranks)}: {why(cause, limit)}"
+    yield from consequence_lines(found, limit)
+    yield from others_lines(state, found)
     yield from warning_lines(state)
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import nblaunch
-from nblaunch.group.job import Shown
+from nblaunch.group.job import OutputFilter
 from nblaunch.protocol.messages import Stream
 
 SPEAK = """
@@ -129,7 +129,7 @@ def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
     """As with torchrun, where a stream comes to the console by tee, or by not being redirected."""
     for redirects in range(4):
         for tee in range(4):
-            shown = Shown(str(redirects), str(tee))
+            shown = OutputFilter(str(redirects), str(tee))
             for bit, stream in ((1, Stream.STDOUT), (2, Stream.STDERR)):
                 assert shown.shows(0, stream) == (not redirects & bit or bool(tee & bit))
 

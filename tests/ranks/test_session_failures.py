@@ -622,7 +622,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
         (
             "broken = hub.get(); broken.call(broken._socket.close)",
             "",
-            "RunFailedError: the ranks can no longer be heard",
+            "RunFailedError: lost the connection to the ranks",
         ),
     ],
     ids=["agent", "hub"],

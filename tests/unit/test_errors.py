@@ -21,8 +21,9 @@ from nblaunch._errors import (
     shorten,
 )
 from nblaunch._results import RankFailure, RankResult, RankResults, RunResult
+from nblaunch.diagnose.failures import reason
 from nblaunch.options.launch import LaunchOptions, parse_line
-from nblaunch.protocol.messages import Phase
+from nblaunch.protocol.messages import FailureRecord, Phase
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import State
 
@@ -181,7 +182,8 @@ def test_a_text_is_shortened_in_its_middle():
 
 def test_a_failed_run_of_a_megabyte_of_text_makes_a_short_message():
     huge = "x" * MEGABYTE
-    cause = failure(message=huge, exception=ValueError(huge))
+    record = FailureRecord(type="builtins.ValueError", message=huge)
+    cause = failure(message=huge, exception=ValueError(huge), reason=str(reason(record)))
     error = RunFailedError(f"rank 1 failed: {cause.reason}{huge}", result=result(cause), root_cause=cause)
     assert len(str(error)) < 100_000
     assert len(cause.reason) < 10_000

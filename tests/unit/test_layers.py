@@ -167,6 +167,27 @@ def test_the_front_door_imports_upper_layers_only_when_they_are_used():
     assert eager == []
 
 
+BLAME = "nblaunch.diagnose.failures"
+DERIVED = {"Alike", "Blame", "Reason", "blame", "without_ports"}
+"""What views may take from there: what it has found, and its words."""
+
+
+def test_one_module_decides_who_is_to_blame():
+    """Others pass on what it has found: they neither look for causes nor group failures."""
+    elsewhere = []
+    for path in MODULES:
+        module = module_name(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == BLAME:
+                names = {alias.name for alias in node.names}
+                allowed = DERIVED if layer_of(module) == "view" else names - {"explain"}
+                elsewhere += [f"{module} imports {name}" for name in sorted(names - allowed)]
+            elif isinstance(node, ast.Compare) and module != BLAME and "consequence_of" in ast.unparse(node):
+                elsewhere.append(f"{module}:{node.lineno} compares consequence_of")
+    assert elsewhere == []
+    assert not {each.imported for each in OURS if layer_of(each.importer) == "view"} & {"nblaunch.diagnose"}
+
+
 def test_no_function_is_too_long_to_read():
     functions = {
         f"{module_name(path)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1

@@ -230,7 +230,7 @@ def run_that_says(text):
     """Return a run in which everything that ranks can say is `text`."""
     frame = FrameRecord(text, 3, text, text, {text: text})
     failure = FailureRecord(
-        type=text, message=text, traceback=text, shown=text, frames=(frame,), time=5.0, phase=Phase.JOB
+        type=text, message=text, traceback=text, colored=text, frames=(frame,), time=5.0, phase=Phase.JOB
     )
     return state_after(
         Noticed(text=text),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch.diagnose.failures import blames_a_peer, explain
+from nblaunch.diagnose.failures import blame, blames_a_peer, explain
 from nblaunch.group.wait import silent_between
 from nblaunch.protocol.messages import (
     Aborted,
@@ -19,10 +19,12 @@ from nblaunch.protocol.messages import (
     Asked,
     AttemptStarted,
     Cleared,
+    Colored,
     Displayed,
     Entered,
     Exited,
     FailureRecord,
+    FrameRecord,
     Hello,
     InterruptSeen,
     Measured,
@@ -38,10 +40,10 @@ from nblaunch.protocol.messages import (
     Recovered,
     Returned,
     RunEnded,
-    Shown,
     Started,
     Stream,
     Switched,
+    Unreadable,
     Usage,
     Waiting,
     Where,
@@ -59,6 +61,7 @@ from nblaunch.protocol.transcript import (
     displayed,
     printed,
 )
+from nblaunch.view.output import last_line
 
 WORLD = 3
 
@@ -93,7 +96,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Switched: st.builds(Switched, rank=RANKS, moments=st.just((Offsets(),))),
     Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
     Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
-    Shown: st.builds(Shown, rank=RANKS, text=TEXTS),
+    Colored: st.builds(Colored, rank=RANKS, text=TEXTS),
     Where: st.builds(Where, rank=RANKS, frames=st.just(())),
     Aborted: st.builds(Aborted, rank=RANKS),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
@@ -113,6 +116,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
     Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
+    Unreadable: st.builds(Unreadable, rank=RANKS, failure=FAILURES),
     RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
 }  # fmt: skip
 MESSAGES = st.one_of(list(STRATEGIES.values()))
@@ -140,7 +144,7 @@ def test_any_messages_in_any_order_fold_without_an_exception(messages):
         look_at(state)
 
 
-ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Shown]
+ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Colored]
 
 
 @given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
@@ -155,6 +159,8 @@ def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
         for rank, known in before.ranks.items():
             if known.state.final:
                 now = after.ranks[rank]
+                if known.state is State.SUCCEEDED and now.state is State.FAILED:
+                    continue  # its value cannot be unpickled
                 assert now.state is known.state
                 assert (now.value, now.ended, now.started) == (known.value, known.ended, known.started)
                 assert (now.failure is None) == (known.failure is None)
@@ -273,10 +279,18 @@ def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():
 
 
 def test_the_traceback_in_colours_joins_the_failure_that_came_before_it():
-    shown = rank_after(HELLO, STARTED, RAISED, Shown(rank=0, text="colours"))
+    shown = rank_after(HELLO, STARTED, RAISED, Colored(rank=0, text="colours"))
     assert shown.failure is not None
-    assert (shown.failure.shown, shown.failure.message) == ("colours", "boom")
-    assert rank_after(HELLO, STARTED, Shown(rank=0, text="colours")).failure is None
+    assert (shown.failure.colored, shown.failure.message) == ("colours", "boom")
+    assert rank_after(HELLO, STARTED, Colored(rank=0, text="colours")).failure is None
+
+
+def test_a_rank_whose_value_cannot_be_unpickled_has_failed_after_all_and_no_other_has():
+    unreadable = Unreadable(rank=0, failure=BOOM)
+    failed = rank_after(HELLO, STARTED, RETURNED, unreadable)
+    assert (failed.state, failed.failure, failed.ended) == (State.FAILED, BOOM, 2.0)
+    for messages in ([HELLO, STARTED], [HELLO, STARTED, Exited(rank=0, exitcode=-9, time=3.0)]):
+        assert rank_after(*messages, unreadable) == rank_after(*messages)
 
 
 def test_output_is_taken_also_after_the_end():
@@ -458,7 +472,9 @@ def test_clearing_takes_effect_at_once_or_with_the_next_output():
     ],
 )
 def test_the_last_line_is_what_a_terminal_would_show_last(pieces, last):
-    assert put([(Stream.STDOUT, text) for text in pieces]).last_line == last
+    shown = last_line(put([(Stream.STDOUT, text) for text in pieces]))
+    # Of a long line only the end is drawn.
+    assert shown == last or last.endswith(shown.removeprefix("… "))
 
 
 # --- the root cause --------------------------------------------------------------------------------
@@ -541,6 +557,52 @@ def test_a_rank_that_the_agent_stopped_is_a_consequence():
 
 def test_no_failures_need_no_explanation():
     assert explain({}) == ()
+    found = blame(RunState.fresh(2).ranks)
+    assert (found.failures, found.causes, found.consequences, found.ended, found.root) == ((), (), (), (), "")
+
+
+@given(HISTORIES)
+def test_every_failed_rank_is_once_among_the_causes_or_the_consequences(messages):
+    ranks = folded(messages)[-1].ranks
+    found = blame(ranks)
+    failed = [rank for rank, known in ranks.items() if known.failure is not None]
+    alike = [*found.causes, *found.consequences]
+    assert sorted(rank for each in alike for rank in each.ranks) == sorted(failed)
+    assert {rank for each in found.causes for rank in each.ranks} == {
+        each.rank for each in found.failures if each.consequence_of is None
+    }
+    assert bool(found.causes) == bool(failed)
+    if found.causes:
+        assert found.failures[0].rank in found.causes[0].ranks
+    stopped = {rank for rank, known in ranks.items() if known.state is State.STOPPED}
+    assert set(found.ended) == stopped | {rank for each in found.consequences for rank in each.ranks}
+    for each in alike:
+        assert each.failure is ranks[each.ranks[0]].failure
+        assert each.line().startswith("consequence of rank") == (each in found.consequences)
+
+
+def test_ranks_share_a_cause_wherever_their_files_are_and_a_consequence_whatever_the_port():
+    def failing(rank, type_name, message, folder):
+        frames = (FrameRecord(f"/home/{folder}/train.py", 3, "step", ""),)
+        failure = FailureRecord(type=type_name, message=message, frames=frames, time=rank)
+        return Raised(rank=rank, failure=failure)
+
+    closed = "Connection closed by peer [127.0.0.1]"
+    state = folded(
+        [
+            failing(0, "builtins.ValueError", "boom\nand more", "a"),
+            failing(1, "builtins.ValueError", "boom", "b"),
+            failing(2, "builtins.RuntimeError", f"{closed}:40000", "c"),
+            failing(3, "builtins.RuntimeError", f"{closed}:40001", "d"),
+        ],
+        RunState.fresh(4),
+    )[-1]
+    found = blame(state.ranks)
+    assert [(each.ranks, each.line()) for each in (*found.causes, *found.consequences)] == [
+        ((0, 1), "ValueError: boom (train.py, line 3)"),
+        ((2, 3), f"consequence of ranks 0-1: RuntimeError: {closed} (train.py, line 3)"),
+    ]
+    assert (found.root, found.ended) == ("ranks 0-1", (2, 3))
 
 
 # --- what ranks use --------------------------------------------------------------------------------

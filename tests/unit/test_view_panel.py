@@ -13,6 +13,7 @@ from nblaunch.diagnose.hang import report as hang_report
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Cleared,
+    Colored,
     Displayed,
     FailureRecord,
     FrameRecord,
@@ -22,7 +23,6 @@ from nblaunch.protocol.messages import (
     Raised,
     Reached,
     Returned,
-    Shown,
     Started,
     Stream,
     Usage,
@@ -445,7 +445,7 @@ def test_the_report_has_the_root_cause_first_with_its_traceback_in_colours():
     assert told["consequences"] == ["rank 0: consequence of rank 1: RuntimeError: Connection closed by peer"]
     assert told["consequence_count"] == 1
     assert reporter.news(state) is None
-    told = some(reporter.news(advance(state, Shown(rank=1, text="\x1b[31mE\x1b[0m: boom"))))
+    told = some(reporter.news(advance(state, Colored(rank=1, text="\x1b[31mE\x1b[0m: boom"))))
     assert told["causes"][0]["traceback"] == [(0, ((1, "E"), (0, ": boom")))]
 
 

@@ -172,6 +172,13 @@ def test_causes_of_different_kinds_come_in_the_order_of_time():
     ]
 
 
+def test_a_long_reason_is_cut_once_in_its_middle_and_counted_right():
+    boom = FailureRecord(type="ValueError", message="x" * 1_800, time=5.0)
+    line = text_of(1, Raised(rank=0, failure=boom))
+    (left_out,) = re.findall(r"… (\d+) characters left out …", line)
+    assert line.count("x") + int(left_out) == 1_800
+
+
 def test_equal_consequences_are_one_line_although_their_ports_differ():
     failures = [Raised(rank=rank, failure=closed_by_peer(40_000 + rank)) for rank in range(1, 8)]
     text = text_of(8, Raised(rank=0, failure=BOOM), *failures)
@@ -364,7 +371,6 @@ def test_the_last_line_is_the_last_that_is_not_blank():
     transcript = printed(Transcript(), Stream.STDOUT, "first\nse")
     transcript = printed(transcript, Stream.STDOUT, "cond\n\n  \n")
     assert last_line(transcript) == "second"
-    assert transcript.last_line == "second"
     assert last_line(Transcript()) == ""
 
 
