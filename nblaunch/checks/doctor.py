@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from nblaunch import _notebook
 from nblaunch.checks import gpu, machine, notebook, processes
 from nblaunch.checks import nccl as nccl_check
 from nblaunch.checks.report import DoctorReport, Finding, warning
@@ -89,7 +90,7 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
     >>> [finding.advice for finding in report.problems]                    # doctest: +SKIP
     []
     """
-    if processes.rank_here() is not None:
+    if _notebook.inside_rank() is not None:
         # A rank has no business with a fork server or a runtime directory of its own.
         return examine([each for each in CHECKS if each.find is processes.this_process])
     report = examine()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
 from nblaunch.elastic import forkserver, runtime_dir
@@ -270,7 +271,7 @@ def hostname() -> Iterator[Finding]:
 def this_process() -> Iterator[Finding]:
     """Say whether this process is a rank: then it can start none."""
     name = "this process"
-    rank = rank_here()
+    rank = _notebook.inside_rank()
     variables = [
         each for each in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR") if each in os.environ
     ]
@@ -289,9 +290,3 @@ def this_process() -> Iterator[Finding]:
         )
     else:
         yield ok(name, "it is no rank, so it can start runs")
-
-
-def rank_here() -> int | None:
-    """Return this process's rank if nblaunch started it as one."""
-    outlet = getattr(sys.modules.get("nblaunch.rank.shell"), "outlet", None)
-    return outlet.rank if outlet is not None and outlet.send is not None else None

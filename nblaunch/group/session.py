@@ -32,7 +32,6 @@ from nblaunch.capture.capture import (
 from nblaunch.elastic import descriptors, forkserver
 from nblaunch.group import hub, key
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.job import with_those_of
 from nblaunch.group.knowledge import Knowledge, Sent, View, notices
 from nblaunch.group.launcher import (
     Launch,
@@ -354,7 +353,7 @@ class LiveSession:
         launch = Launch(
             job=job,
             captured=brought if isinstance(brought, Captured) else brought.first,
-            options=with_those_of(job_options.options, self.options) if job_options.options else self.options,
+            options=job_options.options.within(self.options) if job_options.options else self.options,
             placement=self.placement,
             environ={},
             title=job_options.title,

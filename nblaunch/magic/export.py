@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import os
 import re
 import shlex
@@ -59,12 +58,7 @@ def about_to_run(
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
-        own = {
-            name: getattr(options, name)
-            for name in ("timeout", "grace", "hang_after", "ranks")
-            if getattr(options, name) != getattr(LaunchOptions(), name)
-        }
-        options = dataclasses.replace(session.options, **own)
+        options = options.within(session.options)
     return Ran(number, source, options, placement, kept)
 
 

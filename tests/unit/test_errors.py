@@ -21,7 +21,8 @@ from nblaunch._errors import (
     shorten,
 )
 from nblaunch._results import RankFailure, RankResult, RankResults, RunResult
-from nblaunch.options.launch import LaunchOptions, parse_line
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import parse_line
 from nblaunch.protocol.messages import Phase
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import State
