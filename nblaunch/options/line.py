@@ -120,8 +120,8 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, options: Iterable[Option]) -> None:
         super().__init__("nblaunch", add_help=False, allow_abbrev=False)
         self.flags = {spelling: option for option in options for spelling in option.spellings}
-        for spelling in (*self.flags, *HELP_FLAGS):
-            self.add_argument(spelling, dest="given", action=_Collect, nargs="?")
+        self.switches = {flag for flag, option in self.flags.items() if option.kind.switch} | {*HELP_FLAGS}
+        self.add_argument(*self.flags, *HELP_FLAGS, dest="given", action=_Collect, nargs="?")
         self.add_argument("rest", nargs=argparse.REMAINDER)
 
     def error(self, message: str) -> NoReturn:
@@ -132,9 +132,8 @@ class _Parser(argparse.ArgumentParser):
         self, words: Sequence[str]
     ) -> tuple[list[tuple[str, str | None]], list[str], Sequence[str]]:
         """Return the options as they are spelled, each with its text; those that there are not; the rest."""
-        switches = {spelling for spelling, option in self.flags.items() if option.kind.switch}
         # A switch takes a value after `=` only: `--standalone train.py` is a switch and a script.
-        marked = [f"{word}=true" if word in switches or word in HELP_FLAGS else word for word in words]
+        marked = [f"{word}=true" if word in self.switches else word for word in words]
         found, strange = self.parse_known_args(marked, argparse.Namespace(given=[]))
         rest = words[len(words) - len(found.rest) :]
         if rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
