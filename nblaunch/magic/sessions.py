@@ -126,12 +126,5 @@ def sweep(_result: object = None) -> None:
         session.sweep()
 
 
-def close_all() -> None:
-    """End every session."""
-    for session in list(opened().values()):
-        session.close()
-    _sessions.clear()
-
-
 def _named(name: str) -> str:
     return "" if name == DEFAULT else f" --session {name}"

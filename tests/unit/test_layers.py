@@ -179,7 +179,9 @@ def test_no_list_of_options_is_kept_beside_the_table():
     lists = {}
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
-            words = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+            if not isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+                continue
+            words = node.keys if isinstance(node, ast.Dict) else node.elts
             texts = [each.value for each in words if isinstance(each, ast.Constant)]
             names = {str(text).lstrip("-").replace("-", "_") for text in texts} & options
             if len(names) >= A_LIST:
