@@ -50,7 +50,7 @@ from nblaunch.group.result import LogDirectory
 from nblaunch.group.scripts import is_script, refuse_in_session
 from nblaunch.group.usage import RankStatus, SessionStatus, own_memory
 from nblaunch.group.wait import SilentWatcher, Watcher
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, State
@@ -353,7 +353,7 @@ class LiveSession:
         launch = Launch(
             job=job,
             captured=brought if isinstance(brought, Captured) else brought.first,
-            options=job_options.options.within(self.options) if job_options.options else self.options,
+            options=within(self.options, job_options.options) if job_options.options else self.options,
             placement=self.placement,
             environ={},
             title=job_options.title,

@@ -22,7 +22,7 @@ from nblaunch.export.script import Cell, Script, Setting, bound_in, export, is_e
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
 from nblaunch.options.kinds import rank_list
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.options.line import split_words
 from nblaunch.options.torchrun import torchrun_command
 
@@ -58,7 +58,7 @@ def about_to_run(
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
-        options = options.within(session.options)
+        options = within(session.options, options)
     return Ran(number, source, options, placement, kept)
 
 

@@ -1,4 +1,4 @@
-"""The options of a launch: one table that the magics, `run()`, `Session`, `PET_` variables and docs share.
+"""`LaunchOptions`: every option of a launch is a field of it, and a row of the table.
 
 To add an option add a field to `LaunchOptions`; nothing else has to change. `kinds` has what a value may
 be, `table` what the columns mean. Names and meanings are torchrun's where torchrun has the option
@@ -281,45 +281,7 @@ class LaunchOptions:
                 message = f"{both} were asked for, but they are the same option. Give one of them."
                 raise OptionError(message)
             values[found.name] = found.check(keyword, value)
-        return cls.with_variables(values, script=script)
-
-    @classmethod
-    def with_variables(cls, values: Mapping[str, object], *, script: bool) -> LaunchOptions:
-        """Return options from checked values and, for what is not among them, `PET_` variables."""
-        found = {
-            each.name: each.read(each.variable, os.environ[each.variable])
-            for each in OPTIONS
-            if each.name not in values and each.variable is not None and each.variable in os.environ
-            # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
-            if script or each.scope != "script"
-        }
-        everything = {**found, **values}
-        if everything.get("standalone") and everything.get("rdzv_endpoint"):
-            message = (
-                f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the first "
-                "keeps the rendezvous private and the second opens it to others. Leave one of them out."
-            )
-            raise OptionError(message)
-        return cls._of_checked(everything)
-
-    @classmethod
-    def _of_checked(cls, values: Mapping[str, object]) -> LaunchOptions:
-        """Return options whose values need no second look; the others are the defaults."""
-        made = object.__new__(cls)
-        for each in OPTIONS:
-            object.__setattr__(made, each.name, values.get(each.name, each.default))
-        return made
-
-    def within(self, session: LaunchOptions) -> LaunchOptions:
-        """Return the options of a cell in a session: its own where it may have its own and asks for it."""
-        # What a `PET_` variable says holds for fresh ranks; the cell has not asked for it.
-        unasked = LaunchOptions.from_keywords()
-        values = {each.name: getattr(session, each.name) for each in OPTIONS}
-        for each in OPTIONS:
-            own = getattr(self, each.name)
-            if each.per_cell and own != getattr(unasked, each.name):
-                values[each.name] = own
-        return self._of_checked(values)
+        return with_variables(values, script=script)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -354,6 +316,45 @@ _KEYWORD_MEANINGS = {
 
 # `help(nblaunch.LaunchOptions)` is where someone without the docs at hand looks.
 LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"
+
+
+def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
+    """Return options from checked values and, for what is not among them, `PET_` variables."""
+    found = {
+        each.name: each.read(each.variable, os.environ[each.variable])
+        for each in OPTIONS
+        if each.name not in values and each.variable is not None and each.variable in os.environ
+        # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
+        if script or each.scope != "script"
+    }
+    everything = {**found, **values}
+    if everything.get("standalone") and everything.get("rdzv_endpoint"):
+        message = (
+            f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the first "
+            "keeps the rendezvous private and the second opens it to others. Leave one of them out."
+        )
+        raise OptionError(message)
+    return _of_checked(everything)
+
+
+def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
+    """Return the options of a cell in a session: its own where it may have its own and asks for it."""
+    # What a `PET_` variable says holds for fresh ranks; the cell has not asked for it.
+    unasked = LaunchOptions.from_keywords()
+    values = {each.name: getattr(session, each.name) for each in OPTIONS}
+    for each in OPTIONS:
+        own = getattr(cell, each.name)
+        if each.per_cell and own != getattr(unasked, each.name):
+            values[each.name] = own
+    return _of_checked(values)
+
+
+def _of_checked(values: Mapping[str, object]) -> LaunchOptions:
+    """Return options whose values need no second look; the others are the defaults."""
+    made = object.__new__(LaunchOptions)
+    for each in OPTIONS:
+        object.__setattr__(made, each.name, values.get(each.name, each.default))
+    return made
 
 
 def _words(row: Option, value: object) -> list[str]:

@@ -1,7 +1,6 @@
 """The line of a magic: from the text after `%%distributed` to options, and what can be completed on it.
 
-Values in the line (`-n $ranks`, `-n {len(parts)}`) are nothing of ours: IPython fills them in before it
-calls a magic.
+IPython fills in values (`-n $ranks`, `-n {len(parts)}`) before it calls a magic.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, NoReturn
 
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import brief
-from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.options.launch import OPTIONS, LaunchOptions, with_variables
 from nblaunch.options.table import Option, nearest, plain_help, unknown
 
 HELP_FLAGS = ("-h", "--help")
@@ -65,7 +64,7 @@ def parse_line(line: str, *, positional: bool = False, script: bool = False) -> 
         if option.kind.join is not None and option.name in values:
             value = option.kind.join(values[option.name], value)
         values[option.name] = value
-    return ParsedLine(LaunchOptions.with_variables(values, script=script), tuple(rest))
+    return ParsedLine(with_variables(values, script=script), tuple(rest))
 
 
 def split_words(line: str) -> list[str]:
@@ -111,10 +110,10 @@ class _Collect(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with our error texts.
+    """argparse with our error texts, which name the spelling that was used.
 
-    Each option takes a value or none (`nargs="?"`): argparse's own error for a value that is missing names
-    all spellings of the option, and not the one that was used.
+    One action collects all options, each with its text or none (`nargs="?"`): argparse's own error for a
+    missing value names every spelling.
     """
 
     def __init__(self, options: Iterable[Option]) -> None:

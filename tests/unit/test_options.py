@@ -21,7 +21,7 @@ from nblaunch._errors import OptionError
 from nblaunch.options.kinds import LONGEST_SECONDS, Variables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line
-from nblaunch.options.table import markdown_table, nearest
+from nblaunch.options.table import Option, markdown_table, nearest
 
 DEFAULTS = {
     "nproc_per_node": "auto",
@@ -523,6 +523,19 @@ def test_an_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
         "nproc=0 was asked for, but it takes a whole number from 1 to 4096, auto, cpu or gpu. "
         "Give such a value, or leave it out (the default is auto)."
     )
+
+
+def test_a_value_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = Option.check
+
+    def counted(self: Option, keyword: str, value: object) -> object:
+        checked.append(keyword)
+        return check(self, keyword, value)
+
+    monkeypatch.setattr(Option, "check", counted)
+    assert LaunchOptions.from_keywords(nproc=2, timeout=60) == parse_line("-n 2 --timeout 60").options
+    assert checked == ["nproc", "timeout"]
 
 
 def test_numbers_of_other_libraries_are_taken() -> None:

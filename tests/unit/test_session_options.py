@@ -11,7 +11,7 @@ import nblaunch
 from nblaunch.elastic import forkserver
 from nblaunch.group import session as live
 from nblaunch.magic import auto, commands, sessions
-from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.options.launch import OPTIONS, LaunchOptions, within
 from nblaunch.options.line import parse_line
 
 
@@ -129,7 +129,7 @@ def test_every_option_is_either_of_the_cell_or_of_the_group():
 def test_a_cell_takes_from_its_session_what_it_does_not_ask_for_itself(monkeypatch):
     monkeypatch.setenv("PET_REDIRECTS", "2")
     session = LaunchOptions(nproc_per_node=4, timeout=60, grace=1, redirects="3")
-    taken = parse_line("--grace 2 --out res --tee 1").options.within(session)
+    taken = within(session, parse_line("--grace 2 --out res --tee 1").options)
     assert taken == LaunchOptions(nproc_per_node=4, timeout=60, grace=2, redirects="3", tee="1", out="res")
 
 
