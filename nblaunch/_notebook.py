@@ -8,6 +8,11 @@ import operator
 import sys
 from typing import Any
 
+DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
+DISPLAY_MODES = ("auto", "widget", "html", "text")
+TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
+"""What pytest sets while it starts a kernel, as nbval does to compare a notebook with what is saved in it."""
+
 
 def shell() -> Any | None:
     """Return the running IPython shell, or None in plain Python."""

@@ -7,15 +7,11 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
 
+from nblaunch import _notebook
+from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch.checks.report import Finding, ok, problem, warning
 from nblaunch.options.table import nearest
-
-DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
-DISPLAY_MODES = ("auto", "widget", "html", "text")
-"""Those of `nblaunch.view.display`, which this layer may not import; a test compares them."""
-TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
 
 _REQUIREMENT = re.compile(r"([\w.-]+?)\s*>=\s*([\d.]+)")
 _MODULES = {"ipython": "IPython", "pyzmq": "zmq"}
@@ -36,7 +32,7 @@ def front_end() -> Iterator[Finding]:
         )
         return
     asked = f" ({DISPLAY_VARIABLE}={wanted})" if wanted != "auto" else ""
-    shell = _shell()
+    shell = _notebook.shell()
     kernel = getattr(shell, "kernel", None)
     if shell is None:
         yield ok(name, f"plain Python: runs are shown, as text, with display=True{asked}")
@@ -131,9 +127,3 @@ def _installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _shell() -> Any | None:
-    """Return the running IPython shell; IPython is not imported for it."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython is not None else None

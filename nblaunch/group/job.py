@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import deque
@@ -38,7 +37,6 @@ from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RankState, RunState, State, advance, looked_at
 
 _BITS = {Stream.STDOUT: 1, Stream.STDERR: 2}
-_NAMES = ("redirects", "tee", "local_ranks_filter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +68,6 @@ class OutputFilter:
 
 
 EVERYTHING = OutputFilter()
-
-
-def with_those_of(own: LaunchOptions, session: LaunchOptions) -> LaunchOptions:
-    """Return a cell's options, with what its session shows where the cell says nothing of it."""
-    # With what `PET_` variables say, which a cell has not said itself.
-    unasked = LaunchOptions.from_keywords()
-    unsaid = {name: getattr(session, name) for name in _NAMES if getattr(own, name) == getattr(unasked, name)}
-    return dataclasses.replace(own, **unsaid)
 
 
 # --- The log files of a group's ranks, attempt by attempt: what is new in them, and which part is the job's.

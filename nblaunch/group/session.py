@@ -33,7 +33,6 @@ from nblaunch.elastic import descriptors, forkserver
 from nblaunch.elastic.entry import ask_shell
 from nblaunch.group import hub, key
 from nblaunch.group.group import WorkerGroup
-from nblaunch.group.job import with_those_of
 from nblaunch.group.knowledge import Knowledge, Sent, View, notices
 from nblaunch.group.launcher import (
     Launch,
@@ -52,7 +51,7 @@ from nblaunch.group.result import LogDirectory
 from nblaunch.group.scripts import is_script, refuse_in_session
 from nblaunch.group.usage import RankStatus, SessionStatus, own_memory
 from nblaunch.group.wait import SilentWatcher, Watcher
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, State
@@ -354,7 +353,7 @@ class LiveSession:
         launch = Launch(
             job=job,
             captured=brought if isinstance(brought, Captured) else brought.first,
-            options=with_those_of(job_options.options, self.options) if job_options.options else self.options,
+            options=within(self.options, job_options.options) if job_options.options else self.options,
             placement=self.placement,
             environ={},
             title=job_options.title,

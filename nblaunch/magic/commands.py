@@ -11,9 +11,8 @@ from nblaunch.checks.doctor import doctor
 from nblaunch.group import launcher
 from nblaunch.group.session import debug, inspect
 from nblaunch.magic import auto, export, scripts, sessions
-from nblaunch.magic.completion import option_completions
-from nblaunch.options.launch import LaunchOptions, parse_line
-from nblaunch.options.line import split_words
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import option_completions, parse_line, split_words
 from nblaunch.options.table import nearest
 from nblaunch.protocol.reports import HangReport
 from nblaunch.view.summary import events_table

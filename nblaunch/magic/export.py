@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import os
 import re
 import shlex
@@ -23,7 +22,7 @@ from nblaunch.export.script import Cell, Script, Setting, bound_in, export, is_e
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
 from nblaunch.options.kinds import rank_list
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.options.line import split_words
 from nblaunch.options.torchrun import torchrun_command
 
@@ -59,12 +58,7 @@ def about_to_run(
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
-        own = {
-            name: getattr(options, name)
-            for name in ("timeout", "grace", "hang_after", "ranks")
-            if getattr(options, name) != getattr(LaunchOptions(), name)
-        }
-        options = dataclasses.replace(session.options, **own)
+        options = within(session.options, options)
     return Ran(number, source, options, placement, kept)
 
 

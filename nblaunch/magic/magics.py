@@ -21,9 +21,10 @@ from nblaunch.group.launcher import Launch, Outcome
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
-from nblaunch.magic.completion import make_matcher, option_completions
+from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.scripts import hand_over, with_macros_kept
-from nblaunch.options.launch import LaunchOptions, options_help, parse_line
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import watcher
 

@@ -17,8 +17,8 @@ from nblaunch.group import launcher
 from nblaunch.group import scripts as session_scripts
 from nblaunch.group.background import Handle
 from nblaunch.group.launcher import Outcome
-from nblaunch.magic.completion import option_completions
-from nblaunch.options.launch import LaunchOptions, options_help, parse_line
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.view.display import watcher
 
 _MACRO = re.compile(r"\$\{(\w+)\}")

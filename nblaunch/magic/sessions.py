@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.group.session import LiveSession
-from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
+from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.table import nearest
 from nblaunch.view.display import watcher
 
 DEFAULT = "default"
-_OF_A_CELL = frozenset(
-    {"out", "session", "fresh", "background", "export", "ranks", "timeout", "grace", "hang_after"}
-    | {"redirects", "tee", "local_ranks_filter"}
-)
-"""Options that may differ from cell to cell; all others are the session's."""
 
 _sessions: dict[str, LiveSession] = {}
 _lost: set[str] = set()
@@ -38,9 +33,13 @@ def start(options: LaunchOptions) -> LiveSession:
             "another name (--session NAME)."
         )
         raise OptionError(msg)
-    for option in ("fresh", "background", "export", "ranks", "out"):
-        if getattr(options, option):
-            msg = f"--{option} was given to %distributed start, but it is for a cell. Leave it out here."
+    for option in OPTIONS:
+        # `--session` gives the name.
+        of_a_cell = option.scope == "notebook" and option.name != "session"
+        if of_a_cell and getattr(options, option.name) != option.default:
+            msg = (
+                f"{option.flags[0]} was given to %distributed start, but it is for a cell. Leave it out here."
+            )
             raise OptionError(msg)
     _lost.discard(name)
     session = LiveSession(options, name=name, watch=watcher)
@@ -97,10 +96,10 @@ def named(name: str | None) -> LiveSession:
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
     """Raise `OptionError` for an option of the group that differs from the session's own."""
     # What a `PET_` variable says holds for fresh ranks; the line has not asked for it.
-    by_itself = parse_line("").options
+    by_itself = LaunchOptions.from_keywords()
     for option in OPTIONS:
         value, own = getattr(options, option.name), getattr(session.options, option.name)
-        if option.name in _OF_A_CELL or value in (option.default, own, getattr(by_itself, option.name)):
+        if option.per_cell or value in (option.default, own, getattr(by_itself, option.name)):
             continue
         if option.name == "nproc_per_node" and value == session.world_size:
             continue

@@ -31,36 +31,19 @@ from nblaunch.group import hub, launcher
 from nblaunch.group.key import versions
 from nblaunch.group.listener import REFUSALS, encrypted
 from nblaunch.nodes.node import NodeRelay, of_this_machine
-from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
+from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.options.line import parse_line
+from nblaunch.options.table import plain_help
 from nblaunch.protocol import nodes as wire
 
 USAGE = """\
-usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N]
-           [--rdzv-backend c10d|static] [--rdzv-conf KEY=VALUE,...] [--node-rank N] [--local-addr HOST]
-           [--role NAME] [--log-dir DIRECTORY] [--signals-to-handle NAMES]
-           [--start-method forkserver|spawn] [--virtual-local-rank] [--numa-binding NAME]
-           [--event-log-handler NAME] [--logs-specs NAME]
-           [--duplicate-stdout-filters TEXT,...] [--duplicate-stderr-filters TEXT,...]
+usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N] [options]
 
 Start N ranks here: a node of the run that a notebook has begun with --nnodes, the same endpoint and name.
 The notebook's key is taken from NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY.
+
 """
-_OURS = frozenset(
-    {
-        *(
-            "nproc_per_node",
-            "rdzv_endpoint",
-            "rdzv_id",
-            "rdzv_backend",
-            "rdzv_conf",
-            "node_rank",
-            "local_addr",
-        ),
-        *("master_addr", "master_port", "role", "log_dir", "signals_to_handle", "nnodes"),
-        *("start_method", "numa_binding", "virtual_local_rank", "event_log_handler", "logs_specs"),
-        *("duplicate_stdout_filters", "duplicate_stderr_filters"),
-    }
-)
+_OF_A_NODE = [option for option in OPTIONS if option.scope in ("node", "rendezvous")]
 _ANSWER_SECONDS = 30.0
 _UNLIMITED = 2**31 - 1
 
@@ -70,7 +53,7 @@ def join(arguments: Sequence[str]) -> int:
     try:
         parsed = parse_line(shlex.join(arguments))
         if parsed.help_wanted:
-            print(USAGE)  # noqa: T201 - a command line
+            print(USAGE + plain_help(_OF_A_NODE))  # noqa: T201 - a command line
             return 0
         return _take_part(_checked(parsed.options))
     except OptionError as error:
@@ -90,7 +73,7 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
     foreign = [
         option.flags[0]
         for option in OPTIONS
-        if option.name not in _OURS and getattr(options, option.name) != option.default
+        if option not in _OF_A_NODE and getattr(options, option.name) != option.default
     ]
     if foreign:
         msg = (

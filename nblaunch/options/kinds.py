@@ -14,15 +14,23 @@ from dataclasses import dataclass
 from keyword import iskeyword
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 LONGEST_SECONDS = 1e9
 """Longer waits overflow timers of the operating system; no limit at all is said by leaving the option out."""
 
 _SHOWN_CHARACTERS = 120
 _MOST_RANKS = 100_000
+_MOST_NODES = 100_000
+_LAST_PORT = 65_535
+_BOTH_STREAMS = 3
 _TRUE_WORDS = ("1", "true", "yes", "on")
 _FALSE_WORDS = ("0", "false", "no", "off")
 _NAME = r"[a-z][a-z0-9_]*"
+_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
+_HOST_AND_PORT = re.compile(rf"(?P<host>{_HOST})(?::(?P<port>\d{{1,5}}))?")
+_BARE_IPV6 = re.compile(r"[0-9A-Fa-f]*:[0-9A-Fa-f:.]+")
+_STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
 _BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
 _AGENT_VARIABLE = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE"
@@ -90,7 +98,7 @@ class Kind:
     """Returns the value in its final form, unchanged when it already has it; raises `ValueError`."""
     parse: Callable[[str], object] = str
     """Turns text into what `check` judges; text that means nothing is returned as it is."""
-    texts: Callable[[object], tuple[str, ...]] = lambda value: (str(value),)
+    texts: Callable[[Any], tuple[str, ...]] = lambda value: (str(value),)
     """Turns a value into texts for `parse`, one for each time the option must be written."""
     shown: Callable[[object], str] = brief
     """Shows a value, or a text, in an error message."""
@@ -98,8 +106,8 @@ class Kind:
     """Values to offer where one is typed; not always all there are."""
     switch: bool = False
     """The option is written without a value."""
-    repeatable: bool = False
-    """Giving the option again adds to it instead of replacing it."""
+    join: Callable[[Any, Any], object] | None = None
+    """Adds the value of an option that is given again; None where it replaces the one before."""
 
 
 def whole_number(least: int, most: int, *words: str, metavar: str = "N") -> Kind:
@@ -108,114 +116,35 @@ def whole_number(least: int, most: int, *words: str, metavar: str = "N") -> Kind
     def check(value: object) -> int | str:
         if isinstance(value, str) and value in words:
             return str(value)
-        if is_bool(value) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        number = _whole(value)
+        if number is None or not least <= number <= most:
             raise ValueError
-        return int(value)
-
-    def parse(text: str) -> object:
-        try:
-            return int(text)
-        except ValueError:
-            return text
+        return number
 
     takes = f"a whole number from {least} to {most}"
     if words:
         takes = f"{', '.join([takes, *words[:-1]])} or {words[-1]}"
-    return Kind(takes, metavar, check, parse, words=words)
+    return Kind(takes, metavar, check, _read_by(int), words=words)
 
 
 def seconds(*, or_zero: bool = False) -> Kind:
     """Take a finite number of seconds above 0, or 0 as well; the value is a float."""
 
     def check(value: object) -> float:
-        if is_bool(value) or not isinstance(value, Real):
-            raise ValueError
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
         try:
             number = float(value)
         except OverflowError:
             raise ValueError from None
-        if 0 < number <= LONGEST_SECONDS:
-            return number
-        if number == 0 and or_zero:
-            return 0.0
+        if 0 < number <= LONGEST_SECONDS or (number == 0 and or_zero):
+            return abs(number)
         raise ValueError
-
-    def parse(text: str) -> object:
-        try:
-            return float(text)
-        except ValueError:
-            return text
 
     lower = "from 0" if or_zero else "above 0"
-    return Kind(f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})", "SECONDS", check, parse)
-
-
-def backend_name() -> Kind:
-    """Take auto, a torch backend's name, or one for each device as `init_process_group` does."""
-    words = ("auto", "gloo", "nccl")
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not _BACKEND.fullmatch(value.lower()):
-            raise ValueError
-        devices = [part.partition(":")[0] for part in value.lower().split(",")]
-        if len(devices) != len(set(devices)):
-            message = "it names a device twice. Give one backend for each device."
-            raise ValueError(message)
-        return value.lower()
-
-    takes = f"{', '.join(words)}, another backend of torch, or one for each device as in cpu:gloo,cuda:nccl"
-    return Kind(takes, "NAME", check, words=words)
-
-
-def python_name() -> Kind:
-    """Take a name that a Python program can assign to."""
-
-    def check(value: object) -> str:
-        if isinstance(value, str) and value.isidentifier() and not iskeyword(value):
-            return str(value)
-        raise ValueError
-
-    return Kind("a Python name, as in results", "VARIABLE", check)
-
-
-def rank_list() -> Kind:
-    """Take the numbers of some ranks, on a line as `0,2-5`; the value is a tuple, in order, each once."""
-
-    def check(value: object) -> tuple[int, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-        numbers = list(value)
-        if any(is_bool(each) or not isinstance(each, Integral) or each < 0 for each in numbers):
-            raise ValueError
-        ranks = tuple(sorted({int(each) for each in numbers}))
-        if not ranks or len(ranks) > _MOST_RANKS:
-            raise ValueError
-        return ranks
-
-    def parse(text: str) -> object:
-        if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
-            return text
-        ends = [part.partition("-") for part in text.split(",")]
-        spans = [range(int(first), int(last or first) + 1) for first, _, last in ends]
-        if not all(spans) or sum(map(len, spans)) > _MOST_RANKS:
-            return text
-        return [rank for span in spans for rank in span]
-
-    def texts(value: object) -> tuple[str, ...]:
-        return (",".join(map(str, value)),) if isinstance(value, tuple) else ()
-
-    return Kind("numbers of ranks (on a line as in 0,2-5)", "RANKS", check, parse, texts)
-
-
-def one_line() -> Kind:
-    """Take text that is not empty and has no control characters."""
-
-    def check(value: object) -> str:
-        if isinstance(value, str) and value and value.isprintable():
-            return str(value)
-        raise ValueError
-
-    return Kind("text on one line that is not empty", "NAME", check)
+    return Kind(
+        f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})", "SECONDS", check, _read_by(float)
+    )
 
 
 def switch(*, given: bool) -> Kind:
@@ -238,6 +167,194 @@ def switch(*, given: bool) -> Kind:
     return Kind("True or False (as text: true, false, 1 or 0)", "", check, parse, texts, switch=True)
 
 
+def _text(takes: str, metavar: str, accepts: Callable[[str], bool], words: tuple[str, ...] = ()) -> Kind:
+    """Take the texts that `accepts` returns True for; it may also raise `ValueError`, with what to do."""
+
+    def check(value: object) -> str:
+        if isinstance(value, str) and accepts(value):
+            return str(value)
+        raise ValueError
+
+    return Kind(takes, metavar, check, words=words)
+
+
+def choice(*words: str) -> Kind:
+    """Take one of some words."""
+    return _text(f"{', '.join(words[:-1])} or {words[-1]}", "NAME", words.__contains__, words)
+
+
+def one_line() -> Kind:
+    """Take text that is not empty and has no control characters."""
+    return _text(
+        "text on one line that is not empty", "NAME", lambda value: value.isprintable() and value != ""
+    )
+
+
+def python_name() -> Kind:
+    """Take a name that a Python program can assign to."""
+    return _text("a Python name, as in results", "VARIABLE", _is_name)
+
+
+def backend_name() -> Kind:
+    """Take auto, a torch backend's name, or one for each device as `init_process_group` does."""
+    words = ("auto", "gloo", "nccl")
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or not _BACKEND.fullmatch(value.lower()):
+            raise ValueError
+        devices = [part.partition(":")[0] for part in value.lower().split(",")]
+        if len(devices) != len(set(devices)):
+            message = "it names a device twice. Give one backend for each device."
+            raise ValueError(message)
+        return value.lower()
+
+    takes = f"{', '.join(words)}, another backend of torch, or one for each device as in cpu:gloo,cuda:nccl"
+    return Kind(takes, "NAME", check, words=words)
+
+
+def node_range() -> Kind:
+    """Take a number of nodes, or the least and the most as `1:2`; the value is a str."""
+
+    def check(value: object) -> str:
+        number = _whole(value)
+        if number is not None and number <= _MOST_NODES:
+            value = str(number)
+        if not isinstance(value, str) or not re.fullmatch(r"\d{1,6}(:\d{1,6})?", value):
+            raise ValueError
+        least, most = node_limits(value)
+        if not 0 < least <= most <= _MOST_NODES:
+            raise ValueError
+        return str(least) if least == most else f"{least}:{most}"
+
+    return Kind("a number of nodes, or the least and the most as in 1:2", "N", check)
+
+
+def node_limits(value: str) -> tuple[int, int]:
+    """Return the least and the most nodes that `1:2` or `2` means."""
+    least, _, most = value.partition(":")
+    return int(least), int(most or least)
+
+
+def endpoint(*, port: bool) -> Kind:
+    """Take the name or address of a host, with `port` also `host:port` (an IPv6 address in brackets)."""
+
+    def accepts(value: str) -> bool:
+        if value == "" or (not port and _BARE_IPV6.fullmatch(value)):
+            return port or value != ""
+        found = _HOST_AND_PORT.fullmatch(value)
+        if found is None or (found["port"] is not None and not port):
+            return False
+        return int(found["port"] or 0) <= _LAST_PORT
+
+    if port:
+        return _text("host or host:port (an IPv6 address in brackets)", "HOST:PORT", accepts)
+    return _text("the name or the address of a host", "HOST", accepts)
+
+
+def pairs() -> Kind:
+    """Take `key=value,key2=value2`; the value is that text."""
+
+    def accepts(value: str) -> bool:
+        keys = [part.partition("=") for part in value.split(",")] if value else []
+        return value.isprintable() and all(key.strip() and text.strip() for key, _, text in keys)
+
+    return _text("settings as in join_timeout=60,read_timeout=60", "KEY=VALUE,...", accepts)
+
+
+def signal_names() -> Kind:
+    """Take names of signals, separated by commas; the value is that text."""
+
+    def accepts(value: str) -> bool:
+        wrong = [name for name in value.split(",") if name not in signal.Signals.__members__]
+        if wrong and value:
+            message = f"there is no signal {brief(wrong[0])} here. Write names as in SIGTERM,SIGINT."
+            raise ValueError(message)
+        return value != ""
+
+    return _text("names of signals as in SIGTERM,SIGINT", "NAMES", accepts)
+
+
+def streams() -> Kind:
+    """Take torchrun's number of streams (0 none, 1 stdout, 2 stderr, 3 both), or one for some local ranks."""
+
+    def check(value: object) -> str:
+        number = _whole(value)
+        if number is not None and number <= _BOTH_STREAMS:
+            value = str(number)
+        if not isinstance(value, str) or not _STREAMS.fullmatch(value):
+            raise ValueError
+        ranks = [part.partition(":")[0] for part in value.split(",")] if ":" in value else []
+        if len(ranks) != len(set(ranks)):
+            message = "it names a local rank twice. Give each local rank once."
+            raise ValueError(message)
+        return value
+
+    takes = "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one for some local ranks as in 0:3,1:1"
+    return Kind(takes, "STREAMS", check)
+
+
+def streams_of(value: str, local_rank: int) -> int:
+    """Return which streams of a local rank are meant: 0 none, 1 stdout, 2 stderr, 3 both."""
+    if ":" not in value:
+        return int(value)
+    by_rank = dict(part.split(":") for part in value.split(","))
+    return int(by_rank.get(str(local_rank), 0))
+
+
+def rank_list() -> Kind:
+    """Take the numbers of some ranks, on a line as `0,2-5`; the value is a tuple, in order, each once."""
+
+    def check(value: object) -> tuple[int, ...]:
+        numbers = {_whole(each) for each in _several(value)}
+        ranks = tuple(sorted(each for each in numbers if each is not None and each >= 0))
+        if not 0 < len(ranks) == len(numbers) <= _MOST_RANKS:
+            raise ValueError
+        return ranks
+
+    def parse(text: str) -> object:
+        if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+            return text
+        ends = [part.partition("-") for part in text.split(",")]
+        spans = [range(int(first), int(last or first) + 1) for first, _, last in ends]
+        if not all(spans) or sum(map(len, spans)) > _MOST_RANKS:
+            return text
+        return [rank for span in spans for rank in span]
+
+    return Kind("numbers of ranks (on a line as in 0,2-5)", "RANKS", check, parse, _with_commas)
+
+
+def texts() -> Kind:
+    """Take some texts, on a line separated by commas; the value is a tuple."""
+
+    def check(value: object) -> tuple[str, ...]:
+        words = _several(value)
+        if all(isinstance(word, str) and word and word.isprintable() and "," not in word for word in words):
+            return words
+        raise ValueError
+
+    def parse(text: str) -> object:
+        return text.split(",") if text else ()
+
+    takes = "texts without commas (on a line as in error,warning)"
+    return Kind(takes, "TEXT,...", check, parse, _with_commas)
+
+
+def python_names() -> Kind:
+    """Take names that a Python program can have, as one text separated by commas or several; a tuple."""
+
+    def check(value: object) -> tuple[str, ...]:
+        names = _several(value.split(",") if isinstance(value, str) else value)
+        if all(isinstance(name, str) and _is_name(name) for name in names):
+            return tuple(dict.fromkeys(names))
+        raise ValueError
+
+    def join(before: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(before + more))
+
+    takes = "Python names (on a line as in model,losses)"
+    return Kind(takes, "NAME,...", check, texts=_with_commas, join=join)
+
+
 def directory() -> Kind:
     """Take a path that is a directory or can become one; `~` is the home directory, as in a shell."""
 
@@ -246,15 +363,11 @@ def directory() -> Kind:
         if not isinstance(path, str) or not path or not _reaches_the_system(path):
             raise ValueError
         try:
-            # Only ~ changes the text, so that checking it again leaves it alone ("./~" stays itself).
-            path = str(Path(path).expanduser()) if path.startswith("~") else path
+            path = _with_home(path)
             there = _nearest_existing(Path(path))
             usable = there.is_dir()
         except OSError as error:
             message = f"this path cannot be used ({error.strerror}). Give a directory that you can write to."
-            raise ValueError(message) from None
-        except RuntimeError:
-            message = "there is no such user whose home ~ could be. Write the path out."
             raise ValueError(message) from None
         if not usable:
             message = f"{brief(str(there))} is there and is no directory. Give a directory, or a free path."
@@ -272,11 +385,7 @@ def script_path() -> Kind:
             raise ValueError
         if Path(value).suffix != ".py":
             raise ValueError
-        try:
-            return str(Path(value).expanduser()) if value.startswith("~") else value
-        except RuntimeError:
-            message = "there is no such user whose home ~ could be. Write the path out."
-            raise ValueError(message) from None
+        return _with_home(value)
 
     return Kind("the path of a file whose name ends in .py", "FILE", check)
 
@@ -295,8 +404,8 @@ def variables() -> Kind:
         name, equals, value = text.partition("=")
         return {name: value} if equals else text
 
-    def texts(value: object) -> tuple[str, ...]:
-        return tuple(f"{name}={text}" for name, text in value.items()) if isinstance(value, Mapping) else ()
+    def texts(value: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(f"{name}={text}" for name, text in value.items())
 
     def shown(value: object) -> str:
         if isinstance(value, Mapping):
@@ -306,8 +415,55 @@ def variables() -> Kind:
         name, equals, _ = value.partition("=")
         return brief(f"{name}=…" if equals else value)
 
+    def join(before: Variables, more: Variables) -> Variables:
+        return Variables({**before, **more})
+
     takes = "a mapping of names to texts (on a line: KEY=VALUE, once for each)"
-    return Kind(takes, "KEY=VALUE", check, parse, texts, shown, repeatable=True)
+    return Kind(takes, "KEY=VALUE", check, parse, texts, shown, join=join)
+
+
+def _read_by(convert: Callable[[str], object]) -> Callable[[str], object]:
+    """Return what parses a text with `convert`, and returns a text that means nothing as it is."""
+
+    def parse(text: str) -> object:
+        try:
+            return convert(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
+def _with_commas(values: Iterable[object]) -> tuple[str, ...]:
+    return (",".join(map(str, values)),)
+
+
+def _several(value: object) -> tuple[Any, ...]:
+    """Return what some values hold. Raises `ValueError` for a text, which is one value."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
+    return tuple(value)
+
+
+def _whole(value: object) -> int | None:
+    """Return a whole number as an int, else None. Python counts True as one; here nproc=True is a slip."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    return int(value)
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not iskeyword(text)
+
+
+def _with_home(path: str) -> str:
+    """Return a path whose `~` is the home directory."""
+    try:
+        # Only ~ changes the text, so that checking it again leaves it alone ("./~" stays itself).
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError:
+        message = "there is no such user whose home ~ could be. Write the path out."
+        raise ValueError(message) from None
 
 
 def _nearest_existing(path: Path) -> Path:
@@ -319,11 +475,6 @@ def _nearest_existing(path: Path) -> Path:
             path = path.parent
         else:
             return path
-
-
-def is_bool(value: object) -> bool:
-    """Say whether a value is True or False, which Python counts as numbers: nproc=True is a slip."""
-    return isinstance(value, bool)
 
 
 def _check_variable(name: object, text: object) -> None:
@@ -355,164 +506,3 @@ def _reaches_the_system(text: str) -> bool:
 
 def _what(text: object) -> str:
     return "a str that it cannot hold" if isinstance(text, str) else f"of type {type(text).__name__}"
-
-
-# --- What the value of an option may be that only torchelastic has: nodes, addresses, streams, signals.
-
-
-_MOST_NODES = 100_000
-_HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
-_HOST_AND_PORT = re.compile(rf"(?P<host>{_HOST})(?::(?P<port>\d{{1,5}}))?")
-_BARE_IPV6 = re.compile(r"[0-9A-Fa-f]*:[0-9A-Fa-f:.]+")
-_STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
-
-
-def choice(*words: str) -> Kind:
-    """Take one of some words."""
-
-    def check(value: object) -> str:
-        if isinstance(value, str) and value in words:
-            return str(value)
-        raise ValueError
-
-    return Kind(f"{', '.join(words[:-1])} or {words[-1]}", "NAME", check, words=words)
-
-
-def node_range() -> Kind:
-    """Take a number of nodes, or the least and the most as `1:2`; the value is a str."""
-
-    def check(value: object) -> str:
-        if isinstance(value, Integral) and not is_bool(value):
-            value = str(int(value)) if 0 < int(value) <= _MOST_NODES else ""
-        if not isinstance(value, str) or not re.fullmatch(r"\d{1,6}(:\d{1,6})?", value):
-            raise ValueError
-        least, most = node_limits(value)
-        if not 0 < least <= most <= _MOST_NODES:
-            raise ValueError
-        return str(least) if least == most else f"{least}:{most}"
-
-    return Kind("a number of nodes, or the least and the most as in 1:2", "N", check)
-
-
-def node_limits(value: str) -> tuple[int, int]:
-    """Return the least and the most nodes that `1:2` or `2` means."""
-    least, _, most = value.partition(":")
-    return int(least), int(most or least)
-
-
-def endpoint(*, port: bool) -> Kind:
-    """Take the name or address of a host, with `port` also `host:port` (an IPv6 address in brackets)."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-        if port and value == "":
-            return ""
-        if not port and _BARE_IPV6.fullmatch(value):
-            return value
-        found = _HOST_AND_PORT.fullmatch(value)
-        if found is None or (found["port"] is not None and not port):
-            raise ValueError
-        if int(found["port"] or 0) > 65_535:  # noqa: PLR2004  the last port there is
-            raise ValueError
-        return value
-
-    if port:
-        return Kind("host or host:port (an IPv6 address in brackets)", "HOST:PORT", check)
-    return Kind("the name or the address of a host", "HOST", check)
-
-
-def pairs() -> Kind:
-    """Take `key=value,key2=value2`; the value is that text."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not value.isprintable():
-            raise ValueError
-        keys = [part.partition("=") for part in value.split(",")] if value else []
-        if not all(key.strip() and equals and text.strip() for key, equals, text in keys):
-            raise ValueError
-        return value
-
-    return Kind("settings as in join_timeout=60,read_timeout=60", "KEY=VALUE,...", check)
-
-
-def streams() -> Kind:
-    """Take torchrun's number of streams (0 none, 1 stdout, 2 stderr, 3 both), or one for some local ranks."""
-
-    def check(value: object) -> str:
-        if isinstance(value, Integral) and not is_bool(value):
-            value = str(int(value))
-        if not isinstance(value, str) or not _STREAMS.fullmatch(value):
-            raise ValueError
-        ranks = [part.partition(":")[0] for part in value.split(",")] if ":" in value else []
-        if len(ranks) != len(set(ranks)):
-            message = "it names a local rank twice. Give each local rank once."
-            raise ValueError(message)
-        return value
-
-    takes = "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one for some local ranks as in 0:3,1:1"
-    return Kind(takes, "STREAMS", check)
-
-
-def streams_of(value: str, local_rank: int) -> int:
-    """Return which streams of a local rank are meant: 0 none, 1 stdout, 2 stderr, 3 both."""
-    if ":" not in value:
-        return int(value)
-    by_rank = dict(part.split(":") for part in value.split(","))
-    return int(by_rank.get(str(local_rank), 0))
-
-
-def texts() -> Kind:
-    """Take some texts, on a line separated by commas; the value is a tuple."""
-
-    def check(value: object) -> tuple[str, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-        words = tuple(value)
-        if not all(
-            isinstance(word, str) and word and word.isprintable() and "," not in word for word in words
-        ):
-            raise ValueError
-        return words
-
-    def parse(text: str) -> object:
-        return text.split(",") if text else ()
-
-    def written(value: object) -> tuple[str, ...]:
-        return (",".join(value),) if isinstance(value, tuple) else ()
-
-    return Kind("texts without commas (on a line as in error,warning)", "TEXT,...", check, parse, written)
-
-
-def python_names() -> Kind:
-    """Take names that a Python program can have, as one text separated by commas or several; a tuple."""
-
-    def check(value: object) -> tuple[str, ...]:
-        if not isinstance(value, Iterable):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-        names = value.split(",") if isinstance(value, str) else list(value)
-        if not all(isinstance(name, str) and name.isidentifier() and not iskeyword(name) for name in names):
-            raise ValueError
-        return tuple(dict.fromkeys(names))
-
-    def written(value: object) -> tuple[str, ...]:
-        return (",".join(value),) if isinstance(value, tuple) else ()
-
-    return Kind(
-        "Python names (on a line as in model,losses)", "NAME,...", check, texts=written, repeatable=True
-    )
-
-
-def signal_names() -> Kind:
-    """Take names of signals, separated by commas; the value is that text."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not value:
-            raise ValueError
-        wrong = [name for name in value.split(",") if name not in signal.Signals.__members__]
-        if wrong:
-            message = f"there is no signal {brief(wrong[0])} here. Write names as in SIGTERM,SIGINT."
-            raise ValueError(message)
-        return value
-
-    return Kind("names of signals as in SIGTERM,SIGINT", "NAMES", check)

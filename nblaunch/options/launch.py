@@ -1,7 +1,8 @@
-"""The part of the option table that is about torchelastic itself: nodes, processes, logs, scripts.
+"""`LaunchOptions`: every option of a launch is a field of it, and a row of the table.
 
-Meanings and names are torchrun's (`torch.distributed.run.get_args_parser`). `_options` has the rest of the
-table and all that reads it.
+To add an option add a field to `LaunchOptions`; nothing else has to change. `kinds` has what a value may
+be, `table` what the columns mean. Names and meanings are torchrun's where torchrun has the option
+(`torch.distributed.run.get_args_parser`).
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import (
@@ -35,187 +36,17 @@ from nblaunch.options.kinds import (
     variables,
     whole_number,
 )
-from nblaunch.options.line import scan
-from nblaunch.options.table import Option, markdown_table, plain_help, row, unknown
+from nblaunch.options.table import Option, option, plain_help, unknown
+
+MOST_RANKS_PER_NODE = 4096
+"""More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
 
 _MOST = 2**31 - 1
 _LAST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """Which machines take part, and how they find each other."""
-
-    nnodes: str = field(
-        default="1",
-        metadata=row(node_range(), "Nodes, or the least and the most: 1:2. Others `join`.", pet=True),
-    )
-    rdzv_backend: str = field(
-        default="c10d",
-        metadata=row(
-            one_line(), "Rendezvous of the nodes: c10d, static, or another one of torch's.", pet=True
-        ),
-    )
-    rdzv_endpoint: str = field(
-        default="",
-        metadata=row(
-            endpoint(port=True), "Where the nodes meet. Empty: in private, on this machine.", pet=True
-        ),
-    )
-    rdzv_id: str | None = field(
-        default=None,
-        metadata=row(one_line(), "Name of the run at the rendezvous. None: a fresh one.", pet=True),
-    )
-    rdzv_conf: str = field(
-        default="", metadata=row(pairs(), "More settings of the rendezvous backend.", pet=True)
-    )
-    node_rank: int = field(
-        default=0,
-        metadata=row(whole_number(0, _MOST), "This machine's number, for a static rendezvous.", pet=True),
-    )
-    master_addr: str | None = field(
-        default=None,
-        metadata=row(endpoint(port=False), "Host of node 0, for a static rendezvous. None: here.", pet=True),
-    )
-    master_port: int | None = field(
-        default=None,
-        metadata=row(
-            whole_number(0, _LAST_PORT, metavar="PORT"),
-            "Port on node 0, for a static rendezvous. None: a free one.",
-            pet=True,
-        ),
-    )
-    local_addr: str | None = field(
-        default=None,
-        metadata=row(endpoint(port=False), "Address of this machine, as the others reach it.", pet=True),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOptions(NodeOptions):
-    """How the processes of the ranks are started and bound."""
-
-    start_method: Literal["forkserver", "spawn", "fork"] = field(
-        default="forkserver",
-        metadata=row(
-            choice("forkserver", "spawn", "fork"),
-            "Fork a server that has torch loaded, or start a new Python (fork is refused).",
-            pet=True,
-        ),
-    )
-    numa_binding: str | None = field(
-        default=None,
-        metadata=row(
-            choice("node", "socket", "exclusive", "core-complex"),
-            "Bind each rank to the CPUs near its GPU. None: no binding.",
-        ),
-    )
-    virtual_local_rank: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True), "Each rank sees one GPU only and is local rank 0 to itself.", pet=True
-        ),
-    )
-    signals_to_handle: str = field(
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        metadata=row(
-            signal_names(),
-            "Signals that end the ranks of a joined node; the notebook keeps its own handlers.",
-            pet=True,
-        ),
-    )
-    event_log_handler: str = field(
-        default="null",
-        metadata=row(one_line(), "torchelastic's handler that its events go to as well.", pet=True),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogOptions(ProcessOptions):
-    """Where the ranks' output goes; all of it is always kept, in a file per attempt, rank and stream."""
-
-    redirects: str = field(
-        default="0",
-        metadata=row(
-            streams(), "Streams that are only kept, not shown: 1 stdout, 2 stderr, 3 both.", "-r", pet=True
-        ),
-    )
-    tee: str = field(
-        default="0",
-        metadata=row(streams(), "Streams that are shown although --redirects has them.", "-t", pet=True),
-    )
-    local_ranks_filter: tuple[int, ...] | None = field(
-        default=None,
-        metadata=row(rank_list(), "Local ranks whose output is shown. None: all.", pet=True),
-    )
-    logs_specs: str | None = field(
-        default=None,
-        metadata=row(one_line(), "Entry point in torchrun.logs_specs that says where logs are written."),
-    )
-    duplicate_stdout_filters: tuple[str, ...] = field(
-        default=(),
-        metadata=row(texts(), "Lines with one of these also go to filtered_stdout.log.", pet=True),
-    )
-    duplicate_stderr_filters: tuple[str, ...] = field(
-        default=(),
-        metadata=row(texts(), "Lines with one of these also go to filtered_stderr.log.", pet=True),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptOptions(LogOptions):
-    """How a script is run; a cell or a function is none, and takes none of these."""
-
-    module: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True),
-            "The script is the name of a module, as python -m takes it.",
-            "-m",
-            pet=True,
-            doors=("script",),
-        ),
-    )
-    no_python: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True),
-            "The script is a program of its own, not run by Python.",
-            pet=True,
-            doors=("script",),
-        ),
-    )
-    run_path: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True),
-            "Run the script inside the rank, which every script is anyway.",
-            pet=True,
-            doors=("script",),
-        ),
-    )
-    pull: tuple[str, ...] = field(
-        default=(),
-        metadata=row(
-            python_names(),
-            "Globals of the script that are its value, by name. None: the exit status is.",
-            doors=("script",),
-        ),
-    )
-
-
-# --- The options of a launch: one table that the magics, `run()`, `Session`, PET_ variables and docs share.
-#
-# To add an option add a field to `LaunchOptions`; nothing else in this file has to change. What a value may
-# be is in `_option_kinds`, what a row of the table holds in `_option_row`, reading a line in `_option_line`.
-
-
-MOST_RANKS_PER_NODE = 4096
-"""More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions(ScriptOptions):
+class LaunchOptions:
     """How to launch a group of ranks; every option under torchrun's name where torchrun has it.
 
     Made by `from_keywords` (what `run()` was given), by `parse_line` (what `%%distributed` was given), or
@@ -229,126 +60,194 @@ class LaunchOptions(ScriptOptions):
     60.0
     """
 
-    nproc_per_node: int | Literal["auto", "cpu", "gpu"] = field(
-        default="auto",
-        metadata=row(
-            whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
-            "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
-            *("-n", "--nproc"),
-            pet=True,
-            aliases=("nproc",),
-        ),
+    # A row of the table each: what the option takes and means, then its columns.
+    # fmt: off
+    nproc_per_node: int | Literal["auto", "cpu", "gpu"] = option(
+        whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
+        "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
+        *("-n", "--nproc"),
+        default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",),
     )
-    backend: str = field(
-        default="auto",
-        metadata=row(
-            backend_name(),
-            "Backend of the default group. auto: gloo, and nccl (xccl) where every rank has a GPU.",
-        ),
+    backend: str = option(
+        backend_name(),
+        "Backend of the default group. auto: gloo, and nccl (xccl) where every rank has a GPU.",
+        default="auto", scope="group", torchrun="omitted",
     )
-    init_process_group: bool = field(
-        default=True,
-        metadata=row(
-            switch(given=False),
-            "With --no-init (init_process_group=False), and scripts, ranks begin without a process group.",
-            flag="--no-init",
-        ),
+    init_process_group: bool = option(
+        switch(given=False),
+        "With --no-init (init_process_group=False), and scripts, ranks begin without a process group.",
+        default=True, scope="group", torchrun="omitted", flag="--no-init",
     )
-    out: str | None = field(
-        default=None,
-        metadata=row(
-            python_name(),
-            "Variable of the notebook that gets the result, also when the run fails.",
-            doors=("magic",),
-        ),
+    out: str | None = option(
+        python_name(), "Variable of the notebook that gets the result, also when the run fails.",
+        default=None, scope="notebook", torchrun="omitted",
     )
-    session: str | None = field(
-        default=None,
-        metadata=row(
-            python_name(), "Session whose ranks run the cell. None: the open one.", doors=("magic",)
-        ),
+    session: str | None = option(
+        python_name(), "Session whose ranks run the cell. None: the open one.",
+        default=None, scope="notebook", torchrun="omitted",
     )
-    fresh: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True), "Run the cell on fresh ranks, beside an open session.", doors=("magic",)
-        ),
+    fresh: bool = option(
+        switch(given=True), "Run the cell on fresh ranks, beside an open session.",
+        default=False, scope="notebook", torchrun="omitted",
     )
-    background: bool = field(
-        default=False,
-        metadata=row(
-            switch(given=True), "Go on while the cell runs; its result is a handle.", doors=("magic",)
-        ),
+    background: bool = option(
+        switch(given=True), "Go on while the cell runs; its result is a handle.",
+        default=False, scope="notebook", torchrun="omitted",
     )
-    export: str | None = field(
-        default=None,
-        metadata=row(
-            script_path(), "Also write the cell as a script for torchrun, to this file.", doors=("magic",)
-        ),
+    export: str | None = option(
+        script_path(), "Also write the cell as a script for torchrun, to this file.",
+        default=None, scope="notebook", torchrun="omitted",
     )
-    ranks: tuple[int, ...] | None = field(
-        default=None,
-        metadata=row(rank_list(), "Ranks of a session that run the cell. None: all.", doors=("magic",)),
+    ranks: tuple[int, ...] | None = option(
+        rank_list(), "Ranks of a session that run the cell. None: all.",
+        default=None, scope="notebook", torchrun="comment",
     )
-    env: Mapping[str, str] = field(
-        default=Variables(),
-        metadata=row(
-            variables(), "Environment variable for the ranks only; on a line, repeat it to set several."
-        ),
+    env: Mapping[str, str] = option(
+        variables(), "Environment variable for the ranks only; on a line, repeat it to set several.",
+        default=Variables(), scope="group", torchrun="omitted",
     )
-    timeout: float | None = field(
-        default=None,
-        metadata=row(seconds(), "Longest time the run may take. None: no limit."),
+    timeout: float | None = option(
+        seconds(), "Longest time the run may take. None: no limit.",
+        default=None, scope="cell", torchrun="comment",
     )
-    grace: float = field(
-        default=5.0,
-        metadata=row(
-            seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout."
-        ),
+    grace: float = option(
+        seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout.",
+        default=5.0, scope="cell", torchrun="comment",
     )
-    hang_after: float | None = field(
-        default=None,
-        metadata=row(
-            seconds(), "Report, without stopping, ranks that are silent this long inside one collective."
-        ),
+    hang_after: float | None = option(
+        seconds(), "Report, without stopping, ranks that are silent this long inside one collective.",
+        default=None, scope="cell", torchrun="comment",
     )
-    max_restarts: int = field(
-        default=0,
-        metadata=row(
-            whole_number(0, _MOST), "How often the whole group starts again after a rank failed.", pet=True
-        ),
+    max_restarts: int = option(
+        whole_number(0, _MOST), "How often the whole group starts again after a rank failed.",
+        default=0, scope="group", torchrun="variable",
     )
-    monitor_interval: float = field(
-        default=0.02,
-        metadata=row(seconds(), "Time between two looks of the agent at its ranks.", pet=True),
+    monitor_interval: float = option(
+        seconds(), "Time between two looks of the agent at its ranks.",
+        default=0.02, scope="group", torchrun="variable", torchrun_default=0.1,
     )
-    role: str = field(
-        default="rank",
-        metadata=row(one_line(), "Name of the ranks' role, as logs show it.", pet=True),
+    role: str = option(
+        one_line(), "Name of the ranks' role, as logs show it.",
+        default="rank", scope="node", torchrun="variable", torchrun_default="default",
     )
-    log_dir: str | None = field(
-        default=None,
-        metadata=row(
-            directory(), "Where runs keep their logs. None: in private, removed with the result.", pet=True
-        ),
+    log_dir: str | None = option(
+        directory(), "Where runs keep their logs. None: in private, removed with the result.",
+        default=None, scope="node", torchrun="variable",
     )
-    shutdown_timeout: int = field(
-        default=5,
-        metadata=row(
-            whole_number(1, _MOST, metavar="SECONDS"),
-            "Whole seconds from SIGTERM to SIGKILL when the agent stops ranks.",
-            pet=True,
-        ),
+    shutdown_timeout: int = option(
+        whole_number(1, _MOST, metavar="SECONDS"),
+        "Whole seconds from SIGTERM to SIGKILL when the agent stops ranks.",
+        default=5, scope="group", torchrun="variable", torchrun_default=None,
     )
-    standalone: bool = field(
-        default=True,
-        metadata=row(switch(given=True), "Rendezvous on this machine only, on a free port.", pet=True),
+    standalone: bool = option(
+        switch(given=True), "Rendezvous on this machine only, on a free port.",
+        default=True, scope="group", torchrun="variable", torchrun_default=False,
     )
+    nnodes: str = option(
+        node_range(), "Nodes, or the least and the most: 1:2. Others `join`.",
+        default="1", scope="rendezvous", torchrun="variable",
+    )
+    rdzv_backend: str = option(
+        one_line(), "Rendezvous of the nodes: c10d, static, or another one of torch's.",
+        default="c10d", scope="rendezvous", torchrun="variable", torchrun_default="static",
+    )
+    rdzv_endpoint: str = option(
+        endpoint(port=True), "Where the nodes meet. Empty: in private, on this machine.",
+        default="", scope="rendezvous", torchrun="variable",
+    )
+    rdzv_id: str | None = option(
+        one_line(), "Name of the run at the rendezvous. None: a fresh one.",
+        default=None, scope="rendezvous", torchrun="variable", torchrun_default="none",
+    )
+    rdzv_conf: str = option(
+        pairs(), "More settings of the rendezvous backend.",
+        default="", scope="rendezvous", torchrun="variable",
+    )
+    node_rank: int = option(
+        whole_number(0, _MOST), "This machine's number, for a static rendezvous.",
+        default=0, scope="rendezvous", torchrun="variable",
+    )
+    master_addr: str | None = option(
+        endpoint(port=False), "Host of node 0, for a static rendezvous. None: here.",
+        default=None, scope="rendezvous", torchrun="variable", torchrun_default="127.0.0.1",
+    )
+    master_port: int | None = option(
+        whole_number(0, _LAST_PORT, metavar="PORT"),
+        "Port on node 0, for a static rendezvous. None: a free one.",
+        default=None, scope="rendezvous", torchrun="variable",
+    )
+    local_addr: str | None = option(
+        endpoint(port=False), "Address of this machine, as the others reach it.",
+        default=None, scope="rendezvous", torchrun="variable",
+    )
+    start_method: Literal["forkserver", "spawn", "fork"] = option(
+        choice("forkserver", "spawn", "fork"),
+        "Fork a server that has torch loaded, or start a new Python (fork is refused).",
+        default="forkserver", scope="node", torchrun="variable", torchrun_default="spawn",
+    )
+    numa_binding: str | None = option(
+        choice("node", "socket", "exclusive", "core-complex"),
+        "Bind each rank to the CPUs near its GPU. None: no binding.",
+        default=None, scope="node", torchrun="flag",
+    )
+    virtual_local_rank: bool = option(
+        switch(given=True), "Each rank sees one GPU only and is local rank 0 to itself.",
+        default=False, scope="node", torchrun="variable",
+    )
+    signals_to_handle: str = option(
+        signal_names(), "Signals that end the ranks of a joined node; the notebook keeps its own handlers.",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", scope="node", torchrun="variable",
+    )
+    event_log_handler: str = option(
+        one_line(), "torchelastic's handler that its events go to as well.",
+        default="null", scope="node", torchrun="variable",
+    )
+    redirects: str = option(
+        streams(), "Streams that are only kept, not shown: 1 stdout, 2 stderr, 3 both.", "-r",
+        default="0", scope="cell", torchrun="variable",
+    )
+    tee: str = option(
+        streams(), "Streams that are shown although --redirects has them.", "-t",
+        default="0", scope="cell", torchrun="variable",
+    )
+    local_ranks_filter: tuple[int, ...] | None = option(
+        rank_list(), "Local ranks whose output is shown. None: all.",
+        default=None, scope="cell", torchrun="variable",
+    )
+    logs_specs: str | None = option(
+        one_line(), "Entry point in torchrun.logs_specs that says where logs are written.",
+        default=None, scope="node", torchrun="flag",
+    )
+    duplicate_stdout_filters: tuple[str, ...] = option(
+        texts(), "Lines with one of these also go to filtered_stdout.log.",
+        default=(), scope="node", torchrun="variable",
+    )
+    duplicate_stderr_filters: tuple[str, ...] = option(
+        texts(), "Lines with one of these also go to filtered_stderr.log.",
+        default=(), scope="node", torchrun="variable",
+    )
+    module: bool = option(
+        switch(given=True), "The script is the name of a module, as python -m takes it.", "-m",
+        default=False, scope="script", torchrun="variable",
+    )
+    no_python: bool = option(
+        switch(given=True), "The script is a program of its own, not run by Python.",
+        default=False, scope="script", torchrun="variable",
+    )
+    run_path: bool = option(
+        switch(given=True), "Run the script inside the rank, which every script is anyway.",
+        default=False, scope="script", torchrun="variable",
+    )
+    pull: tuple[str, ...] = option(
+        python_names(), "Globals of the script that are its value, by name. None: the exit status is.",
+        default=(), scope="script", torchrun="comment",
+    )
+    # fmt: on
 
     def __post_init__(self) -> None:
         """Check every value and bring it into its final form; raises `OptionError`."""
-        for option in OPTIONS:
-            object.__setattr__(self, option.name, option.check(option.name, getattr(self, option.name)))
+        for each in OPTIONS:
+            object.__setattr__(self, each.name, each.check(each.name, getattr(self, each.name)))
 
     @classmethod
     def from_keywords(cls, *, script: bool = False, **keywords: object) -> LaunchOptions:
@@ -361,28 +260,28 @@ class LaunchOptions(ScriptOptions):
         """
         values: dict[str, object] = {}
         for keyword, value in keywords.items():
-            option = _BY_KEYWORD.get(keyword)
-            if option is None:
+            found = _BY_KEYWORD.get(keyword)
+            if found is None:
                 written = f"{keyword}="
-                raise unknown(written, _KEYWORD_MEANINGS, [f"{option.name}=" for option in _OF_RUN])
-            if option.doors == ("magic",):
+                raise unknown(written, _KEYWORD_MEANINGS, [f"{each.name}=" for each in _OF_RUN])
+            if found.scope == "notebook":
                 message = (
-                    f"{keyword}= was asked for, but only a magic has this option ({option.flags[0]}). "
+                    f"{keyword}= was asked for, but only a magic has this option ({found.flags[0]}). "
                     "Leave it out; in Python assign what the call returns."
                 )
                 raise OptionError(message)
-            if option.doors == ("script",) and not script:
+            if found.scope == "script" and not script:
                 message = (
                     f"{keyword}= was asked for, but only a script has this option. Leave it out, or give "
                     'run() the path of a script: run("train.py").'
                 )
                 raise OptionError(message)
-            if option.name in values:
-                both = " and ".join(f"{known}=" for known in option.keywords if known in keywords)
+            if found.name in values:
+                both = " and ".join(f"{known}=" for known in found.keywords if known in keywords)
                 message = f"{both} were asked for, but they are the same option. Give one of them."
                 raise OptionError(message)
-            values[option.name] = option.check(keyword, value)
-        return _with_variables(values, script=script)
+            values[found.name] = found.check(keyword, value)
+        return with_variables(values, script=script)
 
     @property
     def nodes(self) -> tuple[int, int]:
@@ -399,98 +298,69 @@ class LaunchOptions(ScriptOptions):
         >>> LaunchOptions(max_restarts=3, role="my trainer").to_line()
         "--max-restarts=3 --role='my trainer'"
         """
-        changed = [option for option in OPTIONS if getattr(self, option.name) != option.default]
-        return " ".join(word for option in changed for word in _words(option, getattr(self, option.name)))
+        changed = [each for each in OPTIONS if getattr(self, each.name) != each.default]
+        return " ".join(word for each in changed for word in _words(each, getattr(self, each.name)))
 
 
-OPTIONS: tuple[Option, ...] = tuple(
-    each.metadata["option"](each.name, each.default)
-    for each in sorted(fields(LaunchOptions), key=lambda each: each.name not in LaunchOptions.__annotations__)
-)
-"""The table: one row for each option, those that only torchelastic has after the others."""
+OPTIONS: tuple[Option, ...] = tuple(each.metadata["row"](name=each.name) for each in fields(LaunchOptions))
+"""The table: one row for each field."""
 
-_BY_KEYWORD = {keyword: option for option in OPTIONS for keyword in option.keywords}
-_OF_RUN = [option for option in OPTIONS if {"run", "script"} & set(option.doors)]
-_OF_SCRIPT = [option for option in OPTIONS if {"magic", "script"} & set(option.doors)]
-_OF_MAGIC = [option for option in _OF_SCRIPT if "magic" in option.doors]
+_BY_KEYWORD = {keyword: each for each in OPTIONS for keyword in each.keywords}
+_OF_RUN = [each for each in OPTIONS if each.scope != "notebook"]
 _KEYWORD_MEANINGS = {
-    f"{spelling.lstrip('-').replace('-', '_')}=": f"{option.keywords[-1]}="
-    for option in _OF_RUN
-    for spelling in option.spellings
-} | {f"{keyword}=": f"{keyword}=" for option in _OF_RUN for keyword in option.keywords}
+    f"{spelling.lstrip('-').replace('-', '_')}=": f"{each.keywords[-1]}="
+    for each in _OF_RUN
+    for spelling in each.spellings
+} | {f"{keyword}=": f"{keyword}=" for each in _OF_RUN for keyword in each.keywords}
 """What may be written as a keyword, also by someone who thinks of the flag, and the keyword it stands for."""
 
 # `help(nblaunch.LaunchOptions)` is where someone without the docs at hand looks.
 LaunchOptions.__doc__ = f"{LaunchOptions.__doc__}\n{plain_help(OPTIONS)}\n"
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedLine:
-    """What the line of a magic asks for."""
-
-    options: LaunchOptions
-    rest: tuple[str, ...] = ()
-    """The words from the first one on that is no option."""
-    help_wanted: bool = False
-    """`-h` or `--help` was given; then `options` are the defaults."""
-
-
-def parse_line(line: str, *, positional: bool = False, script: bool = False) -> ParsedLine:
-    """Return what a line such as `-n 2 --timeout 60  # a comment` asks for.
-
-    Words that are no options are allowed with `positional` and with `script` only; the first one ends the
-    options, as with torchrun. With `script` there are also the options that only a script has. Of an option
-    given twice the last counts, `--env` and `--pull` add up. Raises `OptionError` for everything that is
-    wrong with the line; never prints, never exits.
-
-    >>> parse_line("-n 2 --log-dir runs").options.to_line()
-    '--nproc-per-node=2 --log-dir=runs'
-    """
-    scanned = scan(line, _OF_SCRIPT if script else _OF_MAGIC, positional=positional or script)
-    if scanned.help_wanted:
-        return ParsedLine(LaunchOptions(), help_wanted=True)
-    return ParsedLine(_with_variables(scanned.values(), script=script), scanned.rest)
-
-
-def options_table() -> str:
-    """Return the Markdown table of all options, for the README and the docs."""
-    return markdown_table(OPTIONS)
-
-
-def options_help(prog: str, *, script: bool = False) -> str:
-    """Return the help text of a magic; `prog` is how it is written, such as `%%distributed`."""
-    options = plain_help(_OF_SCRIPT if script else _OF_MAGIC)
-    what = "[options] script [arguments]" if script else "[options]"
-    return (
-        f"{prog} {what}\n\n{options}\n  -h, --help\n      Show this text.\n\n"
-        "Each option can be written with underscores too: --max_restarts. Of an option given twice the last\n"
-        "counts; --env and --pull add up. An option on the line beats its environment variable."
-    )
-
-
-def _with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
-    """Return options from explicit values and, for what is not among them, `PET_` variables."""
+def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptions:
+    """Return options from checked values and, for what is not among them, `PET_` variables."""
     found = {
-        option.name: option.read(option.variable, os.environ[option.variable])
-        for option in OPTIONS
-        if option.name not in values and option.variable is not None and option.variable in os.environ
+        each.name: each.read(each.variable, os.environ[each.variable])
+        for each in OPTIONS
+        if each.name not in values and each.variable is not None and each.variable in os.environ
         # A notebook that once was a job of torchrun's may have PET_MODULE in its environment.
-        if script or option.doors != ("script",)
+        if script or each.scope != "script"
     }
-    everything: dict[str, Any] = {**found, **values}
+    everything = {**found, **values}
     if everything.get("standalone") and everything.get("rdzv_endpoint"):
         message = (
             f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the first "
             "keeps the rendezvous private and the second opens it to others. Leave one of them out."
         )
         raise OptionError(message)
-    return LaunchOptions(**everything)
+    return _of_checked(everything)
 
 
-def _words(option: Option, value: object) -> list[str]:
+def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
+    """Return the options of a cell in a session: its own where it may have its own and asks for it."""
+    # What a `PET_` variable says holds for fresh ranks; the cell has not asked for it.
+    unasked = LaunchOptions.from_keywords()
+    values = {each.name: getattr(session, each.name) for each in OPTIONS}
+    for each in OPTIONS:
+        own = getattr(cell, each.name)
+        if each.per_cell and own != getattr(unasked, each.name):
+            values[each.name] = own
+    return _of_checked(values)
+
+
+def _of_checked(values: Mapping[str, object]) -> LaunchOptions:
+    """Return options whose values need no second look; the others are the defaults."""
+    made = object.__new__(LaunchOptions)
+    for each in OPTIONS:
+        object.__setattr__(made, each.name, values.get(each.name, each.default))
+    return made
+
+
+def _words(row: Option, value: object) -> list[str]:
     """Return the words that give an option this value on a line."""
-    flag, texts = option.flags[0], option.kind.texts(value)
-    if option.kind.switch and texts == ("true",):
+    flag, texts = row.flags[0], row.kind.texts(value)
+    if row.kind.switch and texts == ("true",):
         return [flag]
     # With "=" because a text may begin with "-".
     return [f"{flag}={shlex.quote(text)}" for text in texts]

@@ -1,18 +1,34 @@
-"""One row of the option table: its spellings, how a value is judged, how it is documented."""
+"""One row of the option table: its columns, how a value is judged, how it is documented."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import Kind, brief
 
-Door = Literal["magic", "run", "script"]
-"""Where an option can be given: on the line of a magic, as a keyword of `run()` and `Session`, or, by either,
-for a script alone."""
+Scope = Literal["notebook", "cell", "group", "node", "rendezvous", "script"]
+"""What an option belongs to.
+
+* notebook: what a magic does with one cell and its result. `run()` and `Session` have no such keyword.
+* cell: one run. In a session a cell may have its own value; the session's holds otherwise.
+* group: the worker group, on all nodes alike, as long as it lives.
+* node: the processes of one node. `python -m nblaunch join` takes these and those of the rendezvous.
+* rendezvous: how the nodes find each other. torchrun's `--standalone` stands for all of their defaults.
+* script: how a script is run. A cell or a function has none of these.
+"""
+Torchrun = Literal["variable", "flag", "comment", "omitted"]
+"""What torchrun has of an option.
+
+* variable: a flag, and a `PET_` variable, which is read here as well.
+* flag: a flag alone.
+* comment: nothing. A comment above the equivalent torchrun command says so.
+* omitted: nothing that is missed. The script or the environment has it, or it is of the notebook alone.
+"""
 
 _COMPARED_CHARACTERS = 64
 
@@ -23,17 +39,24 @@ class Option:
 
     name: str
     """torchrun's name with underscores: the field of `LaunchOptions`, and the keyword."""
-    flags: tuple[str, ...]
-    """Spellings on a line, torchrun's first; `spellings` adds those with underscores."""
+    default: object
     kind: Kind
     help: str
     """One line, for the README, `%%distributed?` and the docs."""
-    default: object
-    variable: str | None
-    """The `PET_` variable that gives the value where nothing explicit does."""
-    aliases: tuple[str, ...]
+    scope: Scope
+    torchrun: Torchrun
+    torchrun_default: object
+    """torchrun's own default; a test compares it with torchrun."""
+    flag: str = ""
+    """The spelling on a line, where it is not the name's."""
+    more_flags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     """Keywords besides the name."""
-    doors: tuple[Door, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The documented spellings on a line, torchrun's first."""
+        return (self.flag or f"--{self.name.replace('_', '-')}", *self.more_flags)
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -45,6 +68,16 @@ class Option:
     def keywords(self) -> tuple[str, ...]:
         """Every keyword, the name first."""
         return (self.name, *self.aliases)
+
+    @property
+    def variable(self) -> str | None:
+        """The `PET_` variable that gives the value where nothing explicit does."""
+        return f"PET_{self.name.upper()}" if self.torchrun == "variable" else None
+
+    @property
+    def per_cell(self) -> bool:
+        """Whether each cell of a session may have a value of its own."""
+        return self.scope in ("notebook", "cell")
 
     @property
     def shown_default(self) -> str:
@@ -88,34 +121,23 @@ class Option:
         return f"it takes {self.kind.takes}. {what_to_do}"
 
 
-def row(  # noqa: PLR0913  one parameter for each column of the table
+def option(
     kind: Kind,
     meaning: str,
     *more_flags: str,
-    flag: str | None = None,
-    pet: bool = False,
-    aliases: tuple[str, ...] = (),
-    doors: tuple[Door, ...] = ("magic", "run"),
-) -> Mapping[str, Callable[[str, object], Option]]:
-    """Return the metadata of an option's field.
+    default: object,
+    scope: Scope,
+    torchrun: Torchrun,
+    **columns: Any,
+) -> Any:
+    """Return a field of `LaunchOptions` with its row of the table.
 
-    The name of the field gives the flag (`max_restarts`: `--max-restarts`) unless `flag` does, and with
-    `pet` the variable (`PET_MAX_RESTARTS`): torchrun's own rules, so its names cannot be misspelled.
+    The name of the field gives the flag (`max_restarts`: `--max-restarts`) unless `flag` does, and the
+    variable (`PET_MAX_RESTARTS`): torchrun's own rules, so its names cannot be misspelled.
     """
-
-    def named(name: str, default: object) -> Option:
-        return Option(
-            name=name,
-            flags=(flag or f"--{name.replace('_', '-')}", *more_flags),
-            kind=kind,
-            help=meaning,
-            default=default,
-            variable=f"PET_{name.upper()}" if pet else None,
-            aliases=aliases,
-            doors=doors,
-        )
-
-    return {"option": named}
+    columns = {"torchrun_default": default, "more_flags": more_flags, **columns}
+    row = partial(Option, default=default, kind=kind, help=meaning, scope=scope, torchrun=torchrun, **columns)
+    return field(default=default, metadata={"row": row})
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
@@ -146,11 +168,10 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str]) -> O
 def markdown_table(options: Iterable[Option]) -> str:
     """Return the table of the README: one row for each option."""
     rows = ["| Option | Keyword | Variable | Default | Meaning |", "|---|---|---|---|---|"]
-    for option in options:
-        flags = option.flags if option.doors != ("run",) else ()
-        keywords = [f"{keyword}=" for keyword in option.keywords] if option.doors != ("magic",) else []
-        variables = [option.variable] if option.variable else []
-        cells = [*map(_as_code, (flags, keywords, variables, [option.shown_default])), option.help]
+    for each in options:
+        keywords = [f"{keyword}=" for keyword in each.keywords] if each.scope != "notebook" else []
+        variables = [each.variable] if each.variable else []
+        cells = [*map(_as_code, (each.flags, keywords, variables, [each.shown_default])), each.help]
         rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())
     return "\n".join(rows)
 
@@ -158,10 +179,10 @@ def markdown_table(options: Iterable[Option]) -> str:
 def plain_help(options: Iterable[Option]) -> str:
     """Return one paragraph for each option, as `torchrun --help` does."""
     paragraphs = []
-    for option in options:
-        spelled = f"  {', '.join(option.flags)} {option.kind.metavar}".rstrip()
-        variable = f" Variable: {option.variable}." if option.variable else ""
-        paragraphs.append(f"{spelled}\n      {option.help} Default: {option.shown_default}.{variable}")
+    for each in options:
+        spelled = f"  {', '.join(each.flags)} {each.kind.metavar}".rstrip()
+        variable = f" Variable: {each.variable}." if each.variable else ""
+        paragraphs.append(f"{spelled}\n      {each.help} Default: {each.shown_default}.{variable}")
     return "\n".join(paragraphs)
 
 

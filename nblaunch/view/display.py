@@ -19,6 +19,7 @@ import msgspec
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
+from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch.protocol.state import RunState
 from nblaunch.view.html import render_html
 from nblaunch.view.output import folded
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from nblaunch.view.panel import Panel
 
 
-MODE_VARIABLE = "NBLAUNCH_DISPLAY"
-MODES = ("auto", "widget", "html", "text")
-TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
-"""What pytest sets while it starts a kernel, as nbval does to compare a notebook with what is saved in it."""
 PANEL_AFTER_SECONDS = 0.15
 """A run shorter than this needs no panel, and a panel would cost it half as much again."""
 SECONDS_BETWEEN_DRAWS = 0.1
@@ -257,12 +254,11 @@ def _mode(mode: str | None) -> str:
     if mode is not None:
         given, asked, remedy = mode, f"display={mode!r}", "Give one of these"
     else:
-        given = os.environ.get(MODE_VARIABLE) or "auto"
-        asked, remedy = f"{MODE_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
-    if given not in MODES:
-        msg = (
-            f"{asked} was asked for, but a run is shown as {', '.join(MODES[:-1])} or {MODES[-1]}. {remedy}."
-        )
+        given = os.environ.get(DISPLAY_VARIABLE) or "auto"
+        asked, remedy = f"{DISPLAY_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
+    if given not in DISPLAY_MODES:
+        modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
+        msg = f"{asked} was asked for, but a run is shown as {modes}. {remedy}."
         raise OptionError(msg)
     return given
 

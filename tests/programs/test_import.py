@@ -72,8 +72,8 @@ def test_views_load_neither_ipython_nor_ipywidgets_before_they_are_needed():
 @pytest.mark.quick
 def test_importing_the_options_loads_neither_torch_nor_ipython():
     code = (
-        "import sys, nblaunch.options.launch, nblaunch.magic.completion\n"
-        "print([name for name in ('torch', 'IPython', 'argparse') if name in sys.modules])"
+        "import sys, nblaunch.options.line\n"
+        "print([name for name in ('torch', 'IPython') if name in sys.modules])"
     )
     assert fresh(code) == "[]\n"
 

@@ -28,7 +28,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError
 from nblaunch.group import listener
-from nblaunch.options.launch import LaunchOptions, parse_line
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.line import parse_line
 from nblaunch.protocol import nodes as _node_protocol
 from nblaunch.protocol.messages import ProtocolError
 

@@ -186,6 +186,16 @@ def wait_until_fresh_ranks_have_left(kernel: Any) -> None:
         assert time.monotonic() < deadline
 
 
+def test_the_timeout_that_a_session_was_started_with_is_that_of_its_cells(kernel):
+    kernel.ok("%distributed start -n 1 --session timed --timeout 1")
+    try:
+        body = "import time\ntime.sleep(2)"
+        assert kernel.fails(f"%%distributed --session timed\n{body}").ename == "RunTimeoutError"
+        kernel.ok(f"%%distributed --session timed --timeout 60\n{body}")
+    finally:
+        kernel.ok("%distributed stop --session timed")
+
+
 def test_a_name_that_is_taken_is_said(kernel):
     error = kernel.fails("%distributed start -n 2")
     assert "there is one already, with 4 ranks. Stop it first (%distributed stop)" in error.evalue

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 import nblaunch
+from nblaunch import _notebook
 from nblaunch.checks import gpu, machine, notebook
 from nblaunch.checks import processes as checks
 from nblaunch.checks.doctor import CHECKS, Check, examine
@@ -518,13 +519,6 @@ def test_more_threads_than_cpus_are_a_warning(monkeypatch):
 # --- the notebook ---------------------------------------------------------------------------------------
 
 
-def test_the_ways_to_show_a_run_are_those_of_the_view():
-    from nblaunch.view import display
-
-    assert notebook.DISPLAY_VARIABLE == display.MODE_VARIABLE
-    assert notebook.DISPLAY_MODES == display.MODES
-
-
 @pytest.mark.parametrize(
     ("value", "advice"), [("widgets", "Set it to widget."), ("?", "Set it to one of them")]
 )
@@ -538,7 +532,7 @@ def test_a_way_to_show_runs_that_is_not_there_is_a_problem(monkeypatch, value, a
 def test_each_front_end_is_told_what_it_will_show(monkeypatch):
     def found(shell, mode=""):
         monkeypatch.setenv("NBLAUNCH_DISPLAY", mode)
-        monkeypatch.setattr(notebook, "_shell", lambda: shell)
+        monkeypatch.setattr(_notebook, "shell", lambda: shell)
         return only(notebook.front_end())
 
     kernel = SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
@@ -553,7 +547,7 @@ def test_each_front_end_is_told_what_it_will_show(monkeypatch):
 
 def test_a_kernel_whose_ipywidgets_are_not_installed_has_a_problem(monkeypatch):
     monkeypatch.setattr(
-        notebook, "_shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
+        _notebook, "shell", lambda: SimpleNamespace(kernel=SimpleNamespace(comm_manager=object()))
     )
     monkeypatch.delenv("NBLAUNCH_DISPLAY", raising=False)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")

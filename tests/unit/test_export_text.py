@@ -22,7 +22,7 @@ from nblaunch.export.literals import NoLiteralError, Writer
 from nblaunch.export.script import Cell, Setting, export
 from nblaunch.export.source import indented
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.torchrun import TORCHRUNS_DEFAULTS, torchrun_command
+from nblaunch.options.torchrun import torchrun_command
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
 _values = st.recursive(
@@ -287,11 +287,7 @@ def test_the_defaults_that_are_not_torchruns_are_known() -> None:
         "duplicate_stdout_filters": (),
         "duplicate_stderr_filters": (),
     }
-    told = {
-        option.name: TORCHRUNS_DEFAULTS.get(option.name, option.default)
-        for option in OPTIONS
-        if option.name in theirs
-    }
+    told = {option.name: option.torchrun_default for option in OPTIONS if option.name in theirs}
     assert told == {name: same_meaning.get(name, theirs[name]) for name in told}
 
 

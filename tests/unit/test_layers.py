@@ -7,8 +7,12 @@ import graphlib
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import get_args
+
+from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.options.table import Scope, Torchrun
 
 PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
@@ -29,6 +33,9 @@ THIRD_PARTY = {
     "rank": {"IPython", "msgspec", "torch", "traitlets", "zmq"},
 }
 """What the lowest layers may import from outside, over and above the layers below them."""
+
+A_LIST = 3
+"""So many names of options in one literal are a list of options."""
 
 MOST_LINES = 60
 """Of a function; how many branches it may have is C901's, in pyproject.toml."""
@@ -186,6 +193,29 @@ def test_one_module_decides_who_is_to_blame():
                 elsewhere.append(f"{module}:{node.lineno} compares consequence_of")
     assert elsewhere == []
     assert not {each.imported for each in OURS if layer_of(each.importer) == "view"} & {"nblaunch.diagnose"}
+
+
+def test_no_list_of_options_is_kept_beside_the_table():
+    """What such a list would say of options is a column of `LaunchOptions`."""
+    options = {each.name for each in fields(LaunchOptions)}
+    lists = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+                continue
+            words = node.keys if isinstance(node, ast.Dict) else node.elts
+            texts = [each.value for each in words if isinstance(each, ast.Constant)]
+            names = {str(text).lstrip("-").replace("-", "_") for text in texts} & options
+            if len(names) >= A_LIST:
+                lists[f"{module_name(path)}:{node.lineno}"] = names
+    assert lists == {}
+
+
+def test_every_option_has_every_column():
+    table = {each.name: each for each in OPTIONS}
+    assert list(table) == [each.name for each in fields(LaunchOptions)]
+    assert {each.scope for each in OPTIONS} == set(get_args(Scope))
+    assert {each.torchrun for each in OPTIONS} == set(get_args(Torchrun))
 
 
 def test_no_function_is_too_long_to_read():

@@ -18,17 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch._errors import OptionError
-from nblaunch.magic.completion import option_completions
 from nblaunch.options.kinds import LONGEST_SECONDS, Variables
-from nblaunch.options.launch import (
-    MOST_RANKS_PER_NODE,
-    OPTIONS,
-    LaunchOptions,
-    options_help,
-    options_table,
-    parse_line,
-)
-from nblaunch.options.table import nearest
+from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
+from nblaunch.options.line import option_completions, options_help, parse_line
+from nblaunch.options.table import Option, markdown_table, nearest
 
 DEFAULTS = {
     "nproc_per_node": "auto",
@@ -171,9 +164,8 @@ WRONG: dict[str, list[object]] = {
 }  # fmt: skip
 
 WITH_VARIABLE = [option for option in OPTIONS if option.variable]
-OF_MAGIC = [option for option in OPTIONS if "magic" in option.doors]
-OF_SCRIPT = [option for option in OPTIONS if "magic" in option.doors or "script" in option.doors]
-OF_RUN = [option for option in OPTIONS if "run" in option.doors or "script" in option.doors]
+OF_MAGIC = [option for option in OPTIONS if option.scope != "script"]
+OF_RUN = [option for option in OPTIONS if option.scope != "notebook"]
 ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -236,7 +228,7 @@ def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> 
 # Lines
 
 
-@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
+@pytest.mark.parametrize("option", OPTIONS, ids=_id)
 def test_every_spelling_takes_its_value_after_a_space_or_an_equals_sign(option: Any) -> None:
     text, value, *_ = SAMPLES[option.name]
     for spelling in option.spellings:
@@ -262,7 +254,7 @@ def test_switches_need_no_value() -> None:
     assert (options.init_process_group, options.standalone) == (False, True)
 
 
-@pytest.mark.parametrize("option", OF_SCRIPT, ids=_id)
+@pytest.mark.parametrize("option", OPTIONS, ids=_id)
 def test_of_an_option_given_twice_the_last_counts(option: Any) -> None:
     first, _, last, value = SAMPLES[option.name]
     for early in option.spellings:
@@ -533,6 +525,19 @@ def test_an_error_says_what_was_asked_what_is_true_and_what_to_do() -> None:
     )
 
 
+def test_a_value_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = Option.check
+
+    def counted(self: Option, keyword: str, value: object) -> object:
+        checked.append(keyword)
+        return check(self, keyword, value)
+
+    monkeypatch.setattr(Option, "check", counted)
+    assert LaunchOptions.from_keywords(nproc=2, timeout=60) == parse_line("-n 2 --timeout 60").options
+    assert checked == ["nproc", "timeout"]
+
+
 def test_numbers_of_other_libraries_are_taken() -> None:
     numpy = pytest.importorskip("numpy")
     options = LaunchOptions.from_keywords(nproc=numpy.int64(2), timeout=numpy.float32(1.5))
@@ -735,7 +740,7 @@ def test_one_slip_in_a_long_name_still_finds_it(data: st.DataObject) -> None:
 
 
 def test_the_table_and_the_help_name_every_option() -> None:
-    table = options_table().splitlines()
+    table = markdown_table(OPTIONS).splitlines()
     assert len(table) == len(OPTIONS) + 2
     assert {line.count("|") for line in table} == {6}
     text = options_help("%distributed run", script=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.options.launch import options_table
+from nblaunch.options.launch import OPTIONS
+from nblaunch.options.table import markdown_table
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -23,7 +24,7 @@ def blocks(text: str, language: str) -> list[str]:
 def with_table(text: str) -> str:
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{options_table().strip()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{markdown_table(OPTIONS).strip()}\n{END}{after}"
 
 
 @pytest.fixture

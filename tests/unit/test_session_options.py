@@ -11,7 +11,8 @@ import nblaunch
 from nblaunch.elastic import forkserver
 from nblaunch.group import session as live
 from nblaunch.magic import auto, commands, sessions
-from nblaunch.options.launch import OPTIONS, LaunchOptions, parse_line
+from nblaunch.options.launch import OPTIONS, LaunchOptions, within
+from nblaunch.options.line import parse_line
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +122,15 @@ def test_what_is_decided_with_the_session_cannot_be_changed_by_a_cell(option):
 
 def test_every_option_is_either_of_the_cell_or_of_the_group():
     """A new option must not be forgotten here."""
-    of_cells = {option.name for option in OPTIONS if option.doors != ("script",)}
-    assert of_cells == OF_THE_GROUP.keys() | sessions._OF_A_CELL
+    of_cells = {option.name for option in OPTIONS if option.scope != "script"}
+    assert of_cells == OF_THE_GROUP.keys() | {option.name for option in OPTIONS if option.per_cell}
+
+
+def test_a_cell_takes_from_its_session_what_it_does_not_ask_for_itself(monkeypatch):
+    monkeypatch.setenv("PET_REDIRECTS", "2")
+    session = LaunchOptions(nproc_per_node=4, timeout=60, grace=1, redirects="3")
+    taken = within(session, parse_line("--grace 2 --out res --tee 1").options)
+    assert taken == LaunchOptions(nproc_per_node=4, timeout=60, grace=2, redirects="3", tee="1", out="res")
 
 
 def test_the_option_that_the_session_has_may_be_repeated():

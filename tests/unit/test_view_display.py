@@ -106,7 +106,7 @@ def test_a_panel_needs_a_kernel_with_comms(monkeypatch, mode, comm_manager, expe
 
     Shell.kernel.comm_manager = comm_manager  # type: ignore[attr-defined]
     monkeypatch.setattr(_notebook, "shell", Shell)
-    monkeypatch.delenv(display.TESTED_VARIABLE)
+    monkeypatch.delenv(_notebook.TESTED_VARIABLE)
     view = choose_view(HEADER, mode)
     assert isinstance(view, GuardedView)
     assert isinstance(view.view, expected)
