@@ -12,8 +12,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
-    *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose", "checks"),
-    *("group", "nodes", "view", "export", "magic", "door"),
+    *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose"),
+    *("group", "nodes", "view", "export", "checks", "magic", "door"),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
