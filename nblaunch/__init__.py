@@ -100,10 +100,10 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
-    from nblaunch.elastic import forkserver
+    from nblaunch.group import runtime
 
     # It boots while this process imports torch, so that the first cell need not wait for it.
-    forkserver.server.ensure_running()
+    runtime.local().server.ensure_running()
     from nblaunch.magic.magics import register
 
     register(shell)

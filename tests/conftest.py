@@ -403,10 +403,10 @@ def unchanged_process(request):
 def ends_with_the_session():
     """At the very end close what one process keeps (hub, fork server), and check that this ends it."""
     yield
-    if "nblaunch.elastic.forkserver" in sys.modules:  # also where the doctor was all that used it
-        from nblaunch.group.launcher import shut_down
+    if "nblaunch.group.runtime" in sys.modules:  # also where the doctor was all that used it
+        from nblaunch.group.runtime import local
 
-        shut_down()
+        local().close()
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []

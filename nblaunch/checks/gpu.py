@@ -23,7 +23,8 @@ from typing import Any
 from nblaunch._errors import LaunchError
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic import forkserver, runtime_dir
+from nblaunch.elastic.forkserver import RankProcess
+from nblaunch.group.runtime import local
 from nblaunch.protocol.reports import size
 
 _SECONDS = 3.5
@@ -455,11 +456,13 @@ def torchs_architectures(deadline: float) -> list[str]:
 
     Asked in a fork: torch may initialise CUDA to tell.
     """
-    answer = runtime_dir.root() / f"architectures-{os.getpid()}-{time.monotonic_ns()}"
-    process = forkserver.RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-doctor")
+    runtime = local()
+    answer = runtime.directory.root() / f"architectures-{os.getpid()}-{time.monotonic_ns()}"
+    process = RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-doctor")
     try:
-        forkserver.server.ensure_running()
-        process.start()
+        runtime.server.ensure_running()
+        with runtime.server.forking():
+            process.start()
         process.join(max(deadline - time.monotonic(), 0.1))
         if process.exitcode is None:
             process.kill()

@@ -19,7 +19,9 @@ import psutil
 from nblaunch import _cgroups
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic import descriptors, runtime_dir
+from nblaunch.elastic import descriptors
+from nblaunch.elastic.runtime_dir import PREFIX
+from nblaunch.group.runtime import local
 from nblaunch.protocol.reports import size
 
 cgroups = _cgroups.directories
@@ -194,7 +196,7 @@ def temporary_directory() -> Iterator[Finding]:
     """Make there what a run makes: a private directory, a file, a unix socket."""
     name = "temp dir"
     try:
-        root = runtime_dir.root()
+        root = local().directory.root()
     except (LaunchError, OSError) as error:
         yield problem(name, str(error), "Set TMPDIR to a short path that you may write to.")
         return
@@ -248,9 +250,9 @@ def leftovers() -> Iterator[Finding]:
     """Name the runtime directories whose kernel, and all below it, was killed at once."""
     bases, own = {Path(tempfile.gettempdir())}, Path()
     with contextlib.suppress(LaunchError, OSError):
-        own = runtime_dir.root()
+        own = local().directory.root()
         bases.add(own.parent)
-    found = [each for base in sorted(bases) for each in sorted(base.glob(f"{runtime_dir.PREFIX}*"))]
+    found = [each for base in sorted(bases) for each in sorted(base.glob(f"{PREFIX}*"))]
     candidates = [each for each in found if each != own and _old(each)]
     in_use = _paths_in_use() if candidates else ""
     dead = [str(each) for each in candidates if str(each) not in in_use]

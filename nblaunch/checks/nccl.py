@@ -20,7 +20,9 @@ from typing import Any
 
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, ok, one_line, problem
-from nblaunch.elastic import placement, runtime_dir
+from nblaunch.elastic import placement
+from nblaunch.elastic.runtime_dir import remove_tree
+from nblaunch.group.runtime import local
 
 NAME = "NCCL all_reduce"
 _SECONDS = 60.0
@@ -86,7 +88,7 @@ def all_reduce() -> Iterator[Finding]:
 
 def _try(count: int, environ: Mapping[str, str], seconds: float) -> tuple[list[_Rank], str]:
     """Run it once; return the ranks, which have ended, and what failed, nothing if all is well."""
-    scratch = runtime_dir.make_directory("doctor-")
+    scratch = local().directory.make("doctor-")
     ranks: list[_Rank] = []
     try:
         for rank in range(count):
@@ -99,7 +101,7 @@ def _try(count: int, environ: Mapping[str, str], seconds: float) -> tuple[list[_
             with contextlib.suppress(subprocess.TimeoutExpired):
                 each.process.wait(_KILLED_SECONDS)  # one that the driver holds is left alone
             each.listen()
-        runtime_dir.remove_tree(scratch)
+        remove_tree(scratch)
     return ranks, _failure(ranks, seconds, in_time=in_time)
 
 

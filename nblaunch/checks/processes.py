@@ -15,7 +15,8 @@ from typing import Any
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic import forkserver, runtime_dir
+from nblaunch.elastic.forkserver import RankProcess, Server
+from nblaunch.group.runtime import local
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."
@@ -107,25 +108,26 @@ sys.stdin.read()
 def fork_server() -> Iterator[Finding]:
     """Fork a process from the kernel's fork server, as a rank is; measure how long that takes."""
     name = "fork server"
-    before = forkserver.server.pid
+    server = local().server
+    before = server.pid
     started = time.monotonic()
     try:
-        forkserver.server.ensure_running()
+        server.ensure_running()
         # Opened now: a server that ends takes the directory of its log along.
-        log = (runtime_dir.root() / _LOG).open(errors="replace")
+        log = (server.directory.root() / _LOG).open(errors="replace")
     except (LaunchError, OSError) as error:
         yield _no_fork(name, str(error))
         return
     with log:
         try:
-            _fork_once()
+            _fork_once(server)
             ready = time.monotonic()
-            _fork_once()
+            _fork_once(server)
         except (LaunchError, OSError) as error:
             yield _no_fork(name, log.read().strip() or str(error))
             return
     took, forked = ready - started, time.monotonic() - ready
-    word = "ready" if forkserver.server.pid == before else "started"
+    word = "ready" if server.pid == before else "started"
     summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
     if took > _SLOW_SECONDS:
         yield warning(
@@ -143,10 +145,11 @@ def _no_fork(name: str, words: str) -> Finding:
     return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
 
 
-def _fork_once() -> None:
+def _fork_once(server: Server) -> None:
     # A function of the standard library: nothing of the notebook is sent.
-    process = forkserver.RankProcess(target=os.getpid, name="nblaunch-doctor")
-    process.start()
+    process = RankProcess(target=os.getpid, name="nblaunch-doctor")
+    with server.forking():
+        process.start()
     process.join(_JOIN_SECONDS)
     if process.exitcode is None:
         process.kill()

@@ -1,15 +1,14 @@
-"""Waiting for processes to end, or for somebody on another thread to say that there is something to do."""
+"""torchelastic's own agent, as nblaunch runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from typing import Any, NoReturn
 
@@ -19,38 +18,12 @@ from torch.distributed.elastic.events import record
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from nblaunch.elastic import descriptors, entry, forkserver, rendezvous, runtime_dir
+from nblaunch._waker import Waker
+from nblaunch.elastic import descriptors, entry, forkserver, rendezvous
+from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.hooks import FILE, EventStream, Watchdog
 from nblaunch.elastic.logs import FilteredLines, KeptLogs
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
-
-
-class Waker:
-    """A bell: `ring` from any thread ends a `wait`, also one that has not begun yet."""
-
-    def __init__(self) -> None:
-        """Make the bell."""
-        self._hears, self._rings = socket.socketpair()
-        for end in (self._hears, self._rings):
-            end.settimeout(0)
-
-    def ring(self) -> None:
-        """End the wait; does nothing once the bell is closed."""
-        with contextlib.suppress(OSError):  # closed; or rung so often already that no more fits
-            self._rings.send(b"\0")
-
-    def wait(self, sentinels: Iterable[int], seconds: float) -> None:
-        """Wait until a process behind `sentinels` has ended, or the bell rings; at most `seconds`."""
-        with contextlib.suppress(OSError):  # nothing left to hear, or a process whose end was read meanwhile
-            connection.wait([*sentinels, self._hears], timeout=max(seconds, 0.0))
-            while self._hears.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Let go of both ends."""
-        self._hears.close()
-        self._rings.close()
-
 
 # --- What torchelastic has beside the ranks themselves: events, logs of certain lines, expiration timers.
 #
@@ -62,11 +35,12 @@ class ObservedAgent(LocalElasticAgent):
     """A `LocalElasticAgent` that hands on its events, and whose watchdog cannot end the notebook."""
 
     def __init__(
-        self, spec: WorkerSpec, settings: AgentSettings, events: AgentEvents, **keywords: Any
+        self, spec: WorkerSpec, settings: AgentSettings, events: AgentEvents, server: Server, **keywords: Any
     ) -> None:
         """Prepare an agent; `keywords` are torch's own."""
         wanted = settings.processes
         self.settings = settings
+        self._server = server
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
@@ -110,7 +84,7 @@ class ObservedAgent(LocalElasticAgent):
     def _setup_local_watchdog(self, envs: dict[int, dict[str, str]]) -> None:
         path, run_id = self.settings.processes.timer_file, self.settings.run_id
         if self.settings.processes.watchdog:
-            path = path or os.fspath(runtime_dir.root() / f"timer-{uuid.uuid4().hex}")
+            path = path or os.fspath(self._server.directory.root() / f"timer-{uuid.uuid4().hex}")
             thread = f"{threading.current_thread().name}-watchdog"
             self._worker_watchdog = Watchdog(path, run_id, thread, self._is_rank, self._log_watchdog_event)
             self._worker_watchdog.start()
@@ -155,9 +129,13 @@ class RankAgent(ObservedAgent):
     """
 
     def __init__(
-        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
+        self,
+        settings: AgentSettings,
+        arguments: Callable[[int], tuple[Any, ...]],
+        events: AgentEvents,
+        server: Server,
     ) -> None:
-        """Prepare an agent; `arguments(attempt)` are those of `run_rank`."""
+        """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks."""
         self._stop = threading.Event()
         self.rendezvous = rendezvous.make(settings, self._stop)
         spec = WorkerSpec(
@@ -173,6 +151,7 @@ class RankAgent(ObservedAgent):
             spec,
             settings,
             events,
+            server,
             start_method=forkserver.register(),
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
         )
@@ -197,20 +176,24 @@ class RankAgent(ObservedAgent):
     def stop(self) -> None:
         """End the run: SIGTERM to every rank, SIGKILL after the grace period."""
         self._stop.set()
-        self._waker.ring()
+        self._waker.wake()
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Go on with these settings."""
+        self.settings = settings
 
     def restart(self) -> None:
         """End this attempt's ranks as if one of them had failed: torchelastic starts others."""
         self._restart.set()
         self._told.set()
-        self._waker.ring()
+        self._waker.wake()
 
     def rejoin(self) -> None:
         """Meet the other nodes anew: one of them comes or goes. The ranks are started again."""
         self._rejoin.set()
         self._told.set()
         self.rendezvous.rejoin()
-        self._waker.ring()
+        self._waker.wake()
 
     def forget_orders(self) -> None:
         """Forget what was asked of the attempt before; a node that follows says when that is."""
@@ -241,7 +224,7 @@ class RankAgent(ObservedAgent):
         if context is not None:
             for slot in context._ret_vals.values():  # type: ignore[attr-defined]  # noqa: SLF001
                 slot.released = True
-        self._waker.ring()
+        self._waker.wake()
 
     def close(self) -> None:
         """Let go of what the agent holds, once it has run."""
@@ -267,12 +250,11 @@ class RankAgent(ObservedAgent):
         self._succeeded, self._leave_by = False, float("inf")
         worker_group.spec.args = self._arguments(self._attempt)
         # A restart, perhaps because it was killed.
-        forkserver.server.ensure_running()
-        forkserver.abandon_when(self._stop)
+        self._server.ensure_running()
         # Each attempt takes them anew, and the notebook may have opened others since the first.
         descriptors.make_room(self.settings.nproc, replaced=len(self._processes()))
         try:
-            with forkserver.all_or_none():
+            with self._server.forking(abandon=self._stop):
                 pids: dict[int, Any] = super()._start_workers(worker_group)
         except forkserver.AbandonedError:
             self._interrupted()
@@ -307,7 +289,7 @@ class RankAgent(ObservedAgent):
         # Ranks that are idle, or at work, cost nothing here.
         alive = [process.sentinel for process in self._processes() if process.exitcode is None]
         if len(alive) == len(self._processes()) or (alive and self._released()):
-            self._waker.wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
+            self._wait(alive, min(_LOOK_SECONDS, self._leave_by - time.monotonic()))
         if self._stop.is_set():
             self._interrupted()
         if self._rejoin.is_set():
@@ -335,6 +317,12 @@ class RankAgent(ObservedAgent):
             return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         finished: RunResult = super()._monitor_workers(worker_group)
         return finished
+
+    def _wait(self, sentinels: Sequence[int], seconds: float) -> None:
+        """Wait until a process behind `sentinels` has ended, or another thread calls; at most `seconds`."""
+        with contextlib.suppress(OSError):  # the end of a process may have been read meanwhile
+            connection.wait([*sentinels, self._waker.fileno()], timeout=max(seconds, 0.0))
+            self._waker.clear()
 
     def _stop_others(self) -> None:
         """Stop the ranks that are still at work after a peer has failed, before that peer goes.
@@ -377,7 +365,7 @@ class RankAgent(ObservedAgent):
         # torch 2.8 to 2.13 differ in the arguments; for either there is nobody left to shut down.
         self._terminate(self._processes())
         super()._shutdown(*arguments, **keywords)
-        forkserver.server.sweep()
+        self._server.sweep()
 
     def _setup_healthcheck(self) -> None:
         """Start no server that listens for health checks: nothing but the ranks' store listens."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import os
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError
-from nblaunch.elastic import descriptors, keeper, runtime_dir
+from nblaunch.elastic import descriptors, keeper
+from nblaunch.elastic.runtime_dir import RuntimeDirectory
 
 
 class Released:
@@ -82,6 +82,7 @@ LOST = "was lost with the fork server, which all ranks are forks of (killed, or 
 
 _BOOT_STEP = 0.05
 _on_this_thread = threading.local()
+"""What `Server.forking` has set; `multiprocessing` leaves no other way to what starts a process."""
 
 
 class AbandonedError(Exception):
@@ -96,38 +97,17 @@ class _RefusedError(Exception):
         self.number = number
 
 
-def abandon_when(event: threading.Event) -> None:
-    """Have this thread wait for a fork server that is still starting only until `event` is set."""
-    _on_this_thread.abandon = event
-
-
-@contextlib.contextmanager
-def all_or_none() -> Iterator[None]:
-    """End the ranks that have been forked on this thread in the block if the block fails."""
-    forked: list[RankProcess] = []
-    _on_this_thread.forked = forked
-    try:
-        yield
-    except BaseException:
-        for each in forked:
-            kill_group(each.pid or 0)
-        wait_for([each.sentinel for each in forked], _STOP_TIMEOUT)
-        raise
-    finally:
-        del _on_this_thread.forked
-
-
 class Server:
     """The keeper and its fork server, started on first use and again if they died."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: RuntimeDirectory) -> None:
         """Start nothing yet."""
+        self.directory = directory
         self._lock = threading.RLock()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._requests: socket.socket | None = None
         self._log = Path()
-        self._owner = 0
         self._count = 0
         self.has_forked = False
         self.environ: dict[str, str] = {}
@@ -151,7 +131,7 @@ class Server:
         return self._keeper.pid if self._keeper is not None else None
 
     def _alive(self) -> bool:
-        return self._keeper is not None and self._owner == os.getpid() and self._keeper.poll() is None
+        return self._keeper is not None and self._keeper.poll() is None
 
     def _answers(self) -> bool:
         """Return whether the keeper and the fork server are there, and can be reached.
@@ -175,7 +155,7 @@ class Server:
 
     def _start(self) -> None:
         self.has_forked = False
-        root = runtime_dir.root()
+        root = self.directory.root()
         self._log = root / "forkserver.log"
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
@@ -193,7 +173,6 @@ class Server:
                 start_new_session=True,
             )
             self._control, self._requests = ours.dup(), asking.dup()
-        self._owner = os.getpid()
 
     @staticmethod
     def _command(requests_fd: int, control_fd: int, root: Path) -> list[str]:
@@ -205,6 +184,28 @@ class Server:
         )
         flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
         return [name, *flags, "-c", code]
+
+    def loaded_under(self) -> dict[str, str]:
+        """Return the environment under which the fork server has loaded torch, or will."""
+        return self.environ or _environment()
+
+    @contextlib.contextmanager
+    def forking(self, *, abandon: threading.Event | None = None) -> Iterator[None]:
+        """Have this thread fork processes from this server; if the block fails, they are ended.
+
+        A server that is still starting is waited for only until `abandon` is set.
+        """
+        this = _on_this_thread
+        this.server, this.abandon, this.forked = self, abandon, []
+        try:
+            yield
+        except BaseException:
+            for each in this.forked:
+                kill_group(each.pid or 0)
+            wait_for([each.sentinel for each in this.forked], _STOP_TIMEOUT)
+            raise
+        finally:
+            del this.server, this.abandon, this.forked
 
     def ask_for_fork(self) -> tuple[int, int]:
         """Ask for one more process; return (its number and its end arrive here, its orders are written here).
@@ -260,29 +261,13 @@ class Server:
         for each in (self._control, self._requests):
             if each is not None:
                 each.close()
-        if self._keeper is not None and self._owner != os.getpid():
-            # A fork of the kernel: the keeper is our parent's child, not ours to wait for.
-            self._keeper.returncode = 0
         self._keeper, self._control, self._requests = None, None, None
 
-    def after_fork(self) -> None:
-        """Take a lock of our own: a thread of the parent's may have held the one there was."""
-        self._lock = threading.RLock()
-
-
-server = Server()
-os.register_at_fork(after_in_child=server.after_fork)
-
-
-def close() -> None:
-    """End the fork server, and remove the runtime directory."""
-    server.stop()
-    runtime_dir.remove_root()
-
-
-# Here, at the bottom of all that runs at exit: whoever has ranks, and imports this, ends them before.
-# A fork server that goes first looks like ranks that are lost, and their agent would start others.
-atexit.register(close)
+    def abandon(self) -> None:
+        """Leave the keeper to the process that this one is a fork of."""
+        if self._keeper is not None:
+            # It is our parent's child, not ours to wait for.
+            self._keeper.returncode = 0
 
 
 def _absolute_path() -> list[str]:
@@ -308,11 +293,6 @@ def _environment() -> dict[str, str]:
     return environ
 
 
-def loaded_under() -> dict[str, str]:
-    """Return the environment under which the fork server has loaded torch, or will."""
-    return server.environ or _environment()
-
-
 class RankPopen(popen_forkserver.Popen):
     """Starts a process from our fork server; otherwise the standard library's."""
 
@@ -320,6 +300,7 @@ class RankPopen(popen_forkserver.Popen):
     lost = False
 
     def _launch(self, process_obj: Any) -> None:
+        self._server: Server = _on_this_thread.server
         buffer = io.BytesIO()
         # Neither the main module (a script without a `__main__` guard would run again in every rank)
         # nor the start method (a rank's own processes start as under torchrun) goes along.
@@ -343,10 +324,10 @@ class RankPopen(popen_forkserver.Popen):
         except (EOFError, OSError) as error:
             if number := descriptors.scarcity(error):
                 raise _refused(number) from error
-            server.stop()
+            self._server.stop()
             msg = (
                 "A rank was to be forked, and the fork server ended instead. Its last words:\n"
-                f"{server.log() or '(none)'}"
+                f"{self._server.log() or '(none)'}"
             )
             raise LaunchError(msg, phase="fork server") from error
 
@@ -357,11 +338,11 @@ class RankPopen(popen_forkserver.Popen):
             if descriptors.scarcity(error):
                 raise  # of this process: the server, and all ranks of other runs, go on
             # Killed since it was last asked, for memory say: another one is as good.
-            server.stop()
+            self._server.stop()
             self._fork(order_of_rank)
 
     def _fork(self, order_of_rank: io.BytesIO) -> None:
-        self.sentinel, order_fd = server.ask_for_fork()
+        self.sentinel, order_fd = self._server.ask_for_fork()
         # The orders' pipe stays open: by it the rank's `multiprocessing.parent_process()` knows of this one.
         self.finalizer = util.Finalize(self, _private_util.close_fds, (order_fd, self.sentinel))
         # No orders before the fork: a rank that nobody wants any more finds none, and ends.
@@ -371,13 +352,13 @@ class RankPopen(popen_forkserver.Popen):
             self.finalizer()
             raise _RefusedError(-pid)
         self.pid = pid
-        server.has_forked = True
+        self._server.has_forked = True
         # A rank that is gone already is seen by its end, not by this.
         with contextlib.suppress(BrokenPipeError), open(order_fd, "wb", closefd=False) as order:
             order.write(order_of_rank.getbuffer())
 
     def _await_fork(self) -> None:
-        abandon: threading.Event | None = getattr(_on_this_thread, "abandon", None)
+        server, abandon = self._server, _on_this_thread.abandon
         deadline = time.monotonic() + _BOOT_SECONDS
         while not connection.wait([self.sentinel], timeout=_BOOT_STEP):
             # A group of which some are forked already is ended by its agent.
@@ -434,9 +415,7 @@ class RankProcess(process.BaseProcess):
         # torch would have a rank that fails before it can say so write a file, which nobody reads or removes.
         self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
         super().start()
-        forked: list[RankProcess] | None = getattr(_on_this_thread, "forked", None)
-        if forked is not None:
-            forked.append(self)
+        _on_this_thread.forked.append(self)
         # It is the agent's to wait for, and the keeper's to end: `multiprocessing` would wait for it at the
         # end of this process, and of any that the user forks from it.
         children: set[process.BaseProcess] = process._children  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""The private directory of this kernel: sockets, logs and spilled payloads live here, and only here."""
+"""The private directory of a process that runs ranks: sockets, logs and spilled payloads lie here alone."""
 
 from __future__ import annotations
 
@@ -18,32 +18,38 @@ PREFIX = "nblaunch-"
 # `/hub` and ZMQ needs nothing more. Some room is left for the name that `mkdtemp` makes up.
 _LONGEST_SOCKET_DIRECTORY = 80
 
-_lock = threading.Lock()
-_root: Path | None = None
-_owner = 0
 
+class RuntimeDirectory:
+    """The private directory of one process, made on first use; its methods may be called on any thread."""
 
-def _after_fork() -> None:
-    # Another thread of the parent's may have held it: nobody here would ever let it go.
-    global _lock
-    _lock = threading.Lock()
+    def __init__(self) -> None:
+        """Make nothing yet."""
+        self._lock = threading.Lock()
+        self._root: Path | None = None
 
+    def root(self) -> Path:
+        """Return its path (mode 0700, whatever the umask).
 
-os.register_at_fork(after_in_child=_after_fork)
+        It lies below `TMPDIR`, or below another private place where a socket's path would be too long.
+        Raises `LaunchError` if no directory can be made.
+        """
+        with self._lock:
+            if self._root is None or not (_is_private(self._root) or _made_again(self._root)):
+                self._root = _make()
+            return self._root
 
+    def make(self, prefix: str) -> Path:
+        """Make a directory of mode 0700 below it."""
+        made = Path(tempfile.mkdtemp(prefix=prefix, dir=self.root()))
+        made.chmod(0o700)
+        return made
 
-def root() -> Path:
-    """Return this process's runtime directory (mode 0700, whatever the umask), made on first use.
-
-    It lies below `TMPDIR`, or below another private place where a socket's path would be too long.
-    Raises `LaunchError` if no directory can be made.
-    """
-    global _root, _owner
-    with _lock:
-        # A process forked from the kernel must neither share nor remove its parent's directory.
-        if _root is None or _owner != os.getpid() or not (_is_private(_root) or _made_again(_root)):
-            _root, _owner = _make(), os.getpid()
-        return _root
+    def remove(self) -> None:
+        """Remove it with all that is in it; the next use makes another one."""
+        with self._lock:
+            if self._root is not None:
+                remove_tree(self._root)
+            self._root = None
 
 
 def _is_private(path: Path) -> bool:
@@ -103,23 +109,7 @@ def _candidates() -> Iterator[str]:
     yield from ("/tmp", "/var/tmp")  # noqa: S108 - mkdtemp makes the private directory below them
 
 
-def make_directory(prefix: str) -> Path:
-    """Make a directory of mode 0700 below the runtime directory."""
-    made = Path(tempfile.mkdtemp(prefix=prefix, dir=root()))
-    made.chmod(0o700)
-    return made
-
-
 def remove_tree(path: Path) -> None:
     """Remove `path` and all below it; whatever is gone already is fine."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_root() -> None:
-    """Remove this process's runtime directory (the kernel is ending)."""
-    global _root
-    with _lock:
-        if _root is not None and _owner == os.getpid():
-            remove_tree(_root)
-        _root = None

@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from nblaunch._errors import NblaunchError
 from nblaunch.elastic.agent import RankAgent, StoppedError
+from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentEvents, AgentSettings
 
 THREAD_PREFIX = "nblaunch-agent"
 _KEEP_ALIVE_PREFIX = "RendezvousKeepAliveTimer"
 
 
+P = ParamSpec("P")
+
+
+def _passed_on(
+    order: Callable[Concatenate[RankAgent, P], None],
+) -> Callable[Concatenate[AgentThread, P], None]:
+    """Return a method that gives this order to the agent; once it has ended, the order does nothing."""
+
+    @functools.wraps(order)
+    def give(thread: AgentThread, /, *arguments: P.args, **keywords: P.kwargs) -> None:
+        agent = thread.agent
+        if agent is not None:
+            order(agent, *arguments, **keywords)
+
+    return give
+
+
 class AgentThread:
     """Runs an agent to its end, on a thread of its own: on the main thread it would take over signals."""
 
+    adopt = _passed_on(RankAgent.adopt)
+    restart = _passed_on(RankAgent.restart)
+    rejoin = _passed_on(RankAgent.rejoin)
+    forget_orders = _passed_on(RankAgent.forget_orders)
+    skip_grace = _passed_on(RankAgent.skip_grace)
+    release = _passed_on(RankAgent.release)
+
     def __init__(
-        self, settings: AgentSettings, arguments: Callable[[int], tuple[Any, ...]], events: AgentEvents
+        self,
+        settings: AgentSettings,
+        arguments: Callable[[int], tuple[Any, ...]],
+        events: AgentEvents,
+        server: Server,
     ) -> None:
-        """Start the agent."""
+        """Make the agent, whose ranks `server` forks; `start` begins."""
         _quiet_torchelastic()
         self._events = events
-        self._settings = settings
-        self._arguments = arguments
-        self._agent: RankAgent | None = RankAgent(settings, arguments, events)
+        self.agent: RankAgent | None = RankAgent(settings, arguments, events, server)
         # Taken by whoever comes first: the agent, or a stop before it has begun.
         self._begun = threading.Lock()
         self._thread = threading.Thread(
@@ -44,7 +72,7 @@ class AgentThread:
         if not self._begun.acquire(blocking=False):
             return
         error: BaseException | None = None
-        agent = self._agent
+        agent = self.agent
         assert agent is not None  # noqa: S101 - only this thread lets it go
         try:
             agent.run()
@@ -60,63 +88,27 @@ class AgentThread:
             agent.rendezvous.shutdown()
         agent.close()
         del agent
-        self._agent = None
+        self.agent = None
         # The agent, its rendezvous and the store's server threads refer to each other.
         gc.collect(1)
         self._events.agent_ended(error)
 
     def stop(self) -> None:
         """End the run from outside."""
-        agent = self._agent
+        agent = self.agent
         if agent is not None:
             agent.stop()
         if self._begun.acquire(blocking=False):
             # An interrupt came before the thread was started.
             if agent is not None:
                 agent.close()
-            self._agent = None
+            self.agent = None
             self._events.agent_ended(None)
 
     def all_alive(self) -> bool:
         """Whether no process of this attempt has ended."""
-        agent = self._agent
+        agent = self.agent
         return agent is not None and agent.all_alive()
-
-    def adopt(self, settings: AgentSettings) -> None:
-        """Go on with these settings."""
-        agent = self._agent
-        if agent is not None:
-            agent.settings = settings
-
-    def restart(self) -> None:
-        """End the worker group, and start another."""
-        agent = self._agent
-        if agent is not None:
-            agent.restart()
-
-    def rejoin(self) -> None:
-        """Meet the other nodes anew."""
-        agent = self._agent
-        if agent is not None:
-            agent.rejoin()
-
-    def forget_orders(self) -> None:
-        """Forget what was asked of the attempt before."""
-        agent = self._agent
-        if agent is not None:
-            agent.forget_orders()
-
-    def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
-        agent = self._agent
-        if agent is not None:
-            agent.skip_grace()
-
-    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
-        """Give the ranks leave to end, and stop the others."""
-        agent = self._agent
-        if agent is not None:
-            agent.release(succeeded=succeeded, others=others)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end; return whether it has ended."""

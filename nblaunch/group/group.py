@@ -25,6 +25,7 @@ from nblaunch._errors import RunFailedError
 from nblaunch._results import Event
 from nblaunch.diagnose import failures
 from nblaunch.elastic import runtime_dir
+from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.elastic.thread import AgentThread
 from nblaunch.group.hub import Hub
@@ -69,18 +70,18 @@ _JOIN_SECONDS = 5.0
 class WorkerGroup(MultiNodeLifecycle):
     """N ranks under one agent; `keep` says whether they outlive a job."""
 
-    def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool = False) -> None:
+    def __init__(self, hub: Hub, server: Server, settings: AgentSettings, *, keep: bool = False) -> None:
         """Prepare a group; `start` starts it."""
         super().__init__(hub, settings, keep=keep)
         self.token = secrets.token_hex(16)
         self._started = False
         self._kept: object = None
-        self._directory = runtime_dir.make_directory("group-")
+        self._directory = server.directory.make("group-")
         self._exits = Exits(self._directory)
         if settings.rdzv is not None and settings.rdzv.most > 1:
             settings = self._open_listener(settings.rdzv, self._directory)
         try:
-            self._agent = AgentThread(settings, self._rank_arguments, self)
+            self._agent = AgentThread(settings, self._rank_arguments, self, server)
         except BaseException:
             hub.call(lambda: self._close_nodes(succeeded=False))
             runtime_dir.remove_tree(self._directory)

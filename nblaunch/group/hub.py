@@ -1,4 +1,4 @@
-"""The hub: one thread, one ZMQ socket, all ranks of all worker groups of this kernel.
+"""The hub: one thread, one ZMQ socket, all ranks of all worker groups of a process.
 
 Whatever happens to a group happens on this thread, one thing after the other: messages from ranks,
 reports of its agent's thread (`call`), and its own clock (`tick`). So a group needs no locks.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import hmac
 import logging
-import os
+import math
 import queue
 import select
 import threading
@@ -21,13 +21,15 @@ from typing import Protocol
 import zmq
 
 from nblaunch._errors import LaunchError
-from nblaunch.elastic import runtime_dir
-from nblaunch.protocol.messages import FromRank, Hello, ProtocolError, ToRank, decode_from_rank, encode
+from nblaunch._waker import Waker
+from nblaunch.elastic.runtime_dir import RuntimeDirectory
+from nblaunch.protocol.messages import FromRank, Hello, Phase, ProtocolError, ToRank, decode_from_rank, encode
 
 _log = logging.getLogger("nblaunch")
 _TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 0.02
 _BIND_SECONDS = 5.0
+_ALIVE_SECONDS = 1.0
 
 
 class Addressee(Protocol):
@@ -57,11 +59,11 @@ class Member(Addressee, Protocol):
 
 
 class Hub:
-    """Routes between ranks and their groups. Made on first use, lives as long as the kernel."""
+    """Routes between ranks and their groups."""
 
-    def __init__(self) -> None:
-        """Bind the socket and start the thread."""
-        self._owner = os.getpid()
+    def __init__(self, directory: RuntimeDirectory) -> None:
+        """Bind the socket, in `directory`, and start the thread."""
+        self._directory = directory
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         # A rank whose process is gone must not make a send fail; a full queue must not drop one.
@@ -74,9 +76,7 @@ class Hub:
             self._context.destroy(linger=0)
             raise
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
+        self._waker = Waker()
         self._members: dict[str, Member] = {}
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
@@ -94,35 +94,20 @@ class Hub:
 
     @property
     def usable(self) -> bool:
-        """Whether this hub serves this process; a fork has none."""
-        works = self._thread.is_alive() and not self._broken and not self._socket.closed
-        return works and self._owner == os.getpid()
+        """Whether this hub routes messages."""
+        return self._thread.is_alive() and not self._broken and not self._socket.closed
 
     def be_reachable(self) -> None:
         """Bind the socket's file again if somebody has cleaned the temporary directory.
 
         Ranks that are connected have not noticed. Raises `LaunchError` if it cannot be bound.
         """
-        if runtime_dir.root() == self._directory and (self._directory / "hub").exists():
-            return
-        refused: list[LaunchError] = []
-        done = threading.Event()
-
-        def bind() -> None:
-            try:
-                self._bind()
-            except LaunchError as error:
-                refused.append(error)
-            finally:
-                done.set()
-
-        self.call(bind)
-        if done.wait(_BIND_SECONDS) and refused:
-            raise refused[0]
+        if self._directory.root() != self._file.parent or not self._file.exists():
+            self.run(self._bind, _BIND_SECONDS)
 
     def _bind(self) -> None:
-        self._directory = runtime_dir.root()
-        self._address = f"ipc://{self._directory / 'hub'}"
+        self._file = self._directory.root() / "hub"
+        self._address = f"ipc://{self._file}"
         try:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -130,12 +115,40 @@ class Hub:
             raise LaunchError(msg, phase="connect") from error
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the hub's thread, after all that was asked before."""
+        """Run `action` on the hub's thread, after all that was asked before.
+
+        Nothing runs it once the hub is closed: the process ends, and a daemon thread of it still waits for
+        ranks.
+        """
         self._calls.put(action)
-        # Closed while a run is up: the process ends, and a daemon thread of it still waits for ranks.
-        if not self._closing:
-            with contextlib.suppress(OSError):
-                os.write(self._wake_write, b"\0")
+        self._waker.wake()
+
+    def run(self, action: Callable[[], None], seconds: float | None = None) -> None:
+        """Run `action` on the hub's thread and wait for its end, at most `seconds`; raise what it raises.
+
+        Raises `LaunchError` if the hub ends instead. Not on the hub's thread.
+        """
+        raised: list[Exception] = []
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - it is the caller's
+                raised.append(error)
+            finally:
+                done.set()
+
+        self.call(act)
+        deadline = time.monotonic() + (math.inf if seconds is None else seconds)
+        while not done.wait(max(min(_ALIVE_SECONDS, deadline - time.monotonic()), 0.0)):
+            if time.monotonic() >= deadline:
+                return
+            if not self.usable:
+                msg = "the hub, which carries the ranks' messages, has ended"
+                raise LaunchError(msg, phase=Phase.CONNECT.value)
+        if raised:
+            raise raised.pop()
 
     def add(self, member: Member) -> None:
         """Begin to route messages of this group."""
@@ -182,8 +195,7 @@ class Hub:
     def close(self) -> None:
         """End the thread and the socket."""
         self._closing = True
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"\0")
+        self._waker.wake()
         self._thread.join(5)
 
     def _serve(self) -> None:
@@ -195,23 +207,21 @@ class Hub:
         finally:
             self._closing = True
             self._context.destroy(linger=0)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._waker.close()
 
     def _end_members(self, error: Exception) -> None:
         """Go on without the socket until every group has been ended by its agent."""
         for member in list(self._members.values()):
             self._guard(functools.partial(member.lost, error))
         while self._members:
-            select.select([self._wake_read], [], [], _TICK_SECONDS)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+            select.select([self._waker], [], [], _TICK_SECONDS)
+            self._waker.clear()
             self._run_calls()
 
     def _route(self) -> None:
         poller = self._poller
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         next_tick = 0.0
         while not self._closing:
             quiet = all(member.quiet for member in self._members.values())
@@ -223,9 +233,8 @@ class Hub:
             if self._socket in ready:
                 self.drain()
             self._hear_others(ready)
-            if self._wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+            if self._waker.fileno() in ready:
+                self._waker.clear()
             self._run_calls()
             now = time.monotonic()
             if now >= next_tick:
@@ -308,47 +317,3 @@ def _parse(identity: bytes) -> tuple[str, int, int]:
         return group, int(attempt), int(rank)
     except ValueError:
         return "", -1, -1
-
-
-_lock = threading.Lock()
-_hub: Hub | None = None
-
-
-def _after_fork() -> None:
-    # Another thread of the parent's may have held it: nobody here would ever let it go.
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def get() -> Hub:
-    """Return this kernel's hub."""
-    global _hub
-    with _lock:
-        if _hub is None or not _hub.usable:
-            if _hub is not None and _hub._owner == os.getpid():  # noqa: SLF001 - our own
-                _hub.close()
-            _hub = Hub()
-        else:
-            _hub.be_reachable()
-        return _hub
-
-
-def later(action: Callable[[], None]) -> None:
-    """Run `action` on the hub's thread, where no KeyboardInterrupt breaks it off; here if there is no hub."""
-    hub = _hub
-    if hub is not None and hub.usable:
-        hub.call(action)
-    else:
-        action()
-
-
-def close() -> None:
-    """Close this kernel's hub, if there is one; the next run makes another."""
-    global _hub
-    with _lock:
-        hub, _hub = _hub, None
-    if hub is not None and hub._owner == os.getpid():  # noqa: SLF001 - our own
-        hub.close()

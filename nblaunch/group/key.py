@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from nblaunch import _join_key
-from nblaunch.elastic import runtime_dir
+from nblaunch.elastic.runtime_dir import RuntimeDirectory
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.protocol.messages import PROTOCOL_VERSION
 from nblaunch.protocol.nodes import Joining
@@ -35,12 +35,12 @@ def unfit(node: Joining) -> str:
     )
 
 
-def with_key(settings: AgentSettings) -> AgentSettings:
-    """Give the nodes of a run the key by which they know each other; say how to join if nobody has it yet."""
+def with_key(settings: AgentSettings, directory: RuntimeDirectory) -> AgentSettings:
+    """Give the nodes of a run the key by which they know each other; say how to join if it is a new one."""
     rdzv = settings.rdzv
     if rdzv is None:
         return settings
-    key, made = _join_key.read_or_make(os.environ, runtime_dir.root)
+    key, made = _join_key.read_or_make(os.environ, directory.root)
     if made and rdzv.most > 1:
         static = " --rdzv-backend static --node-rank 1" if rdzv.backend == "static" else ""
         print(  # noqa: T201 - nobody else can say it, and the run waits

@@ -1,14 +1,13 @@
-"""The events of the run before, for whoever asks what torchelastic did."""
+"""One run: its options become settings, its job is placed, sent and waited for, its result is collected."""
 
 from __future__ import annotations
 
-import atexit
+import functools
 import os
 import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from nblaunch.capture import shared_memory
 from nblaunch.capture.capture import Captured
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
-from nblaunch.elastic import descriptors, forkserver, hooks, logs, rendezvous_config, runtime_dir
+from nblaunch.elastic import descriptors, hooks, logs, rendezvous_config
 from nblaunch.elastic.placement import (
     Placement,
     check_backend,
@@ -33,12 +32,12 @@ from nblaunch.elastic.placement import (
     visible_gpus,
 )
 from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
-from nblaunch.elastic.thread import join_all
-from nblaunch.group import hub, inherited, key
+from nblaunch.group import inherited, key
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job, OutputFilter
 from nblaunch.group.result import LogDirectory, collect, error_of
-from nblaunch.group.standby import Standby, StandbyGroup
+from nblaunch.group.runtime import LocalRuntime, local
+from nblaunch.group.standby import StandbyGroup
 from nblaunch.group.usage import Seen, measuring
 from nblaunch.group.wait import Ending, Watcher
 from nblaunch.options.launch import LaunchOptions
@@ -56,20 +55,6 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import RunState
 
-_last: EventLog | None = None
-
-
-def remember_events(log: EventLog) -> None:
-    """Take note of the events of a run that has ended."""
-    global _last
-    _last = log
-
-
-def last_events() -> EventLog | None:
-    """Return those of the last run, None before the first."""
-    return _last
-
-
 # --- Options that torchelastic itself carries out: what they become, and what is wrong with them.
 
 
@@ -80,7 +65,11 @@ def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> Proc
     """Return what the agent is to know; `environ` is that of the ranks."""
     method = options.start_method
     built = torch.backends.cuda.is_built()
-    if method == "forkserver" and built and inherited.needs_new_python(environ, forkserver.loaded_under()):
+    if (
+        method == "forkserver"
+        and built
+        and inherited.needs_new_python(environ, local().server.loaded_under())
+    ):
         method = "spawn"
     return ProcessSettings(
         logs_specs=options.logs_specs,
@@ -129,11 +118,6 @@ def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> N
 
 
 # --- One run from its options to its result: place, capture, start, wait, collect.
-
-
-_END_SECONDS = 30.0
-# What an agent does once its ranks are gone takes milliseconds.
-_AGENT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +184,7 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     environ = {**os.environ, **options.env}
     rdzv = rendezvous_config.rdzv_of(options)
     if rdzv is not None:
-        _wait_for_groups(lambda group: _leaves(group, rdzv))
+        local().wait_until_left(lambda group: _leaves(group, rdzv))
         rendezvous_config.refuse_taken(rdzv)
         environ |= rendezvous_config.network_variables(rdzv, environ.__contains__)
     placement = place_ranks(
@@ -212,59 +196,61 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
 
 def run_fresh(launch: Launch, watcher: Watcher) -> Outcome:
     """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
-    forkserver.server.ensure_running()
+    runtime = local()
+    runtime.server.ensure_running()
     wait_for_gpus(launch.placement)
     if launch.placement.warning:
         launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
     options = launch.options
-    settings = settings_of(options, launch.placement)
-    settings = key.with_key(settings)
+    settings = key.with_key(settings_of(options, launch.placement), runtime.directory)
     # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
     ahead = options.log_dir is None and options.numa_binding is None and settings.rdzv is None
     shape = replace(settings, grace=0.0) if ahead else None
     script = isinstance(launch.job, ScriptJob)
     prepare = prepare_of(options, launch.placement, launch.environ, script=script)
-    standby_group = standby.take(shape)
+    standby_group = runtime.standby.take(shape)
     try:
         if standby_group is not None:
             standby_group.group.adopt(settings)
         else:
             descriptors.make_room(settings.nproc)
-            standby_group = _standby_group(with_logs(settings, options), private=options.log_dir is None)
+            standby_group = new_group(runtime, settings, options.log_dir)
         warn_of_unheeded(standby_group.group, launch.environ)
-        _leaving.append(weakref.ref(standby_group.group))
-        keep(standby_group.group)  # it may be at work, or wait for other nodes, when the program ends
+        runtime.will_leave(standby_group.group)
         return run_job(standby_group.group, launch, prepare, watcher, private=standby_group.private)
     finally:
-        standby.used(shape)
+        runtime.standby.used(shape, functools.partial(_ahead, runtime))
 
 
 def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
     """Have the next job warn of variables that ranks forked from the server cannot heed."""
     if group.settings.processes.start_method == "forkserver":
-        warning = inherited.unheeded(environ, forkserver.server.environ)
+        warning = inherited.unheeded(environ, local().server.environ)
         if warning:
             group.note(warning)
 
 
-def _standby_group(settings: AgentSettings, *, private: bool) -> StandbyGroup:
-    """Make a group; it is not started yet."""
-    kept = LogDirectory(settings.log_dir) if private else None
-    return StandbyGroup(WorkerGroup(hub.get(), settings), kept)
+def new_group(
+    runtime: LocalRuntime, settings: AgentSettings, log_dir: str | None = None, *, keep: bool = False
+) -> StandbyGroup:
+    """Make a group, which is not started yet; its logs lie below `log_dir`, or are its own.
+
+    Raises `OptionError` if that directory cannot be made.
+    """
+    settings = _with_logs(settings, log_dir or runtime.directory.make("logs-"))
+    private = None if log_dir else LogDirectory(settings.log_dir, runtime.remove)
+    group = WorkerGroup(runtime.hub, runtime.server, settings, keep=keep)
+    runtime.keep(group)
+    return StandbyGroup(group, private)
 
 
-def _ahead(shape: AgentSettings) -> StandbyGroup:
+def _ahead(runtime: LocalRuntime, shape: AgentSettings) -> StandbyGroup:
     """Start a group before it is asked for."""
     descriptors.make_room(shape.nproc)
-    forkserver.server.ensure_running()
-    standby_group = _standby_group(with_logs(shape), private=True)
-    keep(standby_group.group)
+    runtime.server.ensure_running()
+    standby_group = new_group(runtime, shape)
     standby_group.group.start()
     return standby_group
-
-
-standby = Standby(_ahead)
-"""This kernel's group that is ready before it is asked for."""
 
 
 def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
@@ -290,7 +276,7 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
             seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
             with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
                 error = ending.wait()
-            _wait_for_exit()
+            local().wait_if_ending()
             try:
                 result = _collect(group, job, launch, private)
             except KeyboardInterrupt as interrupt:
@@ -310,34 +296,9 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
     return Outcome(result, error)
 
 
-_kept: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
-_keeper_pid = 0
-
-
-def keep(group: WorkerGroup) -> None:
-    """Remember a group that outlives its runs: it must go before the fork server does."""
-    global _keeper_pid
-    if _keeper_pid != os.getpid():
-        # A fork of the kernel: the groups so far are its parent's.
-        _kept.clear()
-        _keeper_pid = os.getpid()
-    _kept.add(group)
-
-
-_leaving: list[weakref.ref[WorkerGroup]] = []
-
-
 def wait_for_gpus(placement: Placement) -> None:
     """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
-    _wait_for_groups(lambda _: placement.device_type != "cpu")
-
-
-def _wait_for_groups(wanted: Callable[[WorkerGroup], bool]) -> None:
-    _leaving[:] = [each for each in _leaving if (group := each()) is not None and not group.closed.is_set()]
-    for each in _leaving:
-        group = each()
-        if group is not None and wanted(group):
-            group.closed.wait(_END_SECONDS)
+    local().wait_until_left(lambda _: placement.device_type != "cpu")
 
 
 def _leaves(group: WorkerGroup, rdzv: RendezvousConfig) -> bool:
@@ -350,7 +311,7 @@ def _leaves(group: WorkerGroup, rdzv: RendezvousConfig) -> bool:
 def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> RunResult:
     events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
     if not launch.internal:
-        remember_events(events)
+        local().last_events = events
     return collect(
         job,
         backend=launch.placement.backend,
@@ -380,13 +341,9 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
     )
 
 
-def with_logs(settings: AgentSettings, options: LaunchOptions | None = None) -> AgentSettings:
-    """Return the settings with an id, and a log directory of its own or the one that the options ask for.
-
-    Raises `OptionError` if that cannot be made.
-    """
-    wanted = options.log_dir if options is not None else None
-    directory = Path(wanted).absolute() if wanted else runtime_dir.make_directory("logs-")
+def _with_logs(settings: AgentSettings, log_dir: str | Path) -> AgentSettings:
+    """Return the settings with an id and a log directory, which is made."""
+    directory = Path(log_dir).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -436,7 +393,7 @@ def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch
         captured = rank_payload.captured
         outgoing = next((there for packed, there in written if packed.is_same(captured.packed)), None)
         if outgoing is None:
-            outgoing = sent.enter_context(shared_memory.put(captured.packed, runtime_dir.root))
+            outgoing = sent.enter_context(shared_memory.put(captured.packed, local().directory.root))
             written.append((captured.packed, outgoing))
         dispatch = Dispatch(
             job=launch.job,
@@ -458,48 +415,3 @@ def _own_directory(job: Job, settings: AgentSettings) -> Path | None:
         for each in ranks.values():
             return Path(each.worker.stdout).parents[2]
     return None
-
-
-def _leaves_by_itself(group: WorkerGroup) -> bool:
-    """Whether these fresh ranks have done their job: they end unasked, with the fork server at the latest."""
-    alone = group.settings.rdzv is None and not group.keep
-    return alone and group.job is not None and group.job.ended.is_set()
-
-
-_exiting = threading.Event()
-
-
-def _wait_for_exit() -> None:
-    """Keep a daemon thread whose run has been ended by the program's end from telling anybody.
-
-    Nobody waits for it, and what it raised would be printed over the program's last words.
-    """
-    if _exiting.is_set() and threading.current_thread() is not threading.main_thread():
-        threading.Event().wait()
-
-
-def _exit() -> None:
-    _exiting.set()
-    shut_down()
-
-
-def shut_down() -> None:
-    """End the fork server and the hub and remove the runtime directory; the next run starts anew."""
-    standby.close()
-    ours = _keeper_pid == os.getpid()
-    groups = [group for group in _kept if ours and not group.closed.is_set() and not _leaves_by_itself(group)]
-    for group in groups:
-        # Before the fork server: an agent whose ranks are lost would start others.
-        group.stop()
-    for group in groups:
-        group.closed.wait(_END_SECONDS)
-    # While the keeper lives: whoever kills this process from here on leaves nothing that it would not remove.
-    runtime_dir.remove_root()
-    forkserver.server.stop()
-    # Also those of runs whose ranks were still leaving.
-    join_all(_AGENT_SECONDS)
-    hub.close()
-    runtime_dir.remove_root()
-
-
-atexit.register(_exit)

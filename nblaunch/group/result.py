@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,7 @@ from nblaunch._errors import LaunchError, NblaunchError, RunFailedError
 from nblaunch._results import Attempt, EventLog, LogText, RankFailure, RankResult, RankResults, RunResult
 from nblaunch.capture import pickling
 from nblaunch.diagnose.failures import Explained, blame, reason, value_lost
-from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.logs import read_text
-from nblaunch.group import hub
 from nblaunch.group.job import Job, Logs, OutputFilter
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Phase, Stream, Unreadable
@@ -36,18 +32,10 @@ _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 class LogDirectory:
     """A private log directory: gone when the last result that refers to it is, or with the kernel."""
 
-    def __init__(self, path: Path) -> None:
-        """Remove `path` when this object is collected."""
+    def __init__(self, path: Path, remove: Callable[[Path], None]) -> None:
+        """Have `remove` remove `path` when this object is collected."""
         self.path = path
-        self._finalizer = weakref.finalize(self, _remove, path, os.getpid())
-
-
-def _remove(path: Path, owner: int) -> None:
-    # A fork of the kernel has a copy of every result, and must not remove what its parent's refer to.
-    if os.getpid() == owner:
-        # Not here: this may be the main thread, at any point of the user's own code, and an interrupt that
-        # comes meanwhile would be lost (Python ignores what a finalizer raises).
-        hub.later(functools.partial(runtime_dir.remove_tree, path))
+        self._finalizer = weakref.finalize(self, remove, path)
 
 
 def collect(  # noqa: PLR0913 - what a result holds

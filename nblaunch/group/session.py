@@ -29,25 +29,24 @@ from nblaunch.capture.capture import (
     capture_cell,
     capture_values,
 )
-from nblaunch.elastic import descriptors, forkserver
+from nblaunch.elastic import descriptors
 from nblaunch.elastic.entry import ask_shell
-from nblaunch.group import hub, key
+from nblaunch.group import key
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.knowledge import Knowledge, Sent, View, notices
 from nblaunch.group.launcher import (
     Launch,
     Outcome,
     RankPayload,
-    keep,
+    new_group,
     place_launch,
     prepare_of,
     run_job,
     settings_of,
     wait_for_gpus,
     warn_of_unheeded,
-    with_logs,
 )
-from nblaunch.group.result import LogDirectory
+from nblaunch.group.runtime import local
 from nblaunch.group.scripts import is_script, refuse_in_session
 from nblaunch.group.usage import RankStatus, SessionStatus, own_memory
 from nblaunch.group.wait import SilentWatcher, Watcher
@@ -179,15 +178,15 @@ class LiveSession:
         self.placement, environ = place_launch(options)
         self._prepare = prepare_of(options, self.placement, environ, timeout=_COLLECTIVE_SECONDS)
         descriptors.make_room(self.placement.nproc)
-        forkserver.server.ensure_running()
+        runtime = local()
+        runtime.server.ensure_running()
         wait_for_gpus(self.placement)
         settings = dataclasses.replace(
-            with_logs(key.with_key(settings_of(options, self.placement)), options),
+            key.with_key(settings_of(options, self.placement), runtime.directory),
             max_restarts=options.max_restarts or _UNLIMITED,
         )
-        self._private = None if options.log_dir else LogDirectory(settings.log_dir)
-        self.group = WorkerGroup(hub.get(), settings, keep=True)
-        keep(self.group)
+        made = new_group(runtime, settings, options.log_dir, keep=True)
+        self.group, self._private = made.group, made.private
         warn_of_unheeded(self.group, environ)
         if self.placement.warning:
             self.group.note(self.placement.warning)

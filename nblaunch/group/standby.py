@@ -42,19 +42,14 @@ class StandbyGroup:
 class Standby:
     """At most one group; all methods may be called on any thread."""
 
-    def __init__(self, make: Callable[[AgentSettings], StandbyGroup]) -> None:
-        """Begin with none; `make(shape)` starts one."""
-        self._make = make
-        self._idle_since = 0.0
-        self._used = 0.0
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        """Begin with none: after a fork the group is the parent's, whose threads may have held the lock."""
+    def __init__(self) -> None:
+        """Begin with none."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._idle_since = 0.0
+        self._used = 0.0
         self._standby_group: StandbyGroup | None = None
+        self._make: Callable[[AgentSettings], StandbyGroup] | None = None
         self._shape: AgentSettings | None = None
         self._thread: threading.Thread | None = None
         self._running = 0
@@ -76,12 +71,12 @@ class Standby:
         self._drop(standby_group)
         return None
 
-    def used(self, shape: AgentSettings | None) -> None:
-        """Take note that a run on fresh ranks is over: another one of this shape may follow."""
+    def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], StandbyGroup]) -> None:
+        """Record that a run on fresh ranks is over; `make(shape)` starts the group that is to follow."""
         with self._lock:
             self._running = max(self._running - 1, 0)
             self._idle_since = self._used = time.monotonic()
-            self._shape = shape if wanted() else None
+            self._shape, self._make = shape if wanted() else None, make
             if self._shape is None:
                 return
             if self._thread is None or not self._thread.is_alive():
@@ -120,11 +115,11 @@ class Standby:
                     continue
                 else:
                     standby_group = None
-                shape = self._shape
+                shape, make = self._shape, self._make
             if standby_group is not None:
                 self._drop(standby_group)
-            elif shape is not None:
-                self._prepare(shape)
+            elif shape is not None and make is not None:
+                self._prepare(shape, make)
 
     @staticmethod
     def _drop(standby_group: StandbyGroup) -> None:
@@ -136,10 +131,10 @@ class Standby:
         else:
             standby_group.group.stop()
 
-    def _prepare(self, shape: AgentSettings) -> None:
+    def _prepare(self, shape: AgentSettings, make: Callable[[AgentSettings], StandbyGroup]) -> None:
         standby_group = None
         try:
-            standby_group = self._make(shape)
+            standby_group = make(shape)
         except Exception:  # noqa: BLE001 - the run that follows makes its own group, and says what is wrong
             with self._lock:
                 self._shape = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.checks.doctor import doctor
-from nblaunch.group import launcher
+from nblaunch.group import runtime
 from nblaunch.group.session import debug, inspect
 from nblaunch.magic import auto, export, scripts, sessions
 from nblaunch.options.launch import LaunchOptions
@@ -160,7 +160,7 @@ def _events(line: str, _: Namespace) -> object:
             "those of the last run. Of any other result, look at result.events."
         )
         raise OptionError(msg)
-    log = launcher.last_events()
+    log = runtime.local().last_events
     return PlainText("no run has ended yet" if log is None else events_table(log.all()))
 
 

@@ -24,12 +24,13 @@ from zmq.utils import monitor
 
 from nblaunch import _join_key
 from nblaunch._errors import LaunchError, NblaunchError, OptionError
-from nblaunch.elastic import forkserver, rendezvous, rendezvous_config, runtime_dir
+from nblaunch.elastic import rendezvous, rendezvous_config
 from nblaunch.elastic.placement import place_ranks
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
-from nblaunch.group import hub, launcher
+from nblaunch.group import launcher
 from nblaunch.group.key import versions
 from nblaunch.group.listener import REFUSALS, encrypted
+from nblaunch.group.runtime import LocalRuntime, local
 from nblaunch.nodes.node import NodeRelay, of_this_machine
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
@@ -105,18 +106,19 @@ def _take_part(options: LaunchOptions) -> int:
     stopped = threading.Event()
     with _signals(options.signals_to_handle, stopped.set) as heard:
         listener = rendezvous.read_listener(rdzv, run_id, stopped)
-        forkserver.server.ensure_running()
+        runtime = local()
+        runtime.server.ensure_running()
         context = zmq.Context()
         socket = context.socket(zmq.DEALER)
         events = _connect(socket, listener, key)
         try:
             welcome = _ask_in(socket, events, options, stopped)
-            return _run(options, rdzv, welcome, socket, events, heard)
+            return _run(runtime, options, rdzv, welcome, socket, events, heard)
         finally:
             socket.disable_monitor()
             events.close(0)
             context.destroy(linger=2000)
-            launcher.shut_down()
+            runtime.close()
 
 
 def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket[bytes]:
@@ -170,6 +172,7 @@ def _ask_in(
 
 
 def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
+    runtime: LocalRuntime,
     options: LaunchOptions,
     rdzv: RendezvousConfig,
     welcome: wire.Welcome,
@@ -180,7 +183,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
     env = dict(welcome.env)
     env |= rendezvous_config.network_variables(rdzv, lambda name: name in env or name in os.environ)
     placement = place_ranks(options.nproc_per_node, welcome.backend, {**os.environ, **env})
-    directory = Path(options.log_dir).absolute() if options.log_dir else runtime_dir.make_directory("logs-")
+    directory = Path(options.log_dir).absolute() if options.log_dir else runtime.directory.make("logs-")
     directory.mkdir(parents=True, exist_ok=True)
     settings = AgentSettings(
         nproc=placement.nproc,
@@ -195,7 +198,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
         processes=launcher.process_settings(options, {**os.environ, **env}),
         rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
     )
-    relay = NodeRelay(hub.get(), socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
+    relay = NodeRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
     print(  # noqa: T201 - a command line
         f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
     )

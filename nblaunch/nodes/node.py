@@ -16,15 +16,16 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from nblaunch._errors import LaunchError
 from nblaunch._results import Event
 from nblaunch.capture.transfer import Arrival, OutgoingTransfer
-from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.placement import Placement
+from nblaunch.elastic.runtime_dir import remove_tree
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.elastic.thread import AgentThread
 from nblaunch.group import inherited
-from nblaunch.group.hub import Hub
 from nblaunch.group.lifecycle import Exits
+from nblaunch.group.runtime import LocalRuntime
 from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
     CellJob,
@@ -41,6 +42,7 @@ from nblaunch.protocol.messages import (
 )
 
 _LOG_BYTES = 1 << 20
+_END_SECONDS = 5.0
 
 
 class NodeRelay:
@@ -50,7 +52,7 @@ class NodeRelay:
 
     def __init__(
         self,
-        hub: Hub,
+        runtime: LocalRuntime,
         socket: zmq.Socket[bytes],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
@@ -63,8 +65,8 @@ class NodeRelay:
         """Whether the notebook has let the ranks go with all of their values."""
         self.left = ""
         """Why this node went before the run was over."""
-        self._hub, self._socket, self._prepare = hub, socket, prepare
-        self._directory = runtime_dir.make_directory("group-")
+        self._hub, self._socket, self._prepare = runtime.hub, socket, prepare
+        self._directory = runtime.directory.make("group-")
         self._exits = Exits(self._directory)
         self._outgoing, self._arrival = OutgoingTransfer(wire.PIECE_BYTES), Arrival(self._directory)
         self._present: tuple[Payload, Payload] | None = None
@@ -74,7 +76,7 @@ class NodeRelay:
         self._started = False
         self._over = False
         self._processes = settings.processes
-        self._agent = AgentThread(settings, self._rank_arguments, self)
+        self._agent = AgentThread(settings, self._rank_arguments, self, runtime.server)
 
     def start(self) -> None:
         """Meet the other nodes, and start the ranks."""
@@ -93,18 +95,15 @@ class NodeRelay:
 
     def join(self) -> None:
         """Wait for the last of the agent, and say goodbye."""
-        self._agent.join(5.0)
-        done = threading.Event()
+        self._agent.join(_END_SECONDS)
+        with contextlib.suppress(LaunchError):  # the hub has ended before: it does nothing more with these
+            self._hub.run(self._close, _END_SECONDS)
+        remove_tree(self._directory)
 
-        def close() -> None:
-            self._hub.watch(self._socket, None)
-            self._hub.remove(self)
-            self._arrival.close()
-            done.set()
-
-        self._hub.call(close)
-        done.wait(5.0)
-        runtime_dir.remove_tree(self._directory)
+    def _close(self) -> None:
+        self._hub.watch(self._socket, None)
+        self._hub.remove(self)
+        self._arrival.close()
 
     # --- what the notebook says ----------------------------------------------------------------------
 
@@ -214,18 +213,15 @@ class NodeRelay:
         return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
-        """Take note before the first process is forked: it may speak before the last one is."""
-        done = threading.Event()
+        """Record the attempt before the first process is forked: it may speak before the last one is."""
 
-        def note() -> None:
+        def begin() -> None:
             self._close_logs()
             self.attempt, self._started, self._early = number, False, []
             # On this thread, so that an order for the attempt that begins is not forgotten with the others.
             self._agent.forget_orders()
-            done.set()
 
-        self._hub.call(note)
-        done.wait()
+        self._hub.run(begin)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
         """Tell the notebook, and pass on what the first of them have said meanwhile."""

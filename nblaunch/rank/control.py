@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import queue
 import signal
 import sys
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from nblaunch._waker import Waker
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -96,9 +96,7 @@ class Link:
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
-        self._wake_read, self._wake_write = os.pipe()
-        for fd in (self._wake_read, self._wake_write):
-            os.set_blocking(fd, False)
+        self._waker = Waker()
         self._closing = False
         self._looks_soon = False
         self._reaper = Reaper()
@@ -130,7 +128,7 @@ class Link:
             self._outbox.append(encode(message))
             urgent = urgent or not self._looks_soon
         if urgent:
-            self._wake()
+            self._waker.wake()
 
     def switched(self, offsets: Offsets) -> None:
         """Note that the rank has changed between stdout and stderr; sent in bunches, in order."""
@@ -138,7 +136,7 @@ class Link:
             self._switches.append(offsets)
             first = len(self._switches) == 1
         if first:
-            self._wake()
+            self._waker.wake()
 
     def _collect_switches(self, rank: int) -> None:
         if self._switches:
@@ -148,10 +146,6 @@ class Link:
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
             self._outbox.append(encode(Switched(rank=rank, moments=moments)))
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
 
     def begin_job(self) -> None:
         """From here on an interrupt reaches the main thread; raise KeyboardInterrupt if one came already."""
@@ -174,15 +168,14 @@ class Link:
     def close(self) -> None:
         """Send the rest of the outbox, and end the control thread."""
         self._closing = True
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
+        self._waker.wake()
         self._thread.join(_LINGER_MS / 1000)
         self._context.destroy(linger=_LINGER_MS)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._waker.fileno(), zmq.POLLIN)
         while True:
             ready = dict(poller.poll(self._patience()))
             self._reaper.look()
@@ -190,9 +183,8 @@ class Link:
                 with self._lock:
                     self._collect_switches(self._rank)
                     self._looks_soon = False
-            if self._wake_read in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+            if self._waker.fileno() in ready:
+                self._waker.clear()
             if self._unseen is not None and self._attention.came_back():
                 self._seen(handled=True)
             while self._outbox:

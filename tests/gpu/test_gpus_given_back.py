@@ -56,7 +56,7 @@ def standing_by(start_kernel, small, eventually):
     def waits():
         return kernel.value(
             "(lambda seat: seat is not None and seat.group.waiting)"
-            "(__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group)"
+            "(__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group)"
         )
 
     def idle():

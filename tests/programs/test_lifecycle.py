@@ -551,8 +551,8 @@ def test_kill_9_of_a_kernel_leaves_nothing(phase, host, world, tmp_path):
 
 def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
     started = host(
-        "import time\nfrom nblaunch.elastic import forkserver\n"
-        "forkserver.server.ensure_running()\ntime.sleep(100)"
+        "import time\nfrom nblaunch.group.runtime import local\n"
+        "local().server.ensure_running()\ntime.sleep(100)"
     )
     wait_until(lambda: len(world.processes()) > 1, "the keeper has been started")
     started.kill()
@@ -744,7 +744,7 @@ def test_a_temporary_directory_too_long_for_a_socket_is_replaced_by_another_priv
     runtime = world.temporary / "run"
     runtime.mkdir()
     code, out, err = program(
-        f"{JOB}\nfrom nblaunch.elastic.runtime_dir import root\n"
+        f"{JOB}\nfrom nblaunch.group.runtime import local\nroot = local().directory.root\n"
         "print(nblaunch.run(job, nproc=2).values, root().parent, oct(root().stat().st_mode & 0o777))",
         TMPDIR=str(long),
         XDG_RUNTIME_DIR=str(runtime),
@@ -772,9 +772,9 @@ def test_a_directory_that_is_removed_between_runs_is_made_again(finished, world)
     assert finished(f"""
 {JOB}
 import json, shutil
-from nblaunch.elastic import runtime_dir
+from nblaunch.group.runtime import local
 kept = nblaunch.run(job, nproc=2)
-shutil.rmtree(runtime_dir.root())
+shutil.rmtree(local().directory.root())
 print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 """) == [[0, 1], [0, 1]]
     world.must_be_clean()
@@ -785,10 +785,10 @@ print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 FORK = """
 {JOB}
 import gc, json, os, sys
-from nblaunch.elastic import forkserver, runtime_dir
+from nblaunch.group.runtime import local
 kept = nblaunch.run(job, nproc=2)
 def ours():
-    return [forkserver.server.pid, str(runtime_dir.root())]
+    return [local().server.pid, str(local().directory.root())]
 before = ours()
 outcome = []
 for action in {ACTIONS}:

@@ -10,7 +10,6 @@ import pytest
 SOURCE = """
 import json, os, sys, time
 import nblaunch
-from nblaunch.elastic import forkserver, runtime_dir
 
 def one():
     return 1

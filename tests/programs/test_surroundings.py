@@ -65,11 +65,11 @@ def test_without_pidfd_and_memfd_runs_work_and_a_killed_kernel_leaves_nothing(
             "-c",
             SETTING
             + """
-from nblaunch.elastic import forkserver
+from nblaunch.group.runtime import local
 with nblaunch.Session(nproc=2) as session:
     big = session.run(lambda data: data * 2, args=(bytes(2_000_000),)).values
     missing = [hasattr(os, "pidfd_open"), hasattr(os, "memfd_create")]
-    show(missing=missing, lengths=[len(each) for each in big], keeper=forkserver.server.pid)
+    show(missing=missing, lengths=[len(each) for each in big], keeper=local().server.pid)
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         ],
@@ -91,10 +91,11 @@ def test_a_session_outlives_a_cleaned_temporary_directory(found, temporary):
     shown = found(
         """
 from pathlib import Path
-from nblaunch.elastic import keeper, runtime_dir
+from nblaunch.elastic import keeper
+from nblaunch.group.runtime import local
 with nblaunch.Session(nproc=2) as session:
     session.cell("x = 1", namespace={})
-    root = runtime_dir.root()
+    root = local().directory.root()
     old = 1_000_000_000
     for path in [root, *root.rglob("*")]:
         os.utime(path, (old, old))
@@ -108,7 +109,7 @@ with nblaunch.Session(nproc=2) as session:
     second = session.cell("x + 3", namespace={}).values
     session.restart()
     third = session.cell("5", namespace={}).values
-    show(young=young, same=runtime_dir.root() == root, values=[fresh, first, again, second, third])
+    show(young=young, same=local().directory.root() == root, values=[fresh, first, again, second, third])
 """,
         TMPDIR=str(temporary),
     )
@@ -197,8 +198,8 @@ def test_a_temporary_directory_that_is_not_utf8_is_passed_over(found, tmp_path):
     strange.mkdir()
     shown = found(
         """
-from nblaunch.elastic import runtime_dir
-show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(runtime_dir.root()))
+from nblaunch.group.runtime import local
+show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(local().directory.root()))
 """,
         TMPDIR=str(strange),
         XDG_RUNTIME_DIR=str(tmp_path),

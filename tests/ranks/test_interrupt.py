@@ -183,7 +183,7 @@ def test_while_the_fork_server_starts(start_kernel, eventually):
     """It imports torch: the cell does not wait for the end of that, nor for the grace period."""
     kernel = start_kernel()
     # Loading the extension has started it.
-    kernel.ok("from nblaunch.group import launcher\nlauncher.shut_down()")
+    kernel.ok("from nblaunch.group import runtime\nruntime.local().close()")
 
     def keeper():
         return psutil.Process(kernel.pid).children()

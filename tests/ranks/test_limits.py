@@ -71,8 +71,7 @@ def test_too_few_descriptors_refuse_the_run_with_both_numbers_and_harm_no_sessio
     """In the kernel, with some left and with none at all, and in the fork server."""
     found = printed("""
 import psutil
-from nblaunch.elastic import forkserver
-from nblaunch.group import launcher
+from nblaunch.group.runtime import local
 
 found = {}
 with nblaunch.Session(nproc=2) as session:
@@ -82,14 +81,14 @@ with nblaunch.Session(nproc=2) as session:
     found["few"] = outcome(lambda: nblaunch.run(one, nproc=32).values)
     for fd in held:
         os.close(fd)
-    server = psutil.Process(forkserver.server.pid).children()[0]
+    server = psutil.Process(local().server.pid).children()[0]
     before = server.rlimit(psutil.RLIMIT_NOFILE)
     server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds(), before[1]))
     found["server"] = outcome(lambda: nblaunch.run(one, nproc=2).values)
     server.rlimit(psutil.RLIMIT_NOFILE, before)
     found["kept"] = session.cell("trained", namespace={}).values
     found["again"] = nblaunch.run(one, nproc=2).values
-launcher.shut_down()
+local().close()
 held = hold(spare=0)
 found["none, run"] = outcome(lambda: nblaunch.run(one, nproc=2).values)
 found["none, session"] = outcome(lambda: nblaunch.Session(nproc=2))
@@ -134,10 +133,10 @@ def test_a_fork_that_the_system_refuses_fails_that_run_alone(printed, tmp_path):
     refused, kept, children, again = printed(
         f"""
 import psutil
-from nblaunch.elastic import forkserver
+from nblaunch.group.runtime import local
 with nblaunch.Session(nproc=2) as session:
     session.cell("trained = 123", namespace={{}})
-    server = psutil.Process(forkserver.server.pid).children()[0]
+    server = psutil.Process(local().server.pid).children()[0]
     refused = []
     for allowed in (0, 1):
         with open({str(switch)!r}, "w") as file:

@@ -291,7 +291,7 @@ NO_MEMORY_FILES = """
     del os.memfd_create
     import numpy
     import nblaunch
-    from nblaunch.elastic import runtime_dir
+    from nblaunch.group.runtime import local
 
     array = numpy.ones(10_000_000)
 
@@ -309,13 +309,13 @@ NO_MEMORY_FILES = """
         return array
 
     def payloads():
-        files = [name for _, _, names in os.walk(runtime_dir.root()) for name in names]
+        files = [name for _, _, names in os.walk(local().directory.root()) for name in names]
         return [name for name in files if name.startswith("payload-")]
 
     result = nblaunch.run(on_disk, nproc=2)
     sums = [float(back.sum()) for back, _ in result]
     places = [len(maps) for _, maps in result]
-    inside = all(path.startswith(str(runtime_dir.root())) for _, maps in result for path in maps)
+    inside = all(path.startswith(str(local().directory.root())) for _, maps in result for path in maps)
     # Ranks that have succeeded leave, and take their files along, while the program goes on.
     deadline = time.monotonic() + 30
     while payloads() and time.monotonic() < deadline:

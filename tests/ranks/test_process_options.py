@@ -205,7 +205,7 @@ def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel
 
 def test_a_group_that_was_made_ready_is_taken_only_where_its_processes_are_as_asked(start_kernel, eventually):
     kernel = start_kernel(NBLAUNCH_STANDBY="1")
-    seat = "__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group"
+    seat = "__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group"
 
     def run(options):
         """Return the values of a cell, and whether a group that waited for it has run it."""

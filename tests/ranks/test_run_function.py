@@ -30,7 +30,7 @@ import torch
 from lanes import sampled
 
 import nblaunch
-from nblaunch.elastic import runtime_dir
+from nblaunch.group.runtime import local
 
 
 def rank_of_environment():
@@ -341,7 +341,9 @@ def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(event
         children = psutil.Process().children(recursive=True)
         leaving = [each for each in threading.enumerate() if each.name.startswith(AGENT_THREADS)]
         return (
-            len(children) == keeper_and_server and not leaving and not list(runtime_dir.root().glob("logs-*"))
+            len(children) == keeper_and_server
+            and not leaving
+            and not list(local().directory.root().glob("logs-*"))
         )
 
     for _ in range(2):

@@ -560,9 +560,8 @@ BREAK = """
     import os, sys, time
     import psutil
     import nblaunch
-    from nblaunch.elastic import forkserver
     from nblaunch.elastic.agent import RankAgent
-    from nblaunch.group import hub
+    from nblaunch.group.runtime import local
 
     GONE = "the ranks were started anew: all of their variables are gone"
 
@@ -574,7 +573,7 @@ BREAK = """
 
     session = nblaunch.Session(2)
     session.cell("kept = rank")
-    keeper = psutil.Process(forkserver.server.pid)
+    keeper = psutil.Process(local().server.pid)
     server = min(keeper.children(), key=lambda each: each.create_time())
 """
 
@@ -620,7 +619,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
             "LaunchError: phase 'job' broke: ZeroDivisionError",
         ),
         (
-            "broken = hub.get(); broken.call(broken._socket.close)",
+            "broken = local().hub; broken.call(broken._socket.close)",
             "",
             "RunFailedError: lost the connection to the ranks",
         ),

@@ -48,7 +48,7 @@ def waiting(watched, eventually):
             pids = {each.pid for each in watched.ranks()}
             connected = watched.kernel.value(
                 "(lambda seat: seat is not None and seat.group.waiting)"
-                "(__import__('nblaunch.group.launcher', fromlist=['x']).standby._standby_group)"
+                "(__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group)"
             )
             return connected and len(pids) == size and not pids & ran
 
@@ -126,8 +126,8 @@ def test_while_it_waits_it_takes_next_to_no_memory_and_no_time(waiting):
 def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
     waiting()
     watched.kernel.ok(
-        "from nblaunch.group import launcher, standby\nstandby.STANDBY_SECONDS = 0.1\n"
-        "with launcher.standby._lock:\n    launcher.standby._changed.notify_all()"
+        "from nblaunch.group import runtime, standby\nstandby.STANDBY_SECONDS = 0.1\n"
+        "with runtime.local().standby._lock:\n    runtime.local().standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
     assert watched.run(body="rank") == [0, 1]
@@ -136,8 +136,8 @@ def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
 def test_it_goes_where_memory_is_short(watched, waiting, eventually):
     waiting()
     watched.kernel.ok(
-        "from nblaunch.group import launcher, standby\nstandby._LEAST_FREE = 2.0\n"
-        "with launcher.standby._lock:\n    launcher.standby._changed.notify_all()"
+        "from nblaunch.group import runtime, standby\nstandby._LEAST_FREE = 2.0\n"
+        "with runtime.local().standby._lock:\n    runtime.local().standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 import nblaunch
-from nblaunch.group import hub as hub_module
+from nblaunch.group.runtime import local
 
 
 def boom(path: str) -> None:
@@ -41,7 +41,7 @@ def test_a_run_is_unharmed_by_strangers_at_its_socket(tmp_path):
         context.destroy(linger=1000)
         return os.getpid()
 
-    address = hub_module.get().address
+    address = local().hub.address
     result = nblaunch.run(harass, (address, ["a/0/0", "a/0/1"]), nproc=2)
     assert [type(value) for value in result] == [int, int]
     assert nblaunch.run(lambda: "still there", nproc=2).values == ["still there"] * 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nblaunch
-from nblaunch.elastic import runtime_dir
+from nblaunch.group.runtime import local
 
 SWITCH = "TORCHELASTIC_ENABLE_FILE_TIMER"
 
@@ -79,7 +79,7 @@ def test_the_pipe_is_where_the_user_wants_it_and_gone_afterwards(tmp_path):
     assert private.events
     assert private[0][1]
     assert not Path(private[0][0]).exists()
-    assert Path(private[0][0]).parent == runtime_dir.root()
+    assert Path(private[0][0]).parent == local().directory.root()
 
 
 def test_without_the_variable_there_is_no_watchdog():

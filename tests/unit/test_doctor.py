@@ -23,6 +23,7 @@ from nblaunch.checks import processes as checks
 from nblaunch.checks.doctor import CHECKS, Check, examine
 from nblaunch.checks.report import DoctorReport, Level, ok, problem, warning
 from nblaunch.elastic import runtime_dir
+from nblaunch.group.runtime import local
 
 ROOT = Path(__file__).parents[2]
 BOUND = 5.0
@@ -392,7 +393,7 @@ def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
 
 
 def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch):
-    monkeypatch.setattr(runtime_dir, "_root", None)
+    monkeypatch.setattr(local().directory, "_root", None)
     gone = Path(tempfile.gettempdir()) / "gone"  # a short path, as a socket needs
     monkeypatch.setattr(runtime_dir, "_candidates", lambda: [str(gone)])
     found = only(machine.temporary_directory())
@@ -401,7 +402,7 @@ def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch):
 
 
 def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, tmp_path):
-    monkeypatch.setattr(runtime_dir, "root", lambda: tmp_path / ("y" * 120))
+    monkeypatch.setattr(local().directory, "root", lambda: tmp_path / ("y" * 120))
     (tmp_path / ("y" * 120)).mkdir()
     found = only(machine.temporary_directory())
     assert found.level is Level.PROBLEM
@@ -419,7 +420,7 @@ def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not(
     try:
         with socket.socket(socket.AF_UNIX) as hub:
             hub.bind(str(bound / "hub"))
-            for each in (dead, bound, others, runtime_dir.root()):
+            for each in (dead, bound, others, local().directory.root()):
                 os.utime(each, (an_hour_ago, an_hour_ago))
             found = only(machine.leftovers())
     finally:

@@ -12,7 +12,8 @@ from nblaunch._errors import OptionError
 from nblaunch.checks import doctor, nccl
 from nblaunch.checks.nccl import all_reduce
 from nblaunch.checks.report import DoctorReport, Level, ok
-from nblaunch.elastic import placement, runtime_dir
+from nblaunch.elastic import placement
+from nblaunch.group.runtime import local
 from nblaunch.magic import commands
 
 FAST = """
@@ -40,7 +41,7 @@ def ranks(tmp_path, monkeypatch):
 def found():
     """Return the one finding; no file and no process of it is left."""
     (finding,) = all_reduce()
-    assert list(runtime_dir.root().glob("doctor-*")) == []
+    assert list(local().directory.root().glob("doctor-*")) == []
     return finding
 
 
@@ -65,10 +66,12 @@ def test_without_gpus_it_is_left_out(ranks):
 
 
 def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, monkeypatch):
-    ranks(f"open({str(runtime_dir.root())!r} + '/doctor-pids', 'a').write(f'{{os.getpid()}} ')\n{STUCK}")
+    ranks(
+        f"open({str(local().directory.root())!r} + '/doctor-pids', 'a').write(f'{{os.getpid()}} ')\n{STUCK}"
+    )
     monkeypatch.setattr(nccl, "_SECONDS", 1.0)
     monkeypatch.setattr(nccl, "_AGAIN_SECONDS", 1.0)
-    pids = runtime_dir.root() / "doctor-pids"
+    pids = local().directory.root() / "doctor-pids"
     started = time.monotonic()
     (finding,) = all_reduce()
     assert time.monotonic() - started < 10
@@ -122,7 +125,7 @@ def test_an_interrupt_ends_the_ranks(ranks, monkeypatch):
     monkeypatch.setattr(nccl, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         list(all_reduce())
-    assert list(runtime_dir.root().glob("doctor-*")) == []
+    assert list(local().directory.root().glob("doctor-*")) == []
 
 
 # --- the three doors --------------------------------------------------------------------------------------

@@ -11,14 +11,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.table import Scope, Torchrun
 
 PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
-    *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose", "checks"),
-    *("group", "nodes", "view", "export", "magic", "door"),
+    *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose"),
+    *("group", "nodes", "view", "export", "checks", "magic", "door"),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
@@ -36,6 +38,39 @@ THIRD_PARTY = {
 
 A_LIST = 3
 """So many names of options in one literal are a list of options."""
+STATE_OF_THE_KERNEL = {"nblaunch.group.runtime", "nblaunch.magic.sessions", "nblaunch.magic.auto"}
+"""What a process has once, a notebook's sessions, and its switch: the modules that keep what changes."""
+
+OTHER_STATE = {
+    "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
+    "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
+    "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
+    "nblaunch.elastic.keeper": "a program of its own: the queues that it waits on",
+    "nblaunch.magic.export": "the cells that this notebook has run, by number",
+}
+"""Other modules that keep what changes, and why."""
+
+WITHOUT_STATE = {
+    *(
+        "ParamSpec",
+        "TypeVar",
+        "Path",
+        "Path(__file__).with_name",
+        "ctypes.CDLL",
+        "frozenset",
+        "tuple",
+        "type",
+    ),
+    *("functools.reduce", "logging.getLogger", "re.compile", "msgspec.msgpack.Decoder"),
+    *("msgspec.msgpack.Encoder",),
+}
+"""Calls whose results nobody changes, whatever name they have."""
+
+CHANGES = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "put"),
+    *("remove", "reverse", "setdefault", "sort", "update", "__setitem__"),
+}
+"""Methods that change what they are called on."""
 
 MOST_LINES = 60
 """Of a function; how many branches it may have is C901's, in pyproject.toml."""
@@ -330,3 +365,107 @@ def test_the_protocol_and_the_root_cause_need_no_clock_thread_or_file():
     imported = {str(each) for each in IMPORTS if each.importer in names and each.imported in WORLD}
     opened = [call for path in PURE for call in calls_of(path, {"open", "print", "input"})]
     assert (imported, opened) == (set(), [])
+
+
+KERNEL = {
+    module_name(path): ast.parse(path.read_text())
+    for path in MODULES
+    if layer_of(module_name(path)) != "rank"
+}
+"""The modules that a kernel may load: those of `rank` run in processes of their own."""
+
+
+def test_modules_keep_state_in_few_places_and_for_a_reason():
+    keeping = {module for module, tree in KERNEL.items() if set(state_of(tree))}
+    assert keeping == STATE_OF_THE_KERNEL | OTHER_STATE.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "state"),
+    [
+        ("_known = {}", {"_known"}),
+        ("_lock = threading.Lock()", {"_lock"}),
+        ("if sys:\n    LIMITS: dict = {}\ndef f():\n    LIMITS['a'] = 1", {"LIMITS"}),
+        ("KNOWN = []\ndef f():\n    KNOWN.append(1)", {"KNOWN"}),
+        ("count = 0\ndef f():\n    global count\n    count += 1", {"count"}),
+        ("LIMITS = {'a': 1}\n_name = re.compile('a')\ndef f():\n    known = {}\n    known['a'] = 1", set()),
+    ],
+)
+def test_what_a_module_keeps_is_found(source, state):
+    assert set(state_of(ast.parse(source))) == state
+
+
+def test_no_module_changes_what_another_one_keeps():
+    """But for the fork server's own process, which says so to the ranks that are its forks."""
+    changing = {
+        module
+        for module, tree in KERNEL.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if isinstance(node.value, ast.Name) and node.value.id in of_ours(tree)
+    }
+    assert changing == {"nblaunch.elastic.preload"}
+
+
+def of_ours(tree: ast.Module) -> set[str]:
+    """Return the names that a module imports from the package, under the names that it gives them."""
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nblaunch"
+        for alias in node.names
+    }
+
+
+def state_of(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of a module that are not constants.
+
+    A constant has a name in capitals, which nothing in the module changes, or a value that cannot change.
+    """
+    bound = dict(bound_by(tree.body))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            if isinstance(node.value, ast.Name) and node.value.id in bound:
+                yield node.value.id
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = node.func.value
+            if node.func.attr in CHANGES and isinstance(changed, ast.Name) and changed.id in bound:
+                yield changed.id
+    for name, value in bound.items():
+        if not (name.isupper() or name.startswith("__")) and may_change(value):
+            yield name
+
+
+def bound_by(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that a module binds to values of its own, and these."""
+    for statement in body:
+        if isinstance(statement, ast.If | ast.Try):
+            yield from bound_by([*statement.body, *statement.orelse])
+        elif isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement.value
+
+
+def may_change(value: ast.expr) -> bool:
+    displays = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+    return isinstance(value, displays) or (
+        isinstance(value, ast.Call) and ast.unparse(value.func) not in WITHOUT_STATE
+    )
+
+
+def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
+    """There the order is decided in which things end; a rank's own hook is in `rank`."""
+    hooks = [
+        (module, ast.unparse(node.func))
+        for module, tree in KERNEL.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {"atexit.register", "os.register_at_fork"}
+    ]
+    assert sorted(hooks) == [
+        ("nblaunch.group.runtime", "atexit.register"),
+        ("nblaunch.group.runtime", "os.register_at_fork"),
+    ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.elastic import forkserver
+from nblaunch.elastic.forkserver import Server
+from nblaunch.elastic.runtime_dir import RuntimeDirectory
 from nblaunch.group.inherited import needs_new_python
 
 ASYNC = "backend:cudaMallocAsync"
@@ -31,5 +32,4 @@ def test_ranks_are_new_pythons_where_torch_must_be_loaded_under_their_environmen
 
 def test_the_fork_server_is_started_without_what_has_torch_initialise_cuda(monkeypatch):
     monkeypatch.setenv("KINETO_USE_DAEMON", "1")
-    monkeypatch.setattr(forkserver, "server", forkserver.Server())
-    assert "KINETO_USE_DAEMON" not in forkserver.loaded_under()
+    assert "KINETO_USE_DAEMON" not in Server(RuntimeDirectory()).loaded_under()

@@ -6,8 +6,6 @@ import contextlib
 import enum
 import logging
 import pickle
-import shutil
-import tempfile
 import threading
 import types
 import typing
@@ -20,7 +18,7 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch.elastic import runtime_dir
+from nblaunch.elastic.runtime_dir import RuntimeDirectory
 from nblaunch.group.hub import Hub
 from nblaunch.protocol import messages
 from nblaunch.protocol.messages import (
@@ -244,14 +242,13 @@ def hello(rank=0, **changes):
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub():
     """Run a hub of the test's own, in a directory of its own."""
-    directory = Path(tempfile.mkdtemp())
-    monkeypatch.setattr(runtime_dir, "root", lambda: directory)
-    running = Hub()
+    directory = RuntimeDirectory()
+    running = Hub(directory)
     yield running
     running.close()
-    shutil.rmtree(directory)
+    directory.remove()
 
 
 @pytest.fixture

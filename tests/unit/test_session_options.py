@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import nblaunch
-from nblaunch.elastic import forkserver
 from nblaunch.group import session as live
+from nblaunch.group.runtime import local
 from nblaunch.magic import auto, commands, sessions
 from nblaunch.options.launch import OPTIONS, LaunchOptions, within
 from nblaunch.options.line import parse_line
@@ -22,8 +22,8 @@ def nothing_starts(monkeypatch):
     def refused(*_: object, **__: object) -> None:
         pytest.fail("a process was to be started")
 
-    monkeypatch.setattr(forkserver.server, "ensure_running", refused)
-    monkeypatch.setattr(live, "WorkerGroup", refused)
+    monkeypatch.setattr(local().server, "ensure_running", refused)
+    monkeypatch.setattr(live, "new_group", refused)
 
 
 # --- Session(...) ----------------------------------------------------------------------------------
