@@ -21,6 +21,10 @@ from nblaunch.options.table import Option, nearest, plain_help, unknown
 
 HELP_FLAGS = ("-h", "--help")
 
+_UNKNOWN = "--?"
+"""Collects the options that there are not, so that the first mistake on a line is the one that is named."""
+_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+"""What argparse reads as a value."""
 _MAGIC = re.compile(r"\s*%%?\w+\s")
 
 
@@ -48,13 +52,14 @@ def parse_line(line: str, *, positional: bool = False, script: bool = False) -> 
     """
     parser = _parser(script=script)
     words = split_words(line)
-    given, strange, rest = parser.take_apart(words)
+    given, rest = parser.take_apart(words)
     for spelling, text in given:
-        if spelling in HELP_FLAGS and text == "true":
+        if spelling in HELP_FLAGS:
             return ParsedLine(LaunchOptions(), help_wanted=True)
-        parser.check_spelling(spelling, text, words)
-    if strange:
-        raise parser.unknown(strange[0])
+        if text is None:
+            raise parser.without_value(spelling, words)
+        if spelling == _UNKNOWN:
+            raise parser.unknown(text)
     if rest and not (positional or script):
         raise parser.out_of_place(rest[0])
     values: dict[str, object] = {}
@@ -120,49 +125,49 @@ class _Parser(argparse.ArgumentParser):
         super().__init__("nblaunch", add_help=False, allow_abbrev=False)
         self.flags = {spelling: option for option in options for spelling in option.spellings}
         self.switches = {flag for flag, option in self.flags.items() if option.kind.switch} | {*HELP_FLAGS}
-        self.add_argument(*self.flags, *HELP_FLAGS, dest="given", action=_Collect, nargs="?")
+        self.add_argument(*self.flags, *HELP_FLAGS, _UNKNOWN, dest="given", action=_Collect, nargs="?")
         self.add_argument("rest", nargs=argparse.REMAINDER)
 
     def error(self, message: str) -> NoReturn:
         """Raise in place of printing and exiting."""
         raise OptionError(message)
 
-    def take_apart(
-        self, words: Sequence[str]
-    ) -> tuple[list[tuple[str, str | None]], list[str], Sequence[str]]:
-        """Return the options as they are spelled, each with its text; those that there are not; the rest."""
-        # A switch takes a value after `=` only: `--standalone train.py` is a switch and a script.
-        marked = [f"{word}=true" if word in self.switches else word for word in words]
-        found, strange = self.parse_known_args(marked, argparse.Namespace(given=[]))
-        rest = words[len(words) - len(found.rest) :]
-        if rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
-            strange = [*strange, rest[0]]  # argparse takes `-1` and `-a b` for values
+    def take_apart(self, words: Sequence[str]) -> tuple[list[tuple[str, str | None]], Sequence[str]]:
+        """Return the options as they are spelled, each with its text, and the rest."""
+        found = self.parse_args(list(map(self._marked, words)), argparse.Namespace(given=[]))
         # Before Python 3.13 argparse drops a `--` even where it is the value: `--role=--`.
         given = [
             (spelling, "--" if text is None and f"{spelling}=--" in words else text)
             for spelling, text in found.given
         ]
-        return given, strange, rest[1:] if rest[:1] == ["--"] else rest
+        rest = words[len(words) - len(found.rest) :]
+        if rest and _NEGATIVE_NUMBER.fullmatch(rest[0]):
+            given.append((_UNKNOWN, rest[0]))
+        return given, rest[1:] if rest[:1] == ["--"] else rest
 
-    def check_spelling(self, spelling: str, text: str | None, words: Sequence[str]) -> None:
-        """Raise `OptionError` for an option that lacks its value, and for `-np 4`."""
-        option = self.flags.get(spelling)
-        if option is None:
-            raise self.unknown(spelling + (text or ""))
-        if text is None:
-            after = (words[place + 1 : place + 2] for place, word in enumerate(words) if word == spelling)
-            following = next((each for each in after if each and each[0].startswith("-")), [])
-            found = f"{brief(following[0])} follows" if following else "the line ends there"
-            message = (
-                f"{spelling} was asked for, but it needs a value and {found}. "
-                f"Write {spelling} {option.kind.metavar}: {option.kind.takes}; "
-                f"a value that begins with - is written {spelling}=-value."
-            )
-            raise OptionError(message)
+    def _marked(self, word: str) -> str:
+        """Return a word as argparse is to read it, which goes by its looks."""
+        if word in self.switches:
+            return f"{word}=true"  # or argparse would take the script of `--standalone train.py` for a value
+        if not word.startswith("-") or word in ("-", "--") or _NEGATIVE_NUMBER.fullmatch(word):
+            return word
+        short, attached = self.flags.get(word[:2]), word[2:]
         # `-np 4` is mpirun's; read as -n with the value "p" it would be hard to understand.
-        attached = not spelling.startswith("--") and spelling + text in words
-        if attached and text[:1].isalpha() and text not in option.kind.words:
-            raise self.unknown(spelling + text)
+        if short is not None and (not attached[:1].isalpha() or attached in short.kind.words):
+            return word
+        return word if word.partition("=")[0] in self.flags else f"{_UNKNOWN}={word}"
+
+    def without_value(self, spelling: str, words: Sequence[str]) -> OptionError:
+        """Return the error for an option that lacks its value."""
+        option = self.flags[spelling]
+        after = (words[place + 1 : place + 2] for place, word in enumerate(words) if word == spelling)
+        following = next((each for each in after if each and each[0].startswith("-")), [])
+        found = f"{brief(following[0])} follows" if following else "the line ends there"
+        return OptionError(
+            f"{spelling} was asked for, but it needs a value and {found}. "
+            f"Write {spelling} {option.kind.metavar}: {option.kind.takes}; "
+            f"a value that begins with - is written {spelling}=-value."
+        )
 
     def unknown(self, word: str) -> OptionError:
         """Return the error for an option that there is not."""

@@ -338,6 +338,21 @@ def test_an_option_without_its_value_says_what_the_value_is(line: str) -> None:
         parse_line(line)
 
 
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--bogus --timeout", "--bogus "),
+        ("--timeout --bogus", "--timeout "),
+        ("-np 4 --timeout", "-np "),
+        ("-n 2 -5 --timeout", "-5 "),
+        ("--timeout 3 --timeout -h", "--timeout "),
+    ],
+)
+def test_of_several_mistakes_on_a_line_the_first_is_named(line: str, named: str) -> None:
+    with pytest.raises(OptionError, match=f"^{named}was asked for, but "):
+        parse_line(line)
+
+
 def test_a_name_that_ipython_did_not_fill_in_is_explained() -> None:
     for text in ("$gpus", "{gpus}"):
         with pytest.raises(OptionError, match="every name on the line exists"):
