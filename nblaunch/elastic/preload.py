@@ -30,8 +30,8 @@ def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
-    from nblaunch.elastic import entry  # noqa: F401 - as is the next: requests name it
-    from nblaunch.rank import isolate, main, shell  # noqa: F401
+    from nblaunch.elastic import entry  # noqa: F401 - requests refer to it by name
+    from nblaunch.rank import isolate, main, shell  # noqa: F401 - loaded for all ranks
 
     isolate.server_pid = os.getpid()
     shell.prepare(root)
