@@ -24,7 +24,7 @@ from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.elastic.thread import AgentThread
 from nblaunch.group import inherited
 from nblaunch.group.hub import Hub
-from nblaunch.group.lifecycle import Exits
+from nblaunch.group.stacks import ExitReasons
 from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
     CellJob,
@@ -65,7 +65,7 @@ class NodeRelay:
         """Why this node went before the run was over."""
         self._hub, self._socket, self._prepare = hub, socket, prepare
         self._directory = runtime_dir.make_directory("group-")
-        self._exits = Exits(self._directory)
+        self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._arrival = OutgoingTransfer(wire.PIECE_BYTES), Arrival(self._directory)
         self._present: tuple[Payload, Payload] | None = None
         self._titles: dict[str, str] = {}
@@ -251,7 +251,7 @@ class NodeRelay:
             self._hub.drain()
             self._send_logs(rank)
             exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
-            exited = self._exits.explained(exited, self._titles)
+            exited = self._exit_reasons.explained(exited, self._titles)
             self._send(
                 wire.Gone(
                     attempt=self.attempt,
