@@ -675,11 +675,13 @@ class _Step:
             self.set(deadline=replace(state.deadline, at=_NEVER))
         if job is None or job.dispatched or job.settled or state.interruption.begun:
             return
-        if state.replacing or state.changing or state.holding is not None:
+        if not state.kept and (state.changing or state.holding is not None):
             return  # these ranks are about to be ended: the job is for the next ones
+        # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
         self.set_job(dispatched=True)
         for rank in job.run.ranks:
-            self.act(Dispatch(rank))
+            if rank not in state.exited:
+                self.act(Dispatch(rank))
             # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
             self._fold_run(Entered(rank=rank, phase=Phase.JOB))
 
