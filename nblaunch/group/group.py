@@ -204,15 +204,15 @@ class WorkerGroup:
         self._post(lifecycle.Observed(measured))
 
     def notice(self, text: str) -> None:
-        """Say something about the job that does not end it."""
+        """Show something about the job that does not end it."""
         self._post(lifecycle.Observed(Noticed(text=text)))
 
     def note(self, text: str) -> None:
-        """Say something with the next job of which the user sees the result."""
+        """Show something with the next job of which the user sees the result."""
         self._post(lifecycle.Noted(text))
 
     def forget_notes(self) -> None:
-        """Say nothing of what has happened so far: the user knows."""
+        """Show nothing of what has happened so far: the user knows."""
         self._post(lifecycle.NotesForgotten())
 
     def waits_for(self, ranks: Mapping[int, str]) -> None:

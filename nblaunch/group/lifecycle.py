@@ -31,8 +31,8 @@ and only ranks that do not come back are replaced.
                                                  again
     CLOSED       the agent has ended             -
 
-From any stage: a process that exits is folded once its last messages have had 0.05 s to arrive; a job ends
-with the agent at the latest.
+From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. Where a kept rank
+dies, torchelastic ends the others, and the job ends with STARTING. A job ends with the agent at the latest.
 """
 
 from __future__ import annotations

@@ -729,16 +729,31 @@ class World:
             self.perform(self.group.feed(life.Tick()))
 
 
+LEADS_TO = {
+    Stage.STARTING: {Stage.RUNNING, Stage.INTERRUPTED, Stage.LEAVING},
+    Stage.READY: {Stage.RUNNING},
+    Stage.RUNNING: {Stage.READY, Stage.INTERRUPTED, Stage.RECOVERING, Stage.LEAVING, Stage.REPLACING},
+    Stage.INTERRUPTED: {Stage.RECOVERING, Stage.LEAVING, Stage.REPLACING},
+    Stage.RECOVERING: {Stage.READY, Stage.REPLACING, Stage.RUNNING, Stage.INTERRUPTED},
+}
+"""Each also to STARTING, when torchelastic starts others, and to CLOSED."""
+
+
 @given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 3))
 def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
     group = Group(size, kept=kept)
     group.give()
-    world, asked = World(group, chance), False
-    until = group.now + 600
-    while group.state.working is not None and group.now < until:
+    world, began = World(group, chance), group.now
+    steps: list[tuple[float, Event]] = [(100, life.InterruptAsked()), (300, life.GraceSkipped())]
+    while group.state.working is not None and group.now < began + 500:
         world.go_on()
-        if not asked and group.now > until - 500:
-            asked = True
-            world.perform(group.feed(life.InterruptAsked()))
+        if steps and group.now > began + steps[0][0]:
+            world.perform(group.feed(steps.pop(0)[1]))
     assert group.state.working is None, group.state
     assert group.open_jobs == 0
+    led = {
+        (before, after)
+        for before, after in group.stages
+        if after not in {before, Stage.STARTING, Stage.CLOSED, *LEADS_TO.get(before, ())}
+    }
+    assert led == set()
