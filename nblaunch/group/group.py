@@ -1,83 +1,106 @@
-"""A worker group: what the ranks say and the agent reports, brought together, job after job.
+"""A worker group: its agent, its ranks' messages and logs, and its jobs, around one pure machine.
 
-A group of one run has one job, is dispatched anew after a restart, and ends with it. A kept group (a
-session's) goes on: its ranks keep their variables from job to job.
+What happens to a group becomes an event, on the hub's thread and one after the other; the machine of
+`nblaunch.group.lifecycle` decides what follows, and this module performs it. Nothing is decided here. What
+other threads read are immutable snapshots.
 
-All methods named `_on_...`, `receive` and `tick` run on the hub's thread and are the only ones that
-change anything; `state` is an immutable snapshot that any thread may read.
+The notebook's agent alone decides when several nodes meet again; it says so here before the first rank is
+ended, and the other nodes get a message. So what ranks make of the end of their peers is never taken for a
+failure.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
 from nblaunch import _notebook
-from nblaunch._errors import RunFailedError
-from nblaunch._results import Event
+from nblaunch._errors import LaunchError, RunFailedError
+from nblaunch._results import Event, EventLog
 from nblaunch.diagnose import failures
 from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.settings import AgentSettings, Worker
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
 from nblaunch.elastic.thread import AgentThread
+from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
-from nblaunch.group.job import Job
-from nblaunch.group.lifecycle import Exits, Phases
-from nblaunch.group.spread import MultiNodeLifecycle
-from nblaunch.group.stacks import StackRequest
+from nblaunch.group.job import Job, RankLogs
+from nblaunch.group.lifecycle import GroupState, step
+from nblaunch.group.members import Nodes
+from nblaunch.group.recovery import Send
+from nblaunch.group.stacks import ExitReasons, StackRequest
 from nblaunch.group.usage import alive
-from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
-    Aborted,
     Answer,
-    Arrived,
     Asked,
     AttemptStarted,
-    Entered,
     Exited,
     FromRank,
-    Hello,
-    InterruptSeen,
     Measured,
-    Message,
     Names,
     Noticed,
     Orders,
     Phase,
     Prepare,
+    Printed,
     Raised,
-    Recovered,
+    ReportWhere,
     Returned,
+    ToRank,
     Waiting,
     Where,
 )
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState
 
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
+# An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
+_ABORT_SECONDS = 2.0
 
 
-class WorkerGroup(MultiNodeLifecycle):
+class WorkerGroup:
     """N ranks under one agent; `keep` says whether they outlive a job."""
 
     def __init__(self, hub: Hub, server: Server, settings: AgentSettings, *, keep: bool = False) -> None:
         """Prepare a group; `start` starts it."""
-        super().__init__(hub, settings, keep=keep)
+        self.group = secrets.token_hex(4)
         self.token = secrets.token_hex(16)
+        self.attempt = 0
+        self.keep = keep
+        self.settings = settings
+        self.job: Job | None = None
+        self.names: dict[int, Names] = {}
+        """Of a kept group: the variables that each rank has."""
+        self.closed = threading.Event()
+        self.events = EventLog()
+        """What torchelastic has recorded of these ranks."""
+        self._hub = hub
+        self._life = GroupState(
+            kept=keep, grace=settings.grace, members=RunState.fresh(settings.nproc, time=time.time())
+        )
+        self._lost_keys: dict[int, tuple[int, ...]] = {}
+        """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
+        self._logs = RankLogs()
+        self._stack_requests: list[StackRequest] = []
+        self._error: BaseException | None = None
+        self._let_go = threading.Event()
+        self._nodes: Nodes | None = None
         self._started = False
         self._kept: object = None
         self._directory = server.directory.make("group-")
-        self._exits = Exits(self._directory)
+        self._exit_reasons = ExitReasons(self._directory)
         if settings.rdzv is not None and settings.rdzv.most > 1:
             settings = self._open_listener(settings.rdzv, self._directory)
         try:
@@ -86,6 +109,27 @@ class WorkerGroup(MultiNodeLifecycle):
             hub.call(lambda: self._close_nodes(succeeded=False))
             runtime_dir.remove_tree(self._directory)
             raise
+
+    def _open_listener(self, rdzv: RendezvousConfig, directory: Path) -> AgentSettings:
+        """Let nodes report to this process; return the settings with the address at which they do."""
+        self._nodes = Nodes(self._hub, self.settings, self, directory)
+        self.settings = replace(self.settings, rdzv=replace(rdzv, listener=self._nodes.listener.address))
+        return self.settings
+
+    @property
+    def state(self) -> RunState:
+        """The ranks themselves; what becomes of a job is in `job.state`."""
+        return self._life.members
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks of this attempt have come into being."""
+        return self._life.all_ready
+
+    @property
+    def waited_for(self) -> Mapping[int, float]:
+        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
+        return self._life.interruption.waited_for
 
     # --- for the caller's thread -----------------------------------------------------------------
 
@@ -98,16 +142,31 @@ class WorkerGroup(MultiNodeLifecycle):
 
     def begin(self, job: Job | None, prepare: Prepare) -> None:
         """Give the ranks a job, to be dispatched once all of them are ready; None only makes them ready."""
-        self._hub.call(lambda: self._begin(job, prepare))
+
+        def given() -> None:
+            self.job = job
+            if job is None:
+                self._feed(lifecycle.JobGiven(prepare))
+                return
+            job.logs = self._logs.begin_job(self.attempt)
+            self._feed(lifecycle.JobGiven(prepare, job.state, job.internal))
+
+        self._hub.call(given)
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers."""
-        stack_request = StackRequest(
+        request = StackRequest(
             rank.rank for rank in self._at_work.ranks.values() if rank.node and not rank.state.final
         )
-        self._hub.call(lambda: self._interruption.ask(stack_request))
-        stack_request.complete.wait(seconds)
-        return stack_request.report(self._here(self._at_work), str(self._directory), self._titles)
+
+        def ask() -> None:
+            self._stack_requests.append(request)
+            for rank in list(request.missing):
+                self._send(rank, ReportWhere())
+
+        self._hub.call(ask)
+        request.complete.wait(seconds)
+        return request.report(self._here(self._at_work), str(self._directory), self._titles)
 
     @property
     def _at_work(self) -> RunState:
@@ -115,13 +174,27 @@ class WorkerGroup(MultiNodeLifecycle):
         job = self.job
         return job.state if job is not None and not job.ended.is_set() else self.state
 
+    @property
+    def _titles(self) -> dict[str, str]:
+        return self.job.titles if self.job is not None else {}
+
+    def _here(self, state: RunState) -> RunState:
+        """Return the state without process ids of other machines: here they are somebody else's."""
+        away = self._life.remote
+        ranks = {
+            rank: replace(each, pid=None) if rank in away else each for rank, each in state.ranks.items()
+        }
+        return replace(state, ranks=ranks) if away else state
+
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with what is known of the job."""
         job, kept = self.job, threading.Event()
 
         def keep() -> None:
-            if job is not None:
+            if job is not None and (job is not self.job or job.ended.is_set()):
                 job.keep(report)
+            else:
+                self._feed(lifecycle.StacksTaken(report))
             kept.set()
 
         self._hub.call(keep)
@@ -129,28 +202,26 @@ class WorkerGroup(MultiNodeLifecycle):
 
     def measured(self, measured: Measured) -> None:
         """Keep what the ranks use with what is known of the run, and ask how far each of them is."""
-        self._hub.call(lambda: self._fold(measured))
-        self._hub.call(self._ask_how_far)
+        self._post(lifecycle.Observed(measured))
 
     def notice(self, text: str) -> None:
-        """Say something about the job that does not end it."""
-        self._hub.call(lambda: self._fold(Noticed(text=text)))
+        """Show something about the job that does not end it."""
+        self._post(lifecycle.Observed(Noticed(text=text)))
 
     def note(self, text: str) -> None:
-        """Say something with the next job of which the user sees the result."""
-        self._hub.call(lambda: self._note(text))
+        """Show something with the next job of which the user sees the result."""
+        self._post(lifecycle.Noted(text))
 
-    @property
-    def waited_for(self) -> Mapping[int, float]:
-        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
-        return self._interruption.waited_for
+    def forget_notes(self) -> None:
+        """Show nothing of what has happened so far: the user knows."""
+        self._post(lifecycle.NotesForgotten())
 
     def waits_for(self, ranks: Mapping[int, str]) -> None:
         """Show for each of these ranks what is said of it."""
-        self._hub.call(lambda: self._fold(Waiting(ranks=dict(ranks))))
+        self._post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
 
     def answer(self, rank: int, answer: Answer) -> None:
-        """Tell a rank what the user has typed."""
+        """Send a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
 
     def interrupt(self, job: Job | None = None) -> None:
@@ -158,11 +229,18 @@ class WorkerGroup(MultiNodeLifecycle):
 
         With `job` only if that is what they are at work on.
         """
-        self._hub.call(lambda: self._interrupt(job))
+
+        def interrupt() -> None:
+            if job is not None and job is not self.job:
+                self._end(job)  # the interrupt came before the job had been given to the ranks
+            else:
+                self._feed(lifecycle.InterruptAsked())
+
+        self._hub.call(interrupt)
 
     def give_up(self, job: Job) -> None:
         """End a job that these ranks have not been given."""
-        self._hub.call(lambda: self._finish(job) if job is not self.job else None)
+        self._hub.call(lambda: self._end(job) if job is not self.job else None)
 
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
@@ -170,25 +248,15 @@ class WorkerGroup(MultiNodeLifecycle):
 
     def restart(self, reason: str) -> None:
         """End the ranks of a kept group, and start others."""
-        self._hub.call(lambda: self._restart(reason))
+        self._post(lifecycle.RestartAsked(reason))
 
     def skip_grace(self) -> None:
         """Skip what is left of the grace period."""
-        self._agent.skip_grace()
-        self._hub.call(lambda: self._tell_nodes(wire.SkipGrace()))
-        if self.keep:
-            waited_for = self.waited_for
-            self.restart(
-                f"{format_ranks(waited_for)} had not ended when the job was interrupted again"
-                if waited_for
-                else "it was interrupted twice"
-            )
-        else:
-            self._agent.stop()
+        self._post(lifecycle.GraceSkipped())
 
     def take_lost(self) -> dict[int, tuple[int, ...]]:
         """Return the keys of objects that ranks have lost since the last call."""
-        return {rank: self.lost_keys.pop(rank, ()) for rank in list(self.lost_keys)}
+        return {rank: self._lost_keys.pop(rank, ()) for rank in list(self._lost_keys)}
 
     @property
     def waiting(self) -> bool:
@@ -202,10 +270,11 @@ class WorkerGroup(MultiNodeLifecycle):
         """Let the next job have its own grace period."""
         self.settings = replace(self.settings, grace=settings.grace)
         self._agent.adopt(self.settings)
+        self._post(lifecycle.GraceSet(settings.grace))
 
     def leave(self) -> None:
         """Let the ranks of a group without a job end in order."""
-        self._hub.call(self._dismiss)
+        self._post(lifecycle.Dismissed())
 
     def keep_until_closed(self, something: object) -> None:
         """Refer to an object until the last rank is gone."""
@@ -219,8 +288,25 @@ class WorkerGroup(MultiNodeLifecycle):
         # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
         if self.closed.is_set():
             self.job = None
+            self._life = replace(self._life, job=None)
 
     # --- from the agent's thread -----------------------------------------------------------------
+
+    def _noted(self, action: Callable[[], None]) -> None:
+        """Have the hub's thread do something, and wait until it has."""
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                done.set()
+
+        self._hub.call(act)
+        while not done.wait(1.0):
+            if not self._hub.usable:
+                msg = "the hub, which carries the ranks' messages, has ended"
+                raise LaunchError(msg, phase=Phase.CONNECT.value)
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         wanted = self.settings.processes
@@ -241,87 +327,107 @@ class WorkerGroup(MultiNodeLifecycle):
         return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Take note before the first process is forked: it may speak before the last one is."""
+        """Begin an attempt before the first process is forked: it may speak before the last one is."""
         started = AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
         self._noted(lambda: self._on_attempt(started))
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        """Take note of the processes and their log files, before those of other nodes."""
+        """Follow the processes and their log files, before those of other nodes."""
         self._noted(lambda: self._on_workers(number, world_size, workers))
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Take note of a process that is gone."""
+        """Fold the exit of a process, after what its rank has sent."""
         exited = Exited(rank=rank, exitcode=exitcode, time=time.time(), expected=expected, reason=reason)
-        self._hub.call(lambda: self._on_exit(exited))
+        self._hub.call(lambda: self.rank_gone(exited))
+
+    def membership_changing(self) -> None:
+        """Expect the end of all ranks before the first is ended: what peers make of that is no failure."""
+        self._noted(lambda: self._feed(lifecycle.MembershipChanging()))
+
+    def ranks_ending(self) -> None:
+        """Have NCCL let go on every rank before the first is killed; waits for that with a bound.
+
+        A kernel of NCCL's reads and writes the memory of other GPUs. Where the process that the memory
+        belongs to goes first, that is an illegal access in the others, and can take down the links between
+        the GPUs.
+        """
+        prepare = self._life.prepare
+        if prepare is not None and prepare.device_type != "cpu":
+            self._post(lifecycle.RanksEnding())
+            self._let_go.wait(_ABORT_SECONDS)
+
+    def others_stopped(self) -> None:
+        """Let ranks that have failed go: nobody is at work any more."""
+        self._post(lifecycle.OthersStopped())
 
     def recorded(self, event: Event) -> None:
         """Keep one of torchelastic's events."""
         self.events.add(event)
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Take note of the agent's end."""
+        """End the group, and its job."""
         self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
+
+    # --- on the hub's thread: what the nodes say -------------------------------------------------
+
+    def node_started(self, workers: tuple[Worker, ...]) -> None:
+        """Follow a node's processes and their log files."""
+        self._logs.extend(workers)
+        self._forked(self.attempt, self.state.world_size, workers, remote=True)
+
+    def rank_gone(self, exited: Exited) -> None:
+        """Fold the exit of a process, wherever it was, after what its rank has sent."""
+        self._hub.drain()
+        self._feed(lifecycle.WorkerExited(exited))
+
+    def ranks_stopped(self, ranks: Iterable[int]) -> None:
+        """Let those of these ranks that have failed go: none is at work any more."""
+        self._feed(lifecycle.OthersStopped(frozenset(ranks)))
+
+    def node_leaves(self, name: str, *, asked: bool) -> bool:
+        """Go on without a node, if there are nodes enough; those that stay begin again."""
+        nodes, rdzv = self._nodes, self.settings.rdzv
+        enough = nodes is not None and rdzv is not None and 1 + nodes.count >= rdzv.least < rdzv.most
+        self._feed(lifecycle.NodeLeaving(name, asked=asked, enough=enough))
+        return self._life.changing
+
+    def _close_nodes(self, *, succeeded: bool) -> None:
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None:
+            nodes.close(succeeded=succeeded)
 
     # --- on the hub's thread: what the ranks say -------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
-        """Fold a rank's message, after the output that came before it."""
-        if (self._changing or self._ending) and isinstance(message, Raised):
-            # It is the abort, or the change, that it has stumbled over.
-            return
-        self._heard()
-        for printed in self._logs.before(message):
-            self._fold(printed)
-        match message:
-            case Hello():
-                if self._prepare is not None:
-                    self._send(message.rank, self._prepare)
-            case Entered(phase=Phase.READY):
-                self._ready.add(message.rank)
-                self._phases.reached(Phase.PROCESS_GROUP, message.rank)
-            case Names() | Arrived() | Asked() | Recovered() | Where() | InterruptSeen() | Aborted():
-                self._aside(message)
-                return
-            case Returned():
-                taken = self.job.take_value(message) if self.job is not None else None
-                if not isinstance(taken, Returned):
-                    if taken is not None:
-                        self.receive(taken)
-                    return
-            case _:
-                pass
-        self._fold(self._with_holders(self._interruption.as_stopped(message)))
-        if isinstance(message, Hello):
-            self._phases.reached(Phase.CONNECT, message.rank)
-            if self._prepare is not None:
-                self._phases.begin_process_group(self.state.world_size)
-            else:
-                self._phases.wait_without_limit(self.state.world_size)
-        self._dispatch_when_ready()
-
-    def _aside(self, message: Names | Arrived | Asked | Recovered | Where | InterruptSeen | Aborted) -> None:
-        """Take what is no part of the fold."""
+        """Feed a rank's message, after the output that came before it."""
+        self._observe(self._logs.before(message))
         match message:
             case Names():
                 self.names[message.rank] = message
                 if message.lost:
-                    self.lost_keys[message.rank] = self.lost_keys.get(message.rank, ()) + message.lost
-            case Arrived():
-                self._on_arrived(message)
-            case Asked():
-                if self.job is not None:
-                    self.job.questions.append(message)
-            case Recovered():
-                self._on_recovered(message)
+                    self._lost_keys[message.rank] = self._lost_keys.get(message.rank, ()) + message.lost
+            case Asked() if self.job is not None:
+                self.job.questions.append(message)
             case Where():
-                self._answered(message)
-            case InterruptSeen():
-                self._interruption.seen(message)
-            case Aborted():
-                self._note_let_go(message.rank)
+                for request in self._stack_requests:
+                    request.answer(message)
+                self._stack_requests = [each for each in self._stack_requests if not each.complete.is_set()]
+            case Returned():
+                taken = self.job.take_value(message) if self.job is not None else None
+                if taken is None:
+                    return
+                message = taken
+            case _:
+                pass
+        self._feed(lifecycle.RankSaid(self._with_holders(message)))
 
-    def _with_holders(self, message: Message) -> Message:
+    def _observe(self, output: Iterable[Printed]) -> None:
+        for printed in output:
+            if self.job is not None and self.job.shows(printed):
+                self._feed(lifecycle.Observed(printed))
+
+    def _with_holders(self, message: FromRank) -> FromRank:
         """Let a rank that lacked GPU memory say who holds it."""
         if not isinstance(message, Raised) or message.failure.memory is None:
             return message
@@ -335,145 +441,164 @@ class WorkerGroup(MultiNodeLifecycle):
         failure = failures.explain_out_of_memory(message.failure, message.rank, holders, kernel)
         return msgspec.structs.replace(message, failure=failure)
 
-    def _answered(self, message: Where) -> None:
-        job = self.job
-        self._interruption.answered(message, job.state if job is not None else self.state)
-        if (
-            job is not None
-            and job.stack_request is not None
-            and job.stack_request.complete.is_set()
-            and not job.settled
-        ):
-            self._settled(job)
-
-    # --- on the hub's thread: what the agent says ------------------------------------------------
+    # --- on the hub's thread: the loop -----------------------------------------------------------
 
     @property
     def quiet(self) -> bool:
         """Whether nothing is due until a rank, the agent or the caller speaks."""
-        job = self.job
-        return (
-            (job is None or job.ended.is_set())
-            and self._restart_at is None
-            and self._phases.without_limit
-            and not self._recovery.busy
-            and not self._interruption.busy
-            and not self._exits.waiting
-        )
+        return self._life.quiet
 
     def tick(self, now: float) -> None:
         """Read logs; do what is due."""
         job = self.job
         if job is not None and not job.ended.is_set():
-            for printed in self._logs.news(job.state.ranks):
-                self._fold(printed)
+            self._observe(self._logs.news(job.state.ranks))
         if self._nodes is not None:
             self._nodes.tick(now)
-        self._fold_exits(now)
-        if job is not None and job.settle_at is not None and now >= job.settle_at:
-            self._settled(job)
-        self._interruption.tick(job.state if job is not None else self.state, self.state, now)
-        self._press(now)
-        self._recovery.tick(now)
-        self._say_what_takes_long(now)
-        self._overdue(now)
-        failure = self._phases.overdue(now, self.state)
-        if failure is not None:
-            self._launch_failure = failure
-            self._agent.stop()
+        self._feed(lifecycle.Tick(), now)
 
     def lost(self, error: Exception) -> None:
-        """End the run: nobody hears its ranks any more."""
+        """End the run: no message of its ranks arrives any more."""
         self._error = RunFailedError(
             f"lost the connection to the ranks (hub socket: {error}); they were terminated. "
             "The next run reconnects."
         )
-        self._agent.stop()
+        self._feed(lifecycle.HubLost())
 
     def _on_attempt(self, message: AttemptStarted) -> None:
         self._hub.drain(_LAST_DRAIN_SECONDS)
-        self._fold_exits(float("inf"))
+        self._feed(lifecycle.Drained())
         self._logs.close()
-        self.attempt = message.number
-        self._ready, self.names, self.lost_keys = set(), {}, {}
-        self._exits.forget()
-        self._changing = self._replacing = self._ending = False
+        self.names, self._lost_keys = {}, {}
         self._let_go.clear()
         if self._nodes is not None:
             self._nodes.begin()
-        self._restart_at = None
-        self._recovery.abandon()
-        self._phases = Phases()
-        job = self.job
-        if message.number > 0 and self.keep:
-            self._note("the ranks were started anew: all of their variables are gone")
-        if self.keep and job is not None and job.dispatched:
-            # The ranks that had it are gone, and so is all that it could have been done with.
-            self._finish(job)
-        elif job is not None and not job.ended.is_set():
-            job.begin_again()
-        self._fold(message)
+        self._feed(lifecycle.AttemptStarting(message))
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
         if self._nodes is not None:
             self._nodes.keep_logs_at(Path(workers[0].stdout).parents[1])
+        self._forked(number, world_size, workers)
+
+    def _forked(
+        self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
+    ) -> None:
         pids = {worker.rank: worker.pid for worker in workers}
-        self._fold(AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids))
-        # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
-        self._phases.begin_connect()
-        self._dispatch_when_ready()
-
-    def _on_exit(self, exited: Exited) -> None:
-        self._hub.drain()
-        if self._changing:
-            exited = msgspec.structs.replace(exited, expected=True)
-        if self.keep and not self.ready and not exited.expected:
-            self._agent.stop()  # a rank that cannot even be started would not come into being again
-        self._recovery.abandon()
-        self._exits.note(exited, time.monotonic())
-        self._fold_exits(time.monotonic())
-
-    def _fold_exits(self, now: float) -> None:
-        """Fold ends whose last words have had time to arrive, or that have no more to say."""
-        job = self.job
-        for exited in self._exits.due(job, now):
-            if job is None or exited.rank not in job.state.ranks or job.ended.is_set():
-                self._note_exit(exited)
-                self._fold(exited)
-            elif not job.has_outcome(exited.rank):
-                for printed in self._logs.rest(exited.rank):
-                    self._fold(printed)
-                self._fold(self._explained(exited))
-            else:
-                self._fold(exited)
-
-    def _note_exit(self, exited: Exited) -> None:
-        """Keep why a rank of a kept group died between two jobs."""
-        if self.keep and not exited.expected and not self.closed.is_set() and exited.exitcode != 0:
-            self._note(f"rank {exited.rank} {self._explained(exited).reason}")
-
-    def _explained(self, exited: Exited) -> Exited:
-        return self._exits.explained(exited, self._titles, self._logs.stderr_of(exited.rank))
+        message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
+        self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def _on_agent_end(self, error: BaseException | None) -> None:
-        job = self.job
         try:
             self._hub.drain(_LAST_DRAIN_SECONDS)
-            self._fold_exits(float("inf"))
-            if job is not None and not job.ended.is_set():
-                for printed in self._logs.rest_of_all():
-                    self._fold(printed)
+            self._feed(lifecycle.Drained())
+            self._observe(self._logs.rest_of_all())
         except Exception as broken:  # noqa: BLE001 - whoever waits for the end must see it
             error = error or broken
         finally:
             self._error = self._error or error
             # Here and not in `close`: a caller who is interrupted once more may never come that far.
             self._hub.remove(self)
+            job = self._life.job
             self._close_nodes(succeeded=job is not None and job.succeeded)
             self._logs.close()
             runtime_dir.remove_tree(self._directory)
             self.closed.set()
             self._kept = None
-            if job is not None and not job.ended.is_set():
-                self._finish(job)
+            self._feed(lifecycle.AgentEnded())
+
+    def _post(self, event: lifecycle.Event) -> None:
+        """Feed an event from any thread."""
+        self._hub.call(functools.partial(self._feed, event))
+
+    def _feed(self, event: lifecycle.Event, now: float | None = None) -> None:
+        """Take an event, and perform what follows from it; only on the hub's thread."""
+        self._life, actions = step(self._life, event, time.monotonic() if now is None else now)
+        self.attempt = self._life.attempt
+        job, known = self.job, self._life.job
+        if job is not None and known is not None and not job.ended.is_set():
+            job.state, job.interrupted = known.run, known.interrupted
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: lifecycle.Action) -> None:
+        match action:
+            case Send(rank, message):
+                self._send(rank, message)
+            case lifecycle.TellNodes(message):
+                if self._nodes is not None:
+                    self._nodes.tell(message)
+            case lifecycle.Explain(exited):
+                self._observe(self._logs.rest(exited.rank))
+                stderr = self._logs.stderr_of(exited.rank)
+                explained = self._exit_reasons.explained(exited, self._titles, stderr)
+                self._feed(lifecycle.ExitExplained(explained))
+            case lifecycle.LetGo():
+                self._let_go.set()
+            case (
+                lifecycle.ReleaseWorkers()
+                | lifecycle.StopAgent()
+                | lifecycle.RestartAgent()
+                | lifecycle.RejoinNodes()
+                | lifecycle.SkipGrace()
+            ):
+                self._order(action)
+            case _ if self.job is not None:
+                self._do_to_job(action, self.job)
+            case _:
+                pass
+
+    def _order(
+        self,
+        action: lifecycle.ReleaseWorkers
+        | lifecycle.StopAgent
+        | lifecycle.RestartAgent
+        | lifecycle.RejoinNodes
+        | lifecycle.SkipGrace,
+    ) -> None:
+        """Have the agent do something."""
+        match action:
+            case lifecycle.ReleaseWorkers(succeeded, others):
+                self._agent.release(succeeded=succeeded, others=others)
+            case lifecycle.StopAgent():
+                self._agent.stop()
+            case lifecycle.RestartAgent():
+                self._agent.restart()
+            case lifecycle.RejoinNodes():
+                self._agent.rejoin()
+            case lifecycle.SkipGrace():
+                self._agent.skip_grace()
+            case _:
+                assert_never(action)
+
+    def _do_to_job(
+        self,
+        action: lifecycle.Dispatch
+        | lifecycle.KeepPayload
+        | lifecycle.ForgetValues
+        | lifecycle.FinishJob
+        | lifecycle.Warn,
+        job: Job,
+    ) -> None:
+        match action:
+            case lifecycle.Dispatch(rank):
+                self._send(rank, job.dispatch_to(rank))
+            case lifecycle.KeepPayload():
+                job.whole()
+            case lifecycle.ForgetValues():
+                job.values = {}
+            case lifecycle.FinishJob(launch_failure):
+                job.launch_failure = launch_failure
+                self._end(job)
+            case lifecycle.Warn(text):
+                job.late.append(text)
+            case _:
+                assert_never(action)
+
+    def _end(self, job: Job) -> None:
+        job.error = job.error or self._error
+        job.end(time.time())
+
+    def _send(self, rank: int, message: ToRank) -> None:
+        if self._nodes is None or not self._nodes.send(rank, message):
+            self._hub.send(self, rank, message)

@@ -12,7 +12,6 @@ from nblaunch.capture import shared_memory
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.logs import LogTail
 from nblaunch.elastic.settings import Worker
-from nblaunch.group.stacks import StackRequest
 from nblaunch.options.kinds import streams_of
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
@@ -21,20 +20,21 @@ from nblaunch.protocol.messages import (
     Cleared,
     Dispatch,
     Displayed,
-    Exited,
     FromRank,
-    Message,
+    Noticed,
     Offsets,
     Printed,
     Raised,
     Returned,
+    RunEnded,
     ScriptJob,
     Started,
     Stream,
     Switched,
+    Waiting,
 )
 from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import RankState, RunState, State, advance, looked_at
+from nblaunch.protocol.state import RankState, RunState, advance, looked_at
 
 _BITS = {Stream.STDOUT: 1, Stream.STDERR: 2}
 
@@ -199,20 +199,9 @@ class Job:
         self.questions: deque[Asked] = deque()
         """What ranks want to be told by the user, the oldest first."""
         self.ended = threading.Event()
-        self.dispatched = False
-        self.arrived: set[int] = set()
-        """Ranks on which all of the payload has arrived."""
         self.whole: Callable[[], None] = lambda: None
-        """Called when it has arrived on every rank, and before any of them begins."""
+        """Called when the payload has arrived on every rank, and before any of them begins."""
         self.interrupted = False
-        self.settle_at: float | None = None
-        self.settled = False
-        self.open = False
-        """Whether a rank has returned while NCCL had operations that had not ended."""
-        self.stack_request: StackRequest | None = None
-        """Where the ranks were then."""
-        self.unmatched = False
-        """Whether these operations wait for a rank that has returned without them."""
 
     @property
     def titles(self) -> dict[str, str]:
@@ -229,21 +218,10 @@ class Job:
         """Return what a rank is sent."""
         return self._dispatches.get(rank, self.dispatch)
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether every rank has a value."""
-        return all(rank.state is State.SUCCEEDED for rank in self.state.ranks.values())
-
-    def has_outcome(self, rank: int) -> bool:
-        """Whether there is nothing more to wait for from a rank."""
-        known = self.state.ranks.get(rank)
-        return known is None or known.state.final or self.ended.is_set()
-
     def take_value(self, message: Returned) -> Returned | Raised | None:
         """Map a value while its rank still holds it; return what is to be folded for it."""
         if self.ended.is_set():
             return None
-        self.open = self.open or message.open
         try:
             self.values[message.rank] = shared_memory.get(message.value, private=False)
         except (FileNotFoundError, ProcessLookupError):
@@ -253,30 +231,30 @@ class Job:
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
         return message
 
-    def fold(self, message: Message) -> None:
-        """Take a message into account; after the end only what warns of a rank that left badly."""
-        if isinstance(message, Printed) and not self.output.shows(self._local(message.rank), message.stream):
-            return  # it is in the rank's files, and from there in the result
-        before = self.state
-        after = advance(before, message)
-        if not self.ended.is_set():
-            self.state = after
-        elif isinstance(message, Exited) and message.rank in after.ranks:
-            warning = after.ranks[message.rank].warning
-            if warning and warning != before.ranks[message.rank].warning:
-                self.late.append(warning)
+    def shows(self, printed: Printed) -> bool:
+        """Whether output is shown; what is not is in the rank's files, and from there in the result."""
+        # The agent's word, since a virtual local rank is always 0.
+        known = self.logs.get(self.state.attempt.number, {}).get(printed.rank)
+        rank = self.state.ranks.get(printed.rank)
+        if rank is None:
+            return False  # it takes no part
+        local_rank = known.worker.local_rank if known is not None else rank.local_rank
+        return self.output.shows(local_rank, printed.stream)
 
-    def _local(self, rank: int) -> int:
-        """Return a rank's number on its node: the agent's word, since a virtual local rank is always 0."""
-        known = self.logs.get(self.state.attempt.number, {}).get(rank)
-        return known.worker.local_rank if known is not None else self.state.ranks[rank].local_rank
+    def notice(self, text: str) -> None:
+        """Show something with the result; only before the job is given to a group."""
+        self.state = advance(self.state, Noticed(text=text))
 
     def keep(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are."""
+        """Keep a report of where the ranks are; only where the group does not."""
         self.state = looked_at(self.state, report)
 
-    def begin_again(self) -> None:
-        """Forget what the attempt before this one has left undone."""
-        self.settle_at, self.settled, self.dispatched = None, False, False
-        self.open, self.stack_request, self.unmatched = False, None, False
-        self.values = {}
+    def end(self, time: float) -> None:
+        """End the job as it is now: its result can be made."""
+        if self.ended.is_set():
+            return
+        if self.state.doing:
+            self.state = advance(self.state, Waiting())
+        if not self.state.finished:
+            self.state = advance(self.state, RunEnded(time=time, stopped=self.error is None))
+        self.ended.set()

@@ -45,7 +45,6 @@ from nblaunch.protocol.messages import (
     CellJob,
     Dispatch,
     FunctionJob,
-    Noticed,
     Objects,
     Phase,
     Prepare,
@@ -269,7 +268,7 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
         job = Job(_dispatches(launch, sent), state, internal=launch.internal, output=output)
         job.whole = launch.arrived
         for text in launch.notices:
-            job.fold(Noticed(text=text))
+            job.notice(text)
         ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
         shown = job.state
         try:

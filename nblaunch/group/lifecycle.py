@@ -1,502 +1,1108 @@
-"""How long ranks may take to come into being, phase by phase, and what is said when they do not."""
+"""The life of a worker group, as one pure machine: `step(state, event, now) -> (state, actions)`.
+
+Everything that decides what becomes of a group and its jobs is in this module, and in the two machines of
+`nblaunch.group.recovery` that it holds. `step` takes any event in any state, reads no clock (`now` is
+monotonic), and does nothing itself: `nblaunch.group.group` feeds it events and performs its actions.
+
+A group of one run is fresh: it is let go with its job, and torchelastic may start it again. A kept group (a
+session's) goes on: ranks that are stuck are freed, the process group is formed again where it may be broken,
+and only ranks that do not come back are replaced.
+
+    stage        entered when                    next, and what for
+    -----------  ------------------------------  ----------------------------------------------------------
+    STARTING     an attempt begins               READY: every rank has formed its process group
+                 deadlines: 60 s until all       (agent stopped: a deadline has passed, or a rank of a kept
+                 ranks are connected, 120 s      group has died here: others would not come into being either)
+                 for the process group
+    READY        all ranks wait for a job        RUNNING: a job is given, and dispatched to its ranks
+    RUNNING      the job is with the ranks       fresh: LEAVING once all have an outcome, or 0.1 s after the
+                                                 first failure
+                                                 kept: READY if all succeeded; INTERRUPTED 0.1 s after the
+                                                 first failure; RECOVERING once all have an outcome
+    INTERRUPTED  the user interrupts, or a       RECOVERING: all ranks have ended the job
+                 peer of a kept rank failed      in turn: KeyboardInterrupt; stuck ranks are freed; the last
+                                                 interrupt, a grace period after the first was seen; then
+                                                 REPLACING. A rank in C code is waited for
+    RECOVERING   a kept job has not succeeded    READY: all ranks are fit for another job; the job ends
+                                                 REPLACING: one is not, or does not answer in time
+    LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again
+    REPLACING    kept ranks are to be ended      STARTING: torchelastic starts others; the job ends
+    CHANGING     a node comes or goes            STARTING: the nodes meet again; a job that had begun starts
+                                                 again
+    CLOSED       the agent has ended             -
+
+From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. Where a kept rank
+dies, torchelastic ends the others, and the job ends with STARTING. A job ends with the agent at the latest.
+"""
 
 from __future__ import annotations
 
-import secrets
-import threading
-import time
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, assert_never
 
 import msgspec
 
-from nblaunch._cgroups import oom_kills
-from nblaunch._results import EventLog
 from nblaunch.diagnose import hang
-from nblaunch.diagnose.failures import explain_exit
-from nblaunch.elastic.logs import read_end, read_text
-from nblaunch.elastic.settings import AgentSettings
-from nblaunch.elastic.thread import AgentThread
-from nblaunch.group.hub import Hub
-from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.members import Nodes
-from nblaunch.group.recovery import Interruption, Recovery
-from nblaunch.group.stacks import StackRequest
+from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
 from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
+    Abort,
+    Aborted,
     Arrived,
+    Asked,
     AttemptStarted,
     Entered,
     Exited,
+    FromRank,
     Hello,
+    InterruptSeen,
     Leave,
+    Measured,
     Message,
     Names,
     Noticed,
     Phase,
     Prepare,
+    Printed,
     Proceed,
+    Raised,
     Recovered,
     ReportReached,
-    RunEnded,
+    Returned,
     ToRank,
     Waiting,
-    fatal_path,
+    Where,
 )
-from nblaunch.protocol.reports import format_ranks
-from nblaunch.protocol.state import RunState, State, advance
+from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.state import RunState, State, advance, looked_at
 
 CONNECT_SECONDS = 60.0
 PROCESS_GROUP_SECONDS = 120.0
-
-
-class Phases:
-    """The phases of one attempt that have a limit, one after the other: connect, process group."""
-
-    def __init__(self) -> None:
-        """Begin without a limit."""
-        self._phase: Phase | None = None
-        self._deadline = float("inf")
-        self._reached: dict[Phase, set[int]] = {Phase.CONNECT: set(), Phase.PROCESS_GROUP: set()}
-
-    @property
-    def without_limit(self) -> bool:
-        """Whether nothing becomes overdue."""
-        return self._deadline == float("inf")
-
-    def begin_connect(self) -> None:
-        """Limit the time until ranks that have been forked are heard, if they have not been already."""
-        if self._phase is None:
-            self._begin(Phase.CONNECT, CONNECT_SECONDS)
-
-    def begin_process_group(self, world_size: int) -> None:
-        """Limit the time in which ranks form their group, once the last of them is connected."""
-        if self._phase is not Phase.PROCESS_GROUP and len(self._reached[Phase.CONNECT]) == world_size:
-            self._begin(Phase.PROCESS_GROUP, PROCESS_GROUP_SECONDS)
-
-    def reached(self, phase: Phase, rank: int) -> None:
-        """Take note that a rank has come to the end of a phase."""
-        self._reached[phase].add(rank)
-
-    def wait_without_limit(self, world_size: int) -> None:
-        """All are connected, and nobody has told them to go on: that may take as long as it likes."""
-        if len(self._reached[Phase.CONNECT]) == world_size:
-            self._deadline = float("inf")
-
-    def passed(self) -> None:
-        """All phases are over."""
-        self._deadline = float("inf")
-
-    def overdue(self, now: float, state: RunState) -> tuple[str, str] | None:
-        """Return the phase whose time is over, and what is to be said of it; once."""
-        if now <= self._deadline or self._phase is None:
-            return None
-        self._deadline = float("inf")
-        late = state.ranks.keys() - self._reached[self._phase]
-        seconds = CONNECT_SECONDS if self._phase is Phase.CONNECT else PROCESS_GROUP_SECONDS
-        what = f"phase '{self._phase}' did not finish in {seconds:.0f} s"
-        return self._phase.value, f"{what}: {format_ranks(late)} did not come that far"
-
-    def _begin(self, phase: Phase, seconds: float) -> None:
-        self._phase, self._deadline = phase, time.monotonic() + seconds
-
-
-# --- Processes that are gone: why, and when all that they had to say has arrived.
-
-
+_LIMITS = {Phase.CONNECT: CONNECT_SECONDS, Phase.PROCESS_GROUP: PROCESS_GROUP_SECONDS}
 # A rank's last words may still lie in the socket when its process is gone.
-_LAST_WORDS_SECONDS = 0.05
-# NCCL's watchdog writes some 10 KB when it ends a process.
-_STDERR_BYTES = 200_000
-
-
-class Exits:
-    """The exits of one attempt's ranks; used on the hub's thread only."""
-
-    def __init__(self, directory: Path) -> None:
-        """Nobody has gone; dying ranks write their stacks to `directory`."""
-        self.ranks: set[int] = set()
-        """Who has gone."""
-        self._directory = directory
-        self._waiting: dict[int, tuple[float, Exited]] = {}
-        self._oom_before = oom_kills()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether last words are being waited for."""
-        return bool(self._waiting)
-
-    def forget(self) -> None:
-        """Begin another attempt."""
-        self.ranks, self._waiting = set(), {}
-
-    def note(self, exited: Exited, now: float) -> None:
-        """Take note of a process that is gone."""
-        self.ranks.add(exited.rank)
-        self._waiting[exited.rank] = (now + _LAST_WORDS_SECONDS, exited)
-
-    def due(self, job: Job | None, now: float) -> Iterator[Exited]:
-        """Yield exits of ranks that have no more to say, or have had the time to."""
-        for rank, (when, exited) in list(self._waiting.items()):
-            if job is not None and not job.has_outcome(rank) and now < when:
-                continue
-            del self._waiting[rank]
-            yield exited
-
-    def explained(self, exited: Exited, titles: Mapping[str, str], stderr: str = "") -> Exited:
-        """Return the exit with its reason, and with the stacks that the rank has written.
-
-        `stderr` is the path of what it has printed there.
-        """
-        if exited.expected or exited.reason:
-            return exited
-        dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        said = read_end(stderr, _STDERR_BYTES) if stderr else ""
-        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=said)
-        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)
-
-
-# --- The course of the jobs of a worker group: dispatched, settled, healed or restarted, ended.
-#
-# A group of one run is let go with its job. A kept group goes on: ranks that are stuck are freed, the
-# process group is formed again where it may be broken, and only ranks that do not come back are replaced.
-
-
+LAST_WORDS_SECONDS = 0.05
 # How long the other ranks may take to say what happened to them once one has failed.
 SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
 _LEFT_OPEN_SECONDS = 2.0
-# Who waits for less than this needs no explanation.
-_SAY_SECONDS = 1.0
 REFORMING = "re-forming the process group"
-# How long ranks that are seen to be at it may take to form their group again.
-RECOVERY_SECONDS = 60.0
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+STARTED_AGAIN = "the ranks were started anew: all of their variables are gone"
+_NEVER = float("inf")
 
 
-class Lifecycle:
-    """What becomes of a group's jobs; all methods run on the hub's thread."""
+# --- what is known -------------------------------------------------------------------------------
 
-    _agent: AgentThread
-    _exits: Exits
 
-    def __init__(self, hub: Hub, settings: AgentSettings, *, keep: bool) -> None:
-        """Begin without a job."""
-        self.group = secrets.token_hex(4)
-        self.attempt = 0
-        self.keep = keep
-        self.settings = settings
-        self.state = RunState.fresh(settings.nproc, time=time.time())
-        """The ranks themselves; what becomes of a job is in `job.state`."""
-        self.job: Job | None = None
-        self.names: dict[int, Names] = {}
-        """Of a kept group: the variables that each rank has."""
-        self.lost_keys: dict[int, tuple[int, ...]] = {}
-        """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
-        self.closed = threading.Event()
-        self.events = EventLog()
-        """What torchelastic has recorded of these ranks."""
-        self._notes: list[str] = []
-        """Of a kept group: what has happened to its ranks and has not been told with a job yet."""
-        self._hub = hub
-        self._prepare: Prepare | None = None
-        self._ready: set[int] = set()
-        self._logs = RankLogs()
-        self._error: BaseException | None = None
-        self._launch_failure: tuple[str, str] | None = None
-        self._restart_at: float | None = None
-        """When ranks that are being healed are taken for lost."""
-        self._late: StackRequest | None = None
-        self._recover_until = 0.0
-        self._interruption = Interruption(self._send)
-        self._recovery = Recovery(self._send)
-        self._nodes: Nodes | None = None
-        self._replacing = False
-        """Whether the ranks of this attempt are being ended, and others are to take their place."""
-        self._changing = False
-        """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
-        self._phases = Phases()
-        self._ending = False
-        """Whether the ranks of this attempt were told to let go of NCCL, since they are about to be ended."""
-        self._holding: set[int] = set()
-        self._let_go = threading.Event()
+class Stage(enum.StrEnum):
+    """How far a group is; the module's docstring says what leads from one to the next."""
+
+    STARTING = "STARTING"
+    READY = "READY"
+    RUNNING = "RUNNING"
+    INTERRUPTED = "INTERRUPTED"
+    RECOVERING = "RECOVERING"
+    LEAVING = "LEAVING"
+    REPLACING = "REPLACING"
+    CHANGING = "CHANGING"
+    CLOSED = "CLOSED"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """The phase of an attempt that has a limit, and when it ends (monotonic)."""
+
+    phase: Phase | None = None
+    at: float = _NEVER
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The job that the group has been given."""
+
+    run: RunState
+    internal: bool = False
+    """Nobody sees its result: notes wait for the next job."""
+    dispatched: bool = False
+    arrived: frozenset[int] = frozenset()
+    """Ranks on which all of the payload has arrived."""
+    interrupted: bool = False
+    """Whether the user has interrupted it."""
+    settle_at: float | None = None
+    settled: bool = False
+    """Whether every rank has an outcome, or has had the time to say what happened to it."""
+    open: bool = False
+    """Whether a rank has returned while NCCL had operations that had not ended."""
+    left_open: Survey | None = None
+    """Where the ranks were then."""
+    unmatched: bool = False
+    """Whether these operations wait for a rank that has returned without them."""
+    ended: bool = False
 
     @property
-    def ready(self) -> bool:
+    def succeeded(self) -> bool:
+        """Whether every rank has a value."""
+        return all(rank.state is State.SUCCEEDED for rank in self.run.ranks.values())
+
+    def has_outcome(self, rank: int) -> bool:
+        """Whether there is nothing more to wait for from a rank."""
+        known = self.run.ranks.get(rank)
+        return known is None or known.state.final or self.ended
+
+    def again(self) -> JobState:
+        """Return the job as another attempt begins it."""
+        return JobState(self.run, internal=self.internal, interrupted=self.interrupted)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A worker group and its job; any thread may read it."""
+
+    kept: bool
+    grace: float
+    members: RunState
+    """The ranks themselves; what becomes of a job is in `job.run`."""
+    attempt: int = 0
+    prepare: Prepare | None = None
+    connected: frozenset[int] = frozenset()
+    ready: frozenset[int] = frozenset()
+    """Ranks that have formed their process group."""
+    forked: frozenset[int] = frozenset()
+    """Ranks whose processes, and log files, are known."""
+    remote: frozenset[int] = frozenset()
+    """Those of them that are on another node."""
+    exited: frozenset[int] = frozenset()
+    last_words: Mapping[int, tuple[float, Exited]] = field(default_factory=dict)
+    """Exits that are not folded yet: what the ranks have sent may still arrive until then (monotonic)."""
+    deadline: Deadline = field(default_factory=Deadline)
+    job: JobState | None = None
+    interruption: Interruption = field(default_factory=Interruption)
+    recovery: Recovery = field(default_factory=Recovery)
+    replacing: bool = False
+    """Whether the ranks of this attempt are being ended, and others are to take their place."""
+    changing: bool = False
+    """Whether a node comes or goes: what becomes of the ranks of this attempt is no failure."""
+    holding: frozenset[int] | None = None
+    """Ranks that have not let go of NCCL yet, once they are about to be ended; None before that."""
+    notes: tuple[str, ...] = ()
+    """What has happened to the ranks, for the next job of which the user sees the result."""
+    launch_failure: tuple[str, str] | None = None
+    closed: bool = False
+
+    @property
+    def all_ready(self) -> bool:
         """Whether all ranks of this attempt have come into being."""
-        return len(self._ready) == self.state.world_size
+        return len(self.ready) == self.members.world_size
 
     @property
-    def _titles(self) -> dict[str, str]:
-        return self.job.titles if self.job is not None else {}
+    def working(self) -> JobState | None:
+        """The job that has not ended."""
+        return self.job if self.job is not None and not self.job.ended else None
 
-    def _send(self, rank: int, message: ToRank) -> None:
-        if self._nodes is None or not self._nodes.send(rank, message):
-            self._hub.send(self, rank, message)
+    @property
+    def at_work(self) -> RunState:
+        """The job's state while there is one, else that of the ranks, which are idle."""
+        return self.members if self.working is None else self.working.run
 
-    def _tell_nodes(self, message: wire.ToNode) -> None:
-        if self._nodes is not None:
-            self._nodes.tell(message)
+    @property
+    def stage(self) -> Stage:
+        """How far the group is."""
+        job = self.working
+        if self.closed:
+            return Stage.CLOSED
+        if self.replacing or self.changing:
+            return Stage.REPLACING if self.replacing else Stage.CHANGING
+        if self.recovery.busy:
+            return Stage.RECOVERING
+        if not self.kept and self.job is not None and self.job.settled:
+            return Stage.LEAVING
+        if job is not None and self.interruption.begun:
+            return Stage.INTERRUPTED
+        if job is not None and job.dispatched:
+            return Stage.RUNNING
+        return Stage.READY if self.all_ready else Stage.STARTING
 
-    def _begin(self, job: Job | None, prepare: Prepare) -> None:
-        self.job = job
-        if self._prepare is None:
-            self._prepare = prepare
-            for rank in self.state.ranks.values():
-                if rank.node:
-                    self._send(rank.rank, prepare)
-            self._phases.begin_process_group(self.state.world_size)
-        if job is None:
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due until a rank, the agent or the caller speaks."""
+        return (
+            self.working is None
+            and self.deadline.at == _NEVER
+            and not self.recovery.busy
+            and not self.interruption.busy
+            and not self.last_words
+        )
+
+
+# --- what happens --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankSaid:
+    """A rank has sent a message, and all output that came before it is observed."""
+
+    message: FromRank
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Something is known of the ranks that they have not sent: output, measurements, a notice."""
+
+    message: Printed | Measured | Noticed | Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStarting:
+    """The agent is about to start processes, which may speak before the last of them is forked."""
+
+    message: AttemptStarted
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersForked:
+    """Processes of this attempt are there, and their log files; `remote` are those of another node."""
+
+    message: AttemptStarted
+    ranks: frozenset[int]
+    remote: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """A process is gone."""
+
+    exited: Exited
+
+
+@dataclass(frozen=True, slots=True)
+class ExitExplained:
+    """An exit's reason is known, and all output of the rank is observed: the answer to `Explain`."""
+
+    exited: Exited
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """All that ranks had sent has been received: no exit waits for last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksEnding:
+    """The agent is about to end ranks by a signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class OthersStopped:
+    """None of these ranks is at work any more; None: those of this node."""
+
+    ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChanging:
+    """The nodes are about to meet again: the agent ends every rank, and starts others."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node goes, or has gone; `enough` says whether the run can go on without it."""
+
+    name: str
+    asked: bool
+    enough: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEnded:
+    """The agent has ended, and so have all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubLost:
+    """No message arrives any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobGiven:
+    """The caller gives the ranks a job; without one they only become ready."""
+
+    prepare: Prepare
+    run: RunState | None = None
+    internal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StacksTaken:
+    """The caller keeps a report of where the ranks are with the job."""
+
+    report: HangReport
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """Something is to be shown with the next result that the user sees."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotesForgotten:
+    """The user knows of all notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceSet:
+    """The grace period from now on, in seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class InterruptAsked:
+    """The user interrupts the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceSkipped:
+    """The user interrupts the job once more: what is left of the grace period is skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAsked:
+    """The ranks of a kept group are to be replaced."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """The ranks of a group without a job may end in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+FromAgent: TypeAlias = (
+    AttemptStarting
+    | WorkersForked
+    | WorkerExited
+    | ExitExplained
+    | Drained
+    | RanksEnding
+    | OthersStopped
+    | MembershipChanging
+    | NodeLeaving
+    | AgentEnded
+)
+FromCaller: TypeAlias = (
+    JobGiven
+    | StacksTaken
+    | Noted
+    | NotesForgotten
+    | GraceSet
+    | InterruptAsked
+    | GraceSkipped
+    | RestartAsked
+    | Dismissed
+)
+Event: TypeAlias = RankSaid | Observed | FromAgent | FromCaller | HubLost | Tick
+
+
+# --- what is to be done --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the job to one of its ranks."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPayload:
+    """The payload is whole on every rank: remember that they have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetValues:
+    """Another attempt begins the job again: let go of the values of this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob:
+    """End the job: its result can be made."""
+
+    launch_failure: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Keep a warning that comes after the job has ended."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    """Read the rest of a rank's output, find out why it exited, and answer with `ExitExplained`."""
+
+    exited: Exited
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWorkers:
+    """Let the agent take exits for expected ones, and stop the `others`, which are still at work."""
+
+    succeeded: bool
+    others: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StopAgent:
+    """End the ranks, and the agent with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAgent:
+    """End the ranks, and start others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RejoinNodes:
+    """Have the nodes meet again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkipGrace:
+    """Kill ranks that are being ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """No rank is inside NCCL any more: they may be ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellNodes:
+    """Send a message to all other nodes."""
+
+    message: wire.ToNode
+
+
+Action: TypeAlias = (
+    Send
+    | Dispatch
+    | KeepPayload
+    | ForgetValues
+    | FinishJob
+    | Warn
+    | Explain
+    | ReleaseWorkers
+    | StopAgent
+    | RestartAgent
+    | RejoinNodes
+    | SkipGrace
+    | LetGo
+    | TellNodes
+)
+
+
+# --- the machine ---------------------------------------------------------------------------------
+
+
+def step(state: GroupState, event: Event, now: float) -> tuple[GroupState, tuple[Action, ...]]:
+    """Return the state after an event, and what is to be done; `now` is monotonic."""
+    taken = _Step(state, now)
+    match event:
+        case RankSaid(message):
+            taken.rank_said(message)
+        case Observed(message):
+            taken.fold(message)
+            if isinstance(message, Measured):
+                taken.ask_how_far()
+        case Tick():
+            taken.tick()
+        case HubLost():
+            taken.act(StopAgent())
+        case (
+            JobGiven()
+            | StacksTaken()
+            | Noted()
+            | NotesForgotten()
+            | GraceSet()
+            | InterruptAsked()
+            | GraceSkipped()
+            | RestartAsked()
+            | Dismissed()
+        ):
+            taken.from_caller(event)
+        case _:
+            taken.from_agent(event)
+    return taken.state, tuple(taken.actions)
+
+
+class _Step:
+    """One step: the state as it changes, and what is to be done."""
+
+    def __init__(self, state: GroupState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    def act(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def set_job(self, **changes: Any) -> None:
+        if self.state.job is not None:
+            self.set(job=replace(self.state.job, **changes))
+
+    def send(self, rank: int, message: ToRank) -> None:
+        if rank not in self.state.exited:
+            self.act(Send(rank, message))
+
+    def send_all(self, sends: Sends) -> None:
+        for each in sends:
+            self.send(each.rank, each.message)
+
+    # --- what ranks say --------------------------------------------------------------------------
+
+    def rank_said(self, message: FromRank) -> None:
+        state = self.state
+        if (state.changing or state.holding is not None) and isinstance(message, Raised):
+            # It is the abort, or the change, that it has stumbled over.
             return
-        job.logs = self._logs.begin_job(self.attempt)
-        self._interruption.reset()
-        if self.closed.is_set():
-            self._finish(job)
-            return
-        job.state = job.state.seated(self.state.ranks, self.attempt)
-        if not job.internal:
-            notes, self._notes = self._notes, []
-            for note in notes:
-                job.fold(Noticed(text=note))
+        if state.recovery.busy:
+            self.set(recovery=state.recovery.patient(self.now, state.grace))
+        match message:
+            case Names() | Asked():
+                return
+            case Arrived() | Recovered() | Where() | InterruptSeen() | Aborted():
+                self._answered(message)
+                return
+            case Hello() if state.prepare is not None:
+                self.send(message.rank, state.prepare)
+            case Entered(phase=Phase.READY):
+                self.set(ready=state.ready | {message.rank})
+            case Returned(open=True) if state.working is not None:
+                self.set_job(open=True)
+            case _:
+                pass
+        self.fold(self.state.interruption.as_stopped(message))
+        if isinstance(message, Hello):
+            self.set(connected=self.state.connected | {message.rank})
+            self._limit_process_group()
         self._dispatch_when_ready()
+
+    def _answered(self, message: Arrived | Recovered | Where | InterruptSeen | Aborted) -> None:
+        """Take what is no part of the fold."""
+        match message:
+            case Arrived(rank=rank):
+                self._payload_arrived(rank)
+            case Recovered():
+                self._recovered(message)
+            case Where():
+                self._located(message)
+            case InterruptSeen():
+                self.set(interruption=self.state.interruption.seen(message, self.now))
+            case Aborted(rank=rank) if self.state.holding is not None:
+                self.set(holding=self.state.holding - {rank})
+                self._let_go()
+            case _:
+                pass
+
+    def _payload_arrived(self, rank: int) -> None:
+        """Let the job begin once its payload is whole on every rank; if it cannot be, no rank keeps it."""
+        job = self.state.working
+        if job is None or self.state.interruption.begun or job.run.failed:
+            return
+        arrived = job.arrived | {rank}
+        self.set_job(arrived=arrived)
+        if arrived == job.run.ranks.keys() and arrived != job.arrived:
+            self.act(KeepPayload())
+            for each in job.run.ranks:
+                self.send(each, Proceed())
+
+    def _located(self, answer: Where) -> None:
+        state = self.state
+        interruption, sends = state.interruption.answered(answer, state.at_work, self.now)
+        self.set(interruption=interruption, recovery=state.recovery.answered(answer))
+        self.send_all(sends)
+        job = self.state.working
+        if job is not None and job.left_open is not None and not job.settled:
+            self.set_job(left_open=job.left_open.with_answer(answer))
+            if job.left_open.missing <= {answer.rank}:
+                self._settle()
+
+    def ask_how_far(self) -> None:
+        """Ask ranks at work how many collectives they have begun."""
+        ranks = self.state.at_work.ranks
+        if len(ranks) > 1:
+            for rank in ranks.values():
+                if rank.state is State.RUNNING and rank.rank not in self.state.remote:
+                    self.send(rank.rank, ReportReached())
+
+    # --- an attempt comes into being -------------------------------------------------------------
+
+    def _limit(self, phase: Phase) -> None:
+        self.set(deadline=Deadline(phase, self.now + _LIMITS[phase]))
+
+    def _limit_process_group(self) -> None:
+        """Limit the time in which ranks form their group, once the last of them is connected."""
+        state = self.state
+        if len(state.connected) != state.members.world_size:
+            return
+        if state.prepare is None:
+            # Nobody has told them to go on: that may take as long as it likes.
+            self.set(deadline=replace(state.deadline, at=_NEVER))
+        elif state.deadline.phase is not Phase.PROCESS_GROUP:
+            self._limit(Phase.PROCESS_GROUP)
 
     def _dispatch_when_ready(self) -> None:
         """Dispatch once every rank has its process group, and its log files are known."""
-        if len(self._ready) < self.state.world_size or not self._logs.known(self.state.world_size):
+        state, job = self.state, self.state.working
+        if not state.all_ready or len(state.forked) < state.members.world_size:
             return
-        self._phases.passed()
-        job = self.job
-        if job is None or job.dispatched or job.settled or job.ended.is_set() or self._interruption.begun:
+        if state.deadline.at != _NEVER:
+            self.set(deadline=replace(state.deadline, at=_NEVER))
+        if job is None or job.dispatched or job.settled or state.interruption.begun:
             return
-        job.dispatched = True
-        for rank in job.state.ranks:
-            self._send(rank, job.dispatch_to(rank))
+        if not state.kept and (state.changing or state.holding is not None):
+            return  # these ranks are about to be ended: the job is for the next ones
+        # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
+        self.set_job(dispatched=True)
+        for rank in job.run.ranks:
+            if rank not in state.exited:
+                self.act(Dispatch(rank))
             # A rank that dies at once (`os._exit`) may not live to say that its job has begun.
-            job.fold(Entered(rank=rank, phase=Phase.JOB))
+            self._fold_run(Entered(rank=rank, phase=Phase.JOB))
 
-    def _on_arrived(self, message: Arrived) -> None:
-        """Let the job begin once its payload is whole on every rank; if it cannot be, no rank keeps it."""
-        job = self.job
-        if job is None or job.ended.is_set() or self._interruption.begun or job.state.failed:
-            return
-        job.arrived.add(message.rank)
-        if job.arrived == job.state.ranks.keys():
-            job.whole()
-            for rank in job.state.ranks:
-                self._send(rank, Proceed())
+    def from_agent(self, event: FromAgent) -> None:
+        match event:
+            case AttemptStarting(message):
+                self._attempt_starting(message)
+            case WorkersForked():
+                self._workers_forked(event)
+            case WorkerExited(exited):
+                self._worker_exited(exited)
+            case ExitExplained(exited):
+                if not self._at_work(exited.rank) and self._noteworthy(exited):
+                    self._note(f"rank {exited.rank} {exited.reason}")
+                self.fold(exited)
+            case Drained():
+                self._fold_exits(_NEVER)
+            case RanksEnding():
+                self._ranks_ending()
+            case OthersStopped(ranks):
+                here = self.state.members.ranks.keys() - self.state.remote
+                self._send_leave(here if ranks is None else ranks)
+            case MembershipChanging() | NodeLeaving():
+                self._membership_changing(event)
+            case AgentEnded():
+                self.set(closed=True)
+                self._finish()
+            case _:
+                assert_never(event)
 
-    def _after(self, job: Job) -> None:
-        """Do what follows from a change of the job's state."""
-        if job.ended.is_set():
+    def _attempt_starting(self, message: AttemptStarted) -> None:
+        if message.number < self.state.attempt or self.state.closed:
             return
-        if job.state.finished:
-            self._settled(job)
-        elif job.state.failed and job.settle_at is None:
-            job.settle_at = time.monotonic() + SETTLE_SECONDS
-
-    def _ask_how_far(self) -> None:
-        state = self.job.state if self.job is not None else self.state
-        if len(state.ranks) > 1:
-            for rank in state.ranks.values():
-                if rank.state is State.RUNNING:
-                    self._hub.send(self, rank.rank, ReportReached())
-
-    def _settled(self, job: Job) -> None:
-        """Every rank of the job has an outcome, or has had the time to say what happened to it."""
-        if job.settled or self._changing:
-            return
-        if self.keep:
-            self._settled_and_kept(job)
-            return
-        if job.succeeded and not self._have_ended(job):
-            return
-        job.settled, job.settle_at = True, None
-        others = frozenset(rank.rank for rank in job.state.ranks.values() if not rank.state.final)
-        self._agent.release(succeeded=job.succeeded, others=others)
-        self._tell_nodes(
-            wire.Release(attempt=self.attempt, succeeded=job.succeeded, others=tuple(sorted(others)))
+        self.set(
+            attempt=message.number,
+            connected=frozenset(),
+            ready=frozenset(),
+            forked=frozenset(),
+            remote=frozenset(),
+            exited=frozenset(),
+            last_words={},
+            deadline=Deadline(),
+            recovery=self.state.recovery.abandoned(),
+            replacing=False,
+            changing=False,
+            holding=None,
         )
-        if not others:
-            self._send_leave()
-        if self._interruption.begun:
-            self._agent.stop()  # also: no restart
-        elif job.succeeded:
-            # All values are here: the ranks leave while the user goes on.
-            self._finish(job)
+        if message.number > 0 and self.state.kept:
+            self._note(STARTED_AGAIN)
+        job = self.state.working
+        if job is not None and job.dispatched and self.state.kept:
+            # The ranks that had it are gone, and so is all that it could have been done with.
+            self._finish()
+        elif job is not None:
+            self.set(job=job.again())
+            self.act(ForgetValues())
+        self.fold(message)
 
-    def _have_ended(self, job: Job) -> bool:
-        """Whether what NCCL still does will end; looks at it first where a rank has left something open."""
-        if not job.open or job.unmatched:
-            return True
-        if job.stack_request is None:
-            job.stack_request = StackRequest(self.state.ranks)
-            self._interruption.ask(job.stack_request)
-            job.settle_at = time.monotonic() + _LEFT_OPEN_SECONDS
-        elif job.stack_request.complete.is_set() or time.monotonic() >= (job.settle_at or 0.0):
-            left = hang.report(job.stack_request.answers).findings
-            job.unmatched = bool(left)
-            for each in left:
-                job.fold(Noticed(text=f"the run ended with a collective open, which was aborted: {each}"))
-            return True
-        return False
-
-    def _settled_and_kept(self, job: Job) -> None:
-        job.settle_at = None
-        if not job.dispatched:
-            self._agent.stop()  # they have not even come into being: others would not either
+    def _workers_forked(self, event: WorkersForked) -> None:
+        state = self.state
+        if event.message.number != state.attempt or state.closed:
             return
-        if self._exits.ranks:
-            return  # the agent ends the others, and starts the group again
-        if not job.state.finished:
-            self._free(job)
+        self.set(forked=state.forked | event.ranks)
+        if event.remote:
+            self.set(remote=state.remote | event.ranks)
+        self.fold(event.message)
+        # From now on: before, a fork server that imports torch from a slow disk has a limit of its own.
+        connected = len(state.connected) == self.state.members.world_size
+        if not (event.remote or connected) and state.deadline.phase is None:
+            self._limit(Phase.CONNECT)
+        self._dispatch_when_ready()
+
+    # --- an attempt ends -------------------------------------------------------------------------
+
+    def _worker_exited(self, exited: Exited) -> None:
+        state = self.state
+        if exited.rank in state.exited:
             return
-        job.settled, self._restart_at = True, None
-        if job.succeeded:
-            self._finish(job)
-        else:
-            self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
-            self._recover_until, self._late = time.monotonic() + RECOVERY_SECONDS, None
-            self._recovery.begin(self.state.ranks, self._interruption)
+        if state.changing:
+            exited = msgspec.structs.replace(exited, expected=True)
+        if state.kept and not state.all_ready and not exited.expected:
+            self.act(StopAgent())  # a rank that cannot even be started would not come into being again
+        self.set(
+            recovery=state.recovery.abandoned(),
+            exited=state.exited | {exited.rank},
+            last_words={**state.last_words, exited.rank: (self.now + LAST_WORDS_SECONDS, exited)},
+        )
+        self._fold_exits(self.now)
 
-    def _free(self, job: Job) -> None:
-        """Have the ranks that are still at work give up: a peer of theirs has."""
-        if not self._interruption.begun:
-            self._interruption.begin(job.state)
+    def _at_work(self, rank: int) -> bool:
+        """Whether a rank has a job that has not ended."""
+        job = self.state.working
+        return job is not None and rank in job.run.ranks
 
-    def _press(self, now: float) -> None:
-        """Replace the ranks of a kept group that have seen the interrupt twice, and do not end their job."""
-        job = self.job
-        if not self.keep or job is None or job.ended.is_set() or not job.dispatched:
+    def _noteworthy(self, exited: Exited) -> bool:
+        """Whether a rank of a kept group has died between two jobs."""
+        return self.state.kept and not exited.expected and not self.state.closed and exited.exitcode != 0
+
+    def _fold_exits(self, now: float) -> None:
+        """Fold exits of ranks whose last words have had time to arrive, or that have no more to say."""
+        for rank, (when, exited) in list(self.state.last_words.items()):
+            job = self.state.working
+            has_outcome = job is None or job.has_outcome(rank)
+            if not has_outcome and now < when:
+                continue
+            waiting = {key: each for key, each in self.state.last_words.items() if key != rank}
+            self.set(last_words=waiting)
+            if not has_outcome or (not self._at_work(rank) and self._noteworthy(exited)):
+                self.act(Explain(exited))
+            else:
+                self.fold(exited)
+
+    def _ranks_ending(self) -> None:
+        """Have all ranks let go of NCCL before one is ended."""
+        state = self.state
+        if state.holding is not None:
             return
-        self._interruption.press(now, self.settings.grace)
-        unfreed = self._interruption.unfreed(now)
-        if unfreed and not self._replacing:
-            self._restart(f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective")
-        deaf = self._interruption.deaf(now)
-        if deaf and not self._replacing:
-            self._restart(
-                f"{format_ranks(deaf)} went on after two interrupts, --grace {self.settings.grace:g} s apart"
-            )
+        alive = [rank.rank for rank in state.members.ranks.values() if rank.node]
+        self.set(holding=frozenset(alive) - state.remote - state.exited)
+        for rank in alive:
+            self.send(rank, Abort())
+        self._let_go()
 
-    def _say_what_takes_long(self, now: float) -> None:
-        """Show that ranks re-form their process group: on GPUs that may take seconds."""
-        job = self.job
-        reforming = self._recovery.reforming_since
-        if job is not None and reforming is not None and now >= reforming + _SAY_SECONDS:
-            job.fold(Waiting(doing=REFORMING))
-
-    def _overdue(self, now: float) -> None:
-        """Replace ranks that do not come back, unless they are at it: a large heap takes time to collect."""
-        if self._restart_at is None or now < self._restart_at:
-            return
-        if self._late is None:
-            self._late = StackRequest(self._recovery.awaited)
-            self._interruption.ask(self._late)
-            self._restart_at = now + 1.0
-            return
-        late, self._late = self._late, None
-        busy = late.missing | {rank for rank, where in late.answers.items() if where.frames}
-        if busy and now < self._recover_until:
-            self._restart_at = now + 1.0
-        else:
-            self._restart("ranks did not come back within the grace period")
-            self._note(f"{format_ranks(self._recovery.awaited)} did not get ready for another job")
-
-    def _heard(self) -> None:
-        """Give ranks that are being healed, and speak, their time: a busy machine is slow, not broken."""
-        if self._restart_at is not None and self.job is not None and self.job.settled:
-            self._restart_at = time.monotonic() + max(self.settings.grace, 1.0)
-
-    def _finish(self, job: Job) -> None:
-        """End the job: its result can be made."""
-        job.error, job.launch_failure = job.error or self._error, self._launch_failure
-        if job.state.doing:
-            job.fold(Waiting())
-        if not job.state.finished:
-            job.fold(RunEnded(time=time.time(), stopped=job.error is None))
-        job.ended.set()
-
-    def _interrupt(self, asked: Job | None) -> None:
-        job = self.job
-        if asked is not None and asked is not job:
-            self._finish(asked)  # the interrupt came before the job had been given to the ranks
-            return
-        if job is None or job.ended.is_set():
-            return
-        job.interrupted = True
-        self._interruption.begin(job.state)
-        if job.dispatched:
-            return
-        if self.keep:
-            self._finish(job)
-        else:
-            self._agent.stop()  # nothing of the user's runs yet: there is nobody to wait for
-
-    def _restart(self, reason: str) -> None:
-        self._restart_at = None
-        if not self.closed.is_set():
-            self._replacing = True
-            self._note(reason)
-            self._agent.restart()
-
-    def _note(self, text: str) -> None:
-        """Tell what has happened to the ranks with the job that is there, or else with the next one."""
-        job = self.job
-        if job is not None and not job.ended.is_set() and not job.internal:
-            job.fold(Noticed(text=text))
-        else:
-            self._notes.append(text)
-
-    def forget_notes(self) -> None:
-        """Tell nothing of what has happened so far: whoever would be told knows."""
-        self._hub.call(self._notes.clear)
-
-    def _dismiss(self) -> None:
-        self._agent.release(succeeded=True, others=frozenset())
-        for rank in self.state.ranks:
-            self._send(rank, Leave())
+    def _let_go(self) -> None:
+        if not self.state.holding:
+            self.act(LetGo())
 
     def _send_leave(self, only: Collection[int] | None = None) -> None:
-        job = self.job
+        job = self.state.job
         if job is None:
             return
         # A rank that waits for what a failed one has not begun would wait for ever.
         abort = job.unmatched or not job.succeeded
-        for rank in job.state.ranks.values():
+        for rank in job.run.ranks.values():
             if only is not None and rank.rank not in only:
                 continue
             if rank.state is State.FAILED and rank.failure is not None:
-                self._send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode), abort=abort))
+                self.send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode), abort=abort))
             elif rank.state.final:
-                self._send(rank.rank, Leave(abort=abort))
+                self.send(rank.rank, Leave(abort=abort))
 
-    def _on_recovered(self, message: Recovered) -> None:
-        outcome = self._recovery.recovered(message)
+    def _membership_changing(self, event: MembershipChanging | NodeLeaving) -> None:
+        if isinstance(event, NodeLeaving):
+            job = self.state.working
+            if job is None or job.settled or self.state.interruption.begun or not event.enough:
+                return  # the node's ranks are lost
+            how = "left" if event.asked else "was lost"
+            self._note(f"node {event.name} {how}; the others begin again without it")
+            self.act(RejoinNodes())
+        else:
+            self.act(TellNodes(wire.Rejoin(attempt=self.state.attempt)))
+        self.set(changing=True)
+        self.set_job(settle_at=None)
+
+    # --- what the caller asks --------------------------------------------------------------------
+
+    def from_caller(self, event: FromCaller) -> None:
+        match event:
+            case JobGiven():
+                self._job_given(event)
+            case StacksTaken(report) if self.state.working is not None:
+                self.set_job(run=looked_at(self.state.working.run, report))
+            case Noted(text):
+                self._note(text)
+            case NotesForgotten():
+                self.set(notes=())
+            case GraceSet(seconds):
+                self.set(grace=seconds)
+            case InterruptAsked():
+                self._interrupt()
+            case GraceSkipped():
+                self._skip_grace()
+            case RestartAsked(reason):
+                self._replace(reason)
+            case Dismissed():
+                self.act(ReleaseWorkers(succeeded=True, others=frozenset()))
+                for rank in self.state.members.ranks:
+                    self.send(rank, Leave())
+            case _:
+                pass
+
+    def _job_given(self, event: JobGiven) -> None:
+        state = self.state
+        if state.prepare is None:
+            self.set(prepare=event.prepare)
+            for rank in state.members.ranks.values():
+                if rank.node:
+                    self.send(rank.rank, event.prepare)
+            self._limit_process_group()
+        self.set(job=None if event.run is None else JobState(event.run, internal=event.internal))
+        if event.run is None:
+            return
+        self.set(interruption=state.interruption.fresh())
+        if state.closed:
+            self._finish()
+            return
+        self.set_job(run=event.run.seated(state.members.ranks, state.attempt))
+        if not event.internal:
+            self.set(notes=())
+            for note in state.notes:
+                self._fold_run(Noticed(text=note))
+        self._dispatch_when_ready()
+
+    def _note(self, text: str) -> None:
+        """Show what has happened to the ranks with the job that is there, or else with the next one."""
+        job = self.state.working
+        if job is not None and not job.internal:
+            self._fold_run(Noticed(text=text))
+        else:
+            self.set(notes=(*self.state.notes, text))
+
+    def _interrupt(self) -> None:
+        job = self.state.working
+        if job is None:
+            return
+        self.set_job(interrupted=True)
+        self._begin_interruption()
+        if job.dispatched:
+            return
+        if self.state.kept:
+            self._finish()
+        else:
+            self.act(StopAgent())  # nothing of the user's runs yet: there is nobody to wait for
+
+    def _begin_interruption(self) -> None:
+        interruption, sends = self.state.interruption.begin(self.state.at_work, self.now)
+        self.set(interruption=interruption)
+        self.send_all(sends)
+
+    def _skip_grace(self) -> None:
+        self.act(SkipGrace())
+        self.act(TellNodes(wire.SkipGrace()))
+        waited_for = self.state.interruption.waited_for
+        if not self.state.kept:
+            self.act(StopAgent())
+        elif waited_for:
+            self._replace(f"{format_ranks(waited_for)} had not ended when the job was interrupted again")
+        else:
+            self._replace("it was interrupted twice")
+
+    def _replace(self, reason: str) -> None:
+        """End the ranks of a kept group, and start others."""
+        if not self.state.closed:
+            self.set(replacing=True, recovery=self.state.recovery.abandoned())
+            self._note(reason)
+            self.act(RestartAgent())
+
+    # --- a job takes its course ------------------------------------------------------------------
+
+    def _fold_run(self, message: Message) -> bool:
+        """Fold a message into the job; return whether that changes anything."""
+        job = self.state.working
+        if job is None:
+            return False
+        run = advance(job.run, message)
+        self.set_job(run=run)
+        return run is not job.run
+
+    def fold(self, message: Message) -> None:
+        """Fold what is about the ranks themselves, and what is about the job; do what follows."""
+        job = self.state.job
+        if isinstance(message, Hello | Entered | AttemptStarted):
+            self.set(members=advance(self.state.members, message))
+        if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
+            warning = advance(job.run, message).ranks[message.rank].warning
+            if warning and warning != job.run.ranks[message.rank].warning:
+                self.act(Warn(warning))
+        if not self._fold_run(message):
+            return
+        job = self.state.working
+        if job is not None and job.run.finished:
+            self._settle()
+        elif job is not None and job.run.failed and job.settle_at is None:
+            self.set_job(settle_at=self.now + SETTLE_SECONDS)
+
+    def tick(self) -> None:
+        """Do what is due."""
+        now = self.now
+        self._fold_exits(now)
+        job = self.state.working
+        if job is not None and job.settle_at is not None and now >= job.settle_at:
+            self._settle()
+        state = self.state
+        interruption, sends = state.interruption.tick(state.at_work, state.members, now)
+        self.set(interruption=interruption)
+        self.send_all(sends)
+        self._press()
+        recovery, sends = self.state.recovery.tick(now)
+        self.set(recovery=recovery)
+        self.send_all(sends)
+        if recovery.takes_long(now):
+            self._fold_run(Waiting(doing=REFORMING))
+        self._replace_lost()
+        self._stop_overdue()
+
+    def _settle(self) -> None:
+        """Every rank of the job has an outcome, or has had the time to say what happened to it."""
+        job = self.state.working
+        if job is None or job.settled or self.state.changing:
+            return
+        if self.state.kept:
+            self._settle_kept(job)
+            return
+        if job.succeeded and not self._left_nothing_open():
+            return
+        self.set_job(settled=True, settle_at=None)
+        others = frozenset(rank.rank for rank in job.run.ranks.values() if not rank.state.final)
+        self.act(ReleaseWorkers(job.succeeded, others))
+        release = wire.Release(
+            attempt=self.state.attempt, succeeded=job.succeeded, others=tuple(sorted(others))
+        )
+        self.act(TellNodes(release))
+        if not others:
+            self._send_leave()
+        if self.state.interruption.begun:
+            self.act(StopAgent())  # also: no restart
+        elif job.succeeded:
+            # All values are here: the ranks leave while the user goes on.
+            self._finish()
+
+    def _left_nothing_open(self) -> bool:
+        """Whether what NCCL still does will end; looks at it first where a rank has left something open."""
+        job = self.state.job
+        if job is None or not job.open or job.unmatched:
+            return True
+        if job.left_open is None:
+            left_open, sends = Survey.of(self.state.members.ranks, self.now + _LEFT_OPEN_SECONDS)
+            self.set_job(left_open=left_open, settle_at=left_open.until)
+            self.send_all(sends)
+            return False
+        if not job.left_open.over(self.now):
+            return False
+        left = hang.report(job.left_open.answers).findings
+        self.set_job(unmatched=bool(left))
+        for each in left:
+            text = f"the run ended with a collective open, which was aborted: {each}"
+            self._fold_run(Noticed(text=text))
+        return True
+
+    def _settle_kept(self, job: JobState) -> None:
+        state = self.state
+        self.set_job(settle_at=None)
+        if not job.dispatched:
+            self.act(StopAgent())  # they have not even come into being: others would not either
+        elif state.exited:
+            pass  # the agent ends the others, and starts the group again
+        elif not job.run.finished:
+            # Ranks that are still at work give up: a peer of theirs has.
+            if not state.interruption.begun:
+                self._begin_interruption()
+        elif job.succeeded:
+            self.set_job(settled=True)
+            self._finish()
+        else:
+            self.set_job(settled=True)
+            recovery, sends = state.recovery.begin(
+                state.members.ranks, self.now, state.grace, cut=state.interruption.cut
+            )
+            self.set(recovery=recovery)
+            self.send_all(sends)
+
+    def _press(self) -> None:
+        """Replace the ranks of a kept group that have seen the interrupt twice, and do not end their job."""
+        state, job, now = self.state, self.state.working, self.now
+        if not state.kept or job is None or not job.dispatched:
+            return
+        interruption, sends = state.interruption.press(now, state.grace)
+        self.set(interruption=interruption)
+        self.send_all(sends)
+        unfreed, deaf = interruption.unfreed(now), interruption.deaf(now)
+        if unfreed and not state.replacing:
+            self._replace(f"{format_ranks(unfreed)} could not be freed: NCCL did not abort its collective")
+        elif deaf and not state.replacing:
+            self._replace(
+                f"{format_ranks(deaf)} went on after two interrupts, --grace {state.grace:g} s apart"
+            )
+
+    def _recovered(self, message: Recovered) -> None:
+        recovery, outcome = self.state.recovery.recovered(message)
+        self.set(recovery=recovery)
         if outcome is None:
             return
-        job, self._restart_at = self.job, None
         if outcome.failed:
-            self._restart(outcome.failed)
+            self._replace(outcome.failed)
             return
         if outcome.reformed:
             self._note(REFORMED)
         if outcome.dead:
             self._note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
-        if job is not None and not job.ended.is_set():
-            self._finish(job)
+        self._finish()
 
-    def _fold(self, message: Message) -> None:
-        """Fold what is about the ranks themselves, and what is about the job."""
-        if isinstance(message, Hello | Entered | AttemptStarted):
-            self.state = advance(self.state, message)
-        job = self.job
-        if job is not None:
-            before = job.state
-            job.fold(message)
-            if job.state is not before:
-                self._after(job)
+    def _replace_lost(self) -> None:
+        """Replace ranks that do not get ready for another job."""
+        awaited = self.state.recovery.awaited
+        recovery, sends, lost = self.state.recovery.overdue(self.now)
+        self.set(recovery=recovery)
+        self.send_all(sends)
+        if lost:
+            self._replace("ranks did not come back within the grace period")
+            self._note(f"{format_ranks(awaited)} did not get ready for another job")
+
+    def _stop_overdue(self) -> None:
+        """Stop an attempt that does not come into being, once."""
+        state, phase = self.state, self.state.deadline.phase
+        if phase is None or self.now <= state.deadline.at:
+            return
+        reached = state.connected if phase is Phase.CONNECT else state.ready
+        late = format_ranks(state.members.ranks.keys() - reached)
+        what = f"phase '{phase}' did not finish in {_LIMITS[phase]:.0f} s"
+        self.set(
+            deadline=replace(state.deadline, at=_NEVER),
+            launch_failure=(phase.value, f"{what}: {late} did not come that far"),
+        )
+        self.act(StopAgent())
+
+    def _finish(self) -> None:
+        """End the job: its result can be made."""
+        if self.state.working is not None:
+            self.set_job(ended=True, settle_at=None)
+            self.set(interruption=self.state.interruption.over())
+            self.act(FinishJob(self.state.launch_failure))
 
 
 def _as_exitcode(code: int) -> int:

@@ -1,26 +1,24 @@
-"""Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
+"""Interrupting the ranks of a job, and making them fit for the next one: two pure machines.
 
-A rank on a GPU waits in any call that needs a result, `.item()` for one, and a step may take seconds. It
-takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
+`Interruption` and `Recovery` are frozen. A method that changes one returns the next value, and the messages
+to send. Neither reads a clock: `now` is monotonic. `nblaunch.group.lifecycle` holds both in its state.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from nblaunch.diagnose.failures import blames_a_peer
 from nblaunch.diagnose.hang import by_group, difference_of
-from nblaunch.group.stacks import StackRequest, between_ranks
 from nblaunch.protocol.messages import (
     Collective,
     DeadVariable,
     Exited,
     FreeCollective,
+    FromRank,
     Interrupt,
     InterruptSeen,
-    Message,
     Raised,
     Recover,
     Recovered,
@@ -31,26 +29,70 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one rank."""
+
+    rank: int
+    message: ToRank
+
+
+Sends = tuple[Send, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The question where ranks are: who has not answered, and what the others answered."""
+
+    missing: frozenset[int]
+    until: float = float("inf")
+    answers: Mapping[int, Where] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
+        """Return a survey of these ranks, and its questions."""
+        survey = cls(frozenset(ranks), until)
+        return survey, tuple(Send(rank, ReportWhere()) for rank in sorted(survey.missing))
+
+    def with_answer(self, answer: Where) -> Survey:
+        """Return the survey with one rank's answer."""
+        return replace(
+            self, missing=self.missing - {answer.rank}, answers={**self.answers, answer.rank: answer}
+        )
+
+    def over(self, now: float) -> bool:
+        """Whether all ranks have answered, or have had the time to."""
+        return not self.missing or now >= self.until
+
+
+# --- Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
+#
+# A rank on a GPU waits in any call that needs a result, `.item()` for one, and a step may take seconds. It
+# takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
+
+
 # How long all GPUs may do nothing but one collective, in which all of its ranks are.
 _STEP_SECONDS = 30.0
 # A collective ends within milliseconds of the last of its ranks, and NCCL's watchdog notes it within 0.1 s.
 _LOOK_AGAIN_SECONDS = 0.2
 
 
+@dataclass(frozen=True, slots=True)
 class Steps:
-    """Looks at the same ranks, one time after the other."""
+    """How far the GPUs of the ranks are, and since when."""
 
-    def __init__(self) -> None:
-        """Begin without a look."""
-        self._done: Mapping[int, tuple[int, ...]] | None = None
-        self._since = 0.0
+    done: Mapping[int, tuple[int, ...]] | None = None
+    since: float = 0.0
+
+    def after(self, answers: Mapping[int, Where], now: float) -> Steps:
+        """Return this with one more look."""
+        done = {rank: answer.done for rank, answer in answers.items()}
+        return self if done == self.done else Steps(done, now)
 
     def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
-        done = {rank: answer.done for rank, answer in answers.items()}
-        if done != self._done:
-            self._done, self._since = done, now
-        unmoved = now - self._since
+        unmoved = now - self.since
         under_way, absent = _looked_at(answers)
         if under_way:
             return unmoved >= max(_STEP_SECONDS, grace)
@@ -92,15 +134,19 @@ def _same(answer: Where | None, wanted: Collective) -> Collective | None:
     return next((each for each in known if each.key == wanted.key and each.sequence == wanted.sequence), None)
 
 
-# --- Making the ranks of a kept group fit for another job after one that failed or was interrupted.
+# --- Recovery: making the ranks of a kept group fit for another job after one that failed or was interrupted.
 #
 # Ranks that agree on how many collectives they have done, and have none open, are left as they are. All
 # others form their default process group again, under a new prefix of the same store; what they hold in
-# memory is not touched. Everything here happens on the hub's thread.
+# memory is not touched. Ranks that do not get ready in time are replaced.
 
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
 _FITNESS_SECONDS = 5.0
+# A wait that is shorter than this needs no explanation.
+_SHOWN_SECONDS = 1.0
+# How long ranks that are seen to be at it may take to form their group again.
+RECOVERY_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,93 +159,127 @@ class Outcome:
     """Which variables belong to a group that is gone, and what revives each; empty if there are none."""
 
 
+@dataclass(frozen=True, slots=True)
 class Recovery:
-    """Heals a group, one time after the other; `send(rank, message)` reaches one rank."""
+    """The recovery of a group, one time after the other."""
 
-    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
-        """Begin with nothing to heal."""
-        self._send = send
-        self._number = 0
-        self._members: frozenset[int] = frozenset()
-        self._stack_request: StackRequest | None = None
-        self._ask_until = 0.0
-        self._reform = False
-        self._began = 0.0
-        self._waiting: set[int] = set()
-        self._errors: dict[int, str] = {}
-        self._dead: dict[DeadVariable, list[int]] = {}
+    number: int = 0
+    members: frozenset[int] = frozenset()
+    fitness: Survey | None = None
+    """What the ranks need; they answer once they have ended the job."""
+    reform: bool = False
+    began: float = 0.0
+    waiting: frozenset[int] = frozenset()
+    errors: Mapping[int, str] = field(default_factory=dict)
+    dead: Mapping[DeadVariable, tuple[int, ...]] = field(default_factory=dict)
+    lost_at: float | None = None
+    """When ranks that are not ready are taken for lost."""
+    until: float = 0.0
+    late: Survey | None = None
 
     @property
     def busy(self) -> bool:
         """Whether answers are being waited for."""
-        return self._stack_request is not None or bool(self._waiting)
-
-    def begin(self, members: Iterable[int], interruption: Interruption) -> None:
-        """Find out what the ranks need; they answer once they have ended the job."""
-        self._members = frozenset(members)
-        self._reform = interruption.cut
-        self._stack_request = StackRequest(self._members)
-        self._ask_until = time.monotonic() + _FITNESS_SECONDS
-        interruption.ask(self._stack_request)
-
-    @property
-    def reforming_since(self) -> float | None:
-        """Since when ranks are forming their process group again (monotonic); None if they are not."""
-        return self._began if self._reform and self._waiting else None
+        return self.lost_at is not None
 
     @property
     def awaited(self) -> frozenset[int]:
         """The ranks that have not said yet that they are ready."""
-        return self._members if self._stack_request is not None else frozenset(self._waiting)
+        return self.members if self.fitness is not None else self.waiting
 
-    def abandon(self) -> None:
+    def takes_long(self, now: float) -> bool:
+        """Whether ranks form their process group again, and that takes time: on GPUs it may be seconds."""
+        return self.reform and bool(self.waiting) and now >= self.began + _SHOWN_SECONDS
+
+    def begin(self, members: Iterable[int], now: float, grace: float, *, cut: bool) -> tuple[Recovery, Sends]:
+        """Find out what the ranks need; `cut` says whether connections between them have been cut."""
+        fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
+        begun = Recovery(
+            number=self.number,
+            members=fitness.missing,
+            fitness=fitness,
+            reform=cut,
+            until=now + RECOVERY_SECONDS,
+        )
+        return begun.patient(now, grace), sends
+
+    def patient(self, now: float, grace: float) -> Recovery:
+        """Give ranks that speak their time: a busy machine is slow, not broken."""
+        return replace(self, lost_at=now + max(grace, 1.0))
+
+    def abandoned(self) -> Recovery:
         """Expect no answer: the ranks are no more."""
-        self._stack_request, self._waiting = None, set()
+        return Recovery(number=self.number)
 
-    def tick(self, now: float) -> None:
+    def answered(self, answer: Where) -> Recovery:
+        """Take one rank's answer."""
+        return replace(
+            self,
+            fitness=self.fitness and self.fitness.with_answer(answer),
+            late=self.late and self.late.with_answer(answer),
+        )
+
+    def tick(self, now: float) -> tuple[Recovery, Sends]:
         """Go on once all have answered, or have had the time to."""
-        stack_request = self._stack_request
-        if stack_request is None or not (stack_request.complete.is_set() or now >= self._ask_until):
-            return
-        self._stack_request = None
-        self._number += 1
-        self._began = now
-        self._reform = self._reform or not agree(stack_request.answers, self._members)
-        self._waiting, self._errors, self._dead = set(self._members), {}, {}
-        shared_ends = between_ranks(stack_request.answers) if self._reform else {}
-        for rank in self._members:
-            self._send(rank, Recover(self._number, self._reform, shared_ends.get(rank, ())))
+        fitness = self.fitness
+        if fitness is None or not fitness.over(now):
+            return self, ()
+        number = self.number + 1
+        reform = self.reform or not agree(fitness.answers, self.members)
+        shared_ends = between_ranks(fitness.answers) if reform else {}
+        begun = replace(
+            self,
+            fitness=None,
+            number=number,
+            began=now,
+            reform=reform,
+            waiting=self.members,
+            errors={},
+            dead={},
+        )
+        sends = [
+            Send(rank, Recover(number, reform, shared_ends.get(rank, ()))) for rank in sorted(self.members)
+        ]
+        return begun, tuple(sends)
 
-    def recovered(self, message: Recovered) -> Outcome | None:
+    def overdue(self, now: float) -> tuple[Recovery, Sends, bool]:
+        """Return also whether ranks are lost. Those at it are not: a large heap takes time to collect."""
+        if self.lost_at is None or now < self.lost_at:
+            return self, (), False
+        if self.late is None:
+            late, sends = Survey.of(self.awaited)
+            return replace(self, late=late, lost_at=now + 1.0), sends, False
+        late = self.late
+        busy = late.missing | {rank for rank, where in late.answers.items() if where.frames}
+        lost = not busy or now >= self.until
+        return replace(self, late=None, lost_at=now + 1.0), (), lost
+
+    def recovered(self, message: Recovered) -> tuple[Recovery, Outcome | None]:
         """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
-        if message.number != self._number or message.rank not in self._waiting:
-            return None
-        self._waiting.discard(message.rank)
+        rank = message.rank
+        if message.number != self.number or rank not in self.waiting:
+            return self, None
+        waiting, errors = self.waiting - {rank}, dict(self.errors)
         if message.unusable:
-            self._errors[message.rank] = (
-                f"the GPU context of rank {message.rank} is unusable: {message.unusable}"
-            )
+            errors[rank] = f"the GPU context of rank {rank} is unusable: {message.unusable}"
         elif message.error:
-            self._errors[message.rank] = (
-                f"the process group could not be formed again on rank {message.rank}: {message.error}"
-            )
-        for dead in message.dead:
-            self._dead.setdefault(dead, []).append(message.rank)
-        if self._errors:
+            errors[rank] = f"the process group could not be formed again on rank {rank}: {message.error}"
+        dead = {**self.dead, **{each: (*self.dead.get(each, ()), rank) for each in message.dead}}
+        if errors:
             # The others may wait for this one in the barrier, for as long as a group's timeout.
-            self._waiting = set()
-        if self._waiting:
-            return None
-        failed = "; ".join(error for _, error in sorted(self._errors.items()))
-        return Outcome(self._reform, failed, self._named_dead())
+            waiting = frozenset()
+        after = replace(self, waiting=waiting, errors=errors, dead=dead)
+        if waiting:
+            return after, None
+        failed = "; ".join(error for _, error in sorted(errors.items()))
+        return after.abandoned(), Outcome(self.reform, failed, _named(dead, len(self.members)))
 
-    def _named_dead(self) -> str:
-        by_rank = {
-            dead: "" if len(ranks) == len(self._members) else f" on {format_ranks(ranks)}"
-            for dead, ranks in self._dead.items()
-        }
-        named = [f"{dead.name}{where} ({dead.remedy})" for dead, where in by_rank.items()]
-        return ", ".join(named)
+
+def _named(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
+    by_rank = {
+        each: "" if len(ranks) == members else f" on {format_ranks(ranks)}" for each, ranks in dead.items()
+    }
+    return ", ".join(f"{each.name}{where} ({each.remedy})" for each, where in by_rank.items())
 
 
 def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
@@ -214,12 +294,29 @@ def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
     return all(len({each.sequence for each in ranks.values()}) == 1 for ranks in last.values())
 
 
+def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
+    """Return each rank's descriptors of connections whose other end is another rank's.
+
+    A connection that two ranks both list is theirs; the store's, the hub's and the user's own are not.
+    """
+    ends = {
+        (connection.local, connection.remote): (rank, connection)
+        for rank, where in answers.items()
+        for connection in where.connections
+    }
+    found: dict[int, list[int]] = {}
+    for (local, remote), (rank, connection) in ends.items():
+        other = ends.get((remote, local))
+        if other is not None and other[0] != rank:
+            found.setdefault(rank, []).append(connection.fd)
+    return {rank: tuple(fds) for rank, fds in found.items()}
+
+
 # --- Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
 #
 # A rank in C code sees the interrupt when that ends, and is left alone until then. From the moment it has
-# seen
-# it, it has the grace period to end its job: to save something, say, with collectives among the ranks. Only
-# then is it interrupted once more, for the last time. Everything here happens on the hub's thread.
+# seen it, it has the grace period to end its job: to save something, say, with collectives among the ranks.
+# Only then is it interrupted once more, for the last time.
 
 
 # Python code answers an interrupt within milliseconds; a rank that does not is in C code.
@@ -236,8 +333,8 @@ _ABORT_SECONDS = 15.0
 _LAST_SECONDS = 2.0
 
 
-@dataclass(slots=True)
-class _Interrupted:
+@dataclass(frozen=True, slots=True)
+class Interrupted:
     """A rank that has been interrupted and has not ended its job; times are monotonic."""
 
     number: int
@@ -252,165 +349,123 @@ class _Interrupted:
         return self.seen is not None and self.handled and not self.last
 
 
+@dataclass(frozen=True, slots=True)
 class Interruption:
-    """Asks ranks where they are, and interrupts them; `send(rank, message)` reaches one rank."""
+    """The interruption of a job: looks where ranks are, frees the stuck, presses those that go on."""
 
-    def __init__(self, send: Callable[[int, ToRank], None]) -> None:
-        """Begin uninterrupted."""
-        self.begun = False
-        self.cut = False
-        """Whether connections between ranks have been cut."""
-        self.waited_for: Mapping[int, float] = {}
-        """The ranks that have been interrupted and are still at work, and since when; for any thread."""
-        self._send = send
-        self._number = 0
-        self._interrupted: dict[int, _Interrupted] = {}
-        self._stack_requests: list[StackRequest] = []
-        self._look_at: float | None = None
-        self._pause = _FREE_SECONDS
-        self._look: tuple[StackRequest, float] | None = None
-        self._silent: set[int] = set()
-        self._steps = Steps()
-        self._grace = 0.0
-        self._aborted_at: float | None = None
+    begun: bool = False
+    cut: bool = False
+    """Whether connections between ranks have been cut."""
+    number: int = 0
+    interrupted: Mapping[int, Interrupted] = field(default_factory=dict)
+    look_at: float | None = None
+    pause: float = _FREE_SECONDS
+    look: Survey | None = None
+    silent: frozenset[int] = frozenset()
+    steps: Steps = field(default_factory=Steps)
+    grace: float = 0.0
+    aborted_at: float | None = None
 
-    def reset(self) -> None:
-        """Begin uninterrupted: another job."""
-        self.begun = self.cut = False
-        self._steps, self._aborted_at = Steps(), None
-        self._interrupted, self.waited_for, self._silent = {}, {}, set()
-        self._look_at = self._look = None
+    @property
+    def waited_for(self) -> Mapping[int, float]:
+        """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
+        return {rank: known.since for rank, known in self.interrupted.items()}
 
     @property
     def busy(self) -> bool:
         """Whether something is due."""
-        return self._look_at is not None or self._look is not None or bool(self._interrupted)
+        return self.look_at is not None or self.look is not None or bool(self.interrupted)
 
-    def ask(self, stack_request: StackRequest) -> None:
-        """Ask every rank that `stack_request` expects an answer of."""
-        self._stack_requests.append(stack_request)
-        for rank in list(stack_request.missing):
-            self._send(rank, ReportWhere())
+    def fresh(self) -> Interruption:
+        """Return what is there before another job is interrupted."""
+        return Interruption(number=self.number, grace=self.grace)
 
-    def answered(self, answer: Where, state: RunState) -> None:
-        """Take one rank's answer."""
-        for stack_request in self._stack_requests:
-            stack_request.answer(answer)
-        self._stack_requests = [
-            stack_request for stack_request in self._stack_requests if not stack_request.complete.is_set()
-        ]
-        self._free_stuck(state, time.monotonic())
+    def over(self) -> Interruption:
+        """Expect nothing more of the ranks: the job has ended."""
+        return replace(self, interrupted={}, look_at=None, look=None)
 
-    def begin(self, state: RunState) -> None:
+    def begin(self, state: RunState, now: float) -> tuple[Interruption, Sends]:
         """Raise KeyboardInterrupt in every rank that has not ended its job."""
-        self.begun = True
-        now = time.monotonic()
-        self._number += 1
+        number, interrupted, sends = self.number + 1, dict(self.interrupted), []
         for rank in state.ranks.values():
             if not rank.state.final:
-                before = self._interrupted.get(rank.rank)
-                since = before.since if before is not None else now
-                self._interrupted[rank.rank] = _Interrupted(self._number, since)
-                self._send(rank.rank, Interrupt(self._number))
-        self._note_whom()
-        self._look_at, self._pause = now + _FREE_SECONDS, _FREE_SECONDS
+                before = interrupted.get(rank.rank)
+                interrupted[rank.rank] = Interrupted(number, before.since if before is not None else now)
+                sends.append(Send(rank.rank, Interrupt(number)))
+        begun = replace(
+            self,
+            begun=True,
+            number=number,
+            interrupted=interrupted,
+            look_at=now + _FREE_SECONDS,
+            pause=_FREE_SECONDS,
+        )
+        return begun, tuple(sends)
 
-    def seen(self, message: InterruptSeen) -> None:
+    def seen(self, message: InterruptSeen, now: float) -> Interruption:
         """Take note that a rank knows: its time begins."""
-        known = self._interrupted.get(message.rank)
-        if known is not None and known.number == message.number:
-            known.seen, known.handled = time.monotonic(), message.handled
+        known = self.interrupted.get(message.rank)
+        if known is None or known.number != message.number:
+            return self
+        seen = replace(known, seen=now, handled=message.handled)
+        return replace(self, interrupted={**self.interrupted, message.rank: seen})
 
-    def tick(self, state: RunState, members: RunState, now: float) -> None:
+    def tick(self, state: RunState, members: RunState, now: float) -> tuple[Interruption, Sends]:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
-        ended = [
-            rank for rank in self._interrupted if rank not in state.ranks or state.ranks[rank].state.final
-        ]
-        for rank in ended:
-            del self._interrupted[rank]
-        if ended:
-            self._note_whom()
-        if not self._interrupted:
-            self._look_at = None
-        if self._look_at is not None and now >= self._look_at:
-            self._look_at = None
+        after, sends = self, Sends()
+        waited = {
+            rank: known
+            for rank, known in self.interrupted.items()
+            if rank in state.ranks and not state.ranks[rank].state.final
+        }
+        if len(waited) < len(self.interrupted):
+            after = replace(after, interrupted=waited)
+        if not waited and after.look_at is not None:
+            after = replace(after, look_at=None)
+        if after.look_at is not None and now >= after.look_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
-            stack_request = StackRequest(rank.rank for rank in members.ranks.values() if rank.node)
-            self._look = (stack_request, now + _ANSWER_SECONDS)
-            self.ask(stack_request)
-        self._free_stuck(state, now)
+            everyone = (rank.rank for rank in members.ranks.values() if rank.node)
+            look, sends = Survey.of(everyone, now + _ANSWER_SECONDS)
+            after = replace(after, look_at=None, look=look)
+        after, freed = _free_stuck(after, state, now)
+        return after, (*sends, *freed)
 
-    def press(self, now: float, grace: float) -> None:
+    def answered(self, answer: Where, state: RunState, now: float) -> tuple[Interruption, Sends]:
+        """Take one rank's answer."""
+        if self.look is None:
+            return self, ()
+        return _free_stuck(replace(self, look=self.look.with_answer(answer)), state, now)
+
+    def press(self, now: float, grace: float) -> tuple[Interruption, Sends]:
         """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
-        self._grace = grace
-        for rank, known in self._interrupted.items():
+        after, sends = replace(self, grace=grace) if grace != self.grace else self, []
+        for rank, known in self.interrupted.items():
             if known.seen is not None and not known.last and now >= known.seen + grace:
-                self._number += 1
-                known.number, known.last, known.seen = self._number, True, None
-                self._send(rank, Interrupt(self._number, last=True))
-                if self._look is None:
-                    self._look_at, self._pause = now, _FREE_SECONDS
+                number = after.number + 1
+                last = replace(known, number=number, last=True, seen=None)
+                after = replace(after, interrupted={**after.interrupted, rank: last}, number=number)
+                sends.append(Send(rank, Interrupt(number, last=True)))
+                if after.look is None:
+                    after = replace(after, look_at=now, pause=_FREE_SECONDS)
+        return after, tuple(sends)
 
     def deaf(self, now: float) -> tuple[int, ...]:
         """Return the ranks that have seen the last interrupt, and go on all the same."""
         return tuple(
             sorted(
                 rank
-                for rank, known in self._interrupted.items()
+                for rank, known in self.interrupted.items()
                 if known.last and known.seen is not None and now >= known.seen + _LAST_SECONDS
             )
         )
 
     def unfreed(self, now: float) -> tuple[int, ...]:
         """Return the ranks that do not come back although NCCL was to abort what they wait for."""
-        if self._aborted_at is None or now < self._aborted_at + _ABORT_SECONDS:
+        if self.aborted_at is None or now < self.aborted_at + _ABORT_SECONDS:
             return ()
-        return tuple(sorted(rank for rank, known in self._interrupted.items() if known.seen is None))
+        return tuple(sorted(rank for rank, known in self.interrupted.items() if known.seen is None))
 
-    def _note_whom(self) -> None:
-        self.waited_for = {rank: known.since for rank, known in self._interrupted.items()}
-
-    def _free_stuck(self, state: RunState, now: float) -> None:
-        """Cut the connections of ranks that are stuck in a collective, once it is known which these are."""
-        if self._look is None:
-            return
-        stack_request, deadline = self._look
-        # A rank that was silent the last time, because its C code holds the interpreter, is not waited for.
-        if not stack_request.missing <= self._silent and now < deadline:
-            return
-        self._look, self._silent = None, set(stack_request.missing)
-        answers = dict(stack_request.answers)
-        waiting = [rank for rank in self._interrupted if rank in answers and _in_collective(answers[rank])]
-        handled = any(known.handles_it for known in self._interrupted.values())
-        self._pause = _FREE_SECONDS if waiting or handled else min(2 * self._pause, _LOOK_SECONDS)
-        self._look_at = now + self._pause if self._interrupted else None
-        # Ranks that save something may do so with collectives: what others wait in may be one of these.
-        if not waiting or handled:
-            return
-        if any(answer.nccl for answer in answers.values()):
-            if self._steps.stuck(answers, state, now, self._grace):
-                self._abort(stack_request)
-        elif not _in_step(answers, state) or now >= self._since + _IN_STEP_SECONDS:
-            shared_ends = between_ranks(answers)
-            for rank in waiting:
-                if rank in state.ranks and not state.ranks[rank].state.final:
-                    self.cut = True
-                    self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
-
-    def _abort(self, stack_request: StackRequest) -> None:
-        """Have all ranks abort NCCL: where only some do, that hangs, or frees memory that others write to."""
-        if self._aborted_at is not None:
-            return
-        self.cut, self._aborted_at = True, time.monotonic()
-        shared_ends = between_ranks(stack_request.answers)
-        for rank in sorted(stack_request.answers.keys() | stack_request.missing):
-            self._send(rank, FreeCollective(fds=shared_ends.get(rank, ())))
-
-    @property
-    def _since(self) -> float:
-        return min((known.since for known in self._interrupted.values()), default=0.0)
-
-    def as_stopped(self, message: Message) -> Message:
+    def as_stopped(self, message: FromRank) -> FromRank | Exited:
         """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
         if not self.begun or not isinstance(message, Raised):
             return message
@@ -418,6 +473,49 @@ class Interruption:
         if failure.type != "builtins.KeyboardInterrupt" and not blames_a_peer(failure):
             return message
         return Exited(rank=message.rank, exitcode=failure.exitcode, time=failure.time, expected=True)
+
+
+def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tuple[Interruption, Sends]:
+    """Cut the connections of ranks that are stuck in a collective, once it is known which these are."""
+    look = interruption.look
+    # A rank that was silent the last time, because its C code holds the interpreter, is not waited for.
+    if look is None or not (look.missing <= interruption.silent or look.over(now)):
+        return interruption, ()
+    answers = look.answers
+    waiting = [rank for rank in interruption.interrupted if rank in answers and _in_collective(answers[rank])]
+    handled = any(known.handles_it for known in interruption.interrupted.values())
+    pause = _FREE_SECONDS if waiting or handled else min(2 * interruption.pause, _LOOK_SECONDS)
+    after = replace(
+        interruption,
+        look=None,
+        silent=look.missing,
+        pause=pause,
+        look_at=now + pause if interruption.interrupted else None,
+    )
+    # Ranks that save something may do so with collectives: what others wait in may be one of these.
+    if not waiting or handled:
+        return after, ()
+    if any(answer.nccl for answer in answers.values()):
+        after = replace(after, steps=after.steps.after(answers, now))
+        stuck = after.steps.stuck(answers, state, now, interruption.grace)
+        return _abort(after, look, now) if stuck else (after, ())
+    since = min(known.since for known in interruption.interrupted.values())
+    if _in_step(answers, state) and now < since + _IN_STEP_SECONDS:
+        return after, ()
+    stuck_ranks = [rank for rank in waiting if rank in state.ranks and not state.ranks[rank].state.final]
+    shared_ends = between_ranks(answers)
+    sends = tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in stuck_ranks)
+    return replace(after, cut=after.cut or bool(sends)), sends
+
+
+def _abort(interruption: Interruption, look: Survey, now: float) -> tuple[Interruption, Sends]:
+    """Have all ranks abort NCCL: where only some do, that hangs, or frees memory that others write to."""
+    if interruption.aborted_at is not None:
+        return interruption, ()
+    shared_ends = between_ranks(look.answers)
+    everyone = sorted(look.answers.keys() | look.missing)
+    sends = tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in everyone)
+    return replace(interruption, cut=True, aborted_at=now), sends
 
 
 def _in_collective(answer: Where) -> bool:

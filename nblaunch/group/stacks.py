@@ -1,4 +1,4 @@
-"""Asking all ranks where they are, and which connections lead from one to another."""
+"""What ranks say of where they are, on request and when they die."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from nblaunch._cgroups import oom_kills
 from nblaunch._frames import readable_main_stack
 from nblaunch.diagnose import hang
-from nblaunch.protocol.messages import DUMP_SIGNAL, Phase, Where, dump_path
+from nblaunch.diagnose.failures import explain_exit
+from nblaunch.elastic.logs import read_end, read_text
+from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, Phase, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState, State
 
 _DUMP_SECONDS = 0.5
+# NCCL's watchdog writes some 10 KB when it ends a process.
+_STDERR_BYTES = 200_000
 
 
 class StackRequest:
@@ -94,19 +100,22 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
         waiter.wait(0.01)
 
 
-def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
-    """Return each rank's descriptors of connections whose other end is another rank's.
+class ExitReasons:
+    """Why processes of a group have exited, as far as files say."""
 
-    A connection that two ranks both list is theirs; the store's, the hub's and the user's own are not.
-    """
-    ends = {
-        (connection.local, connection.remote): (rank, connection)
-        for rank, where in answers.items()
-        for connection in where.connections
-    }
-    found: dict[int, list[int]] = {}
-    for (local, remote), (rank, connection) in ends.items():
-        other = ends.get((remote, local))
-        if other is not None and other[0] != rank:
-            found.setdefault(rank, []).append(connection.fd)
-    return {rank: tuple(fds) for rank, fds in found.items()}
+    def __init__(self, directory: Path) -> None:
+        """Look for what dying ranks write to `directory`."""
+        self._directory = directory
+        self._oom_before = oom_kills()
+
+    def explained(self, exited: Exited, titles: Mapping[str, str], stderr: str = "") -> Exited:
+        """Return the exit with its reason, and with the stacks that the rank has written.
+
+        `stderr` is the path of what it has printed there.
+        """
+        if exited.expected or exited.reason:
+            return exited
+        dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
+        said = read_end(stderr, _STDERR_BYTES) if stderr else ""
+        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=said)
+        return msgspec.structs.replace(exited, reason=why.reason, details=why.details)

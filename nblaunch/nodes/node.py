@@ -24,8 +24,8 @@ from nblaunch.elastic.runtime_dir import remove_tree
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.elastic.thread import AgentThread
 from nblaunch.group import inherited
-from nblaunch.group.lifecycle import Exits
 from nblaunch.group.runtime import LocalRuntime
+from nblaunch.group.stacks import ExitReasons
 from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
     CellJob,
@@ -67,7 +67,7 @@ class NodeRelay:
         """Why this node went before the run was over."""
         self._hub, self._socket, self._prepare = runtime.hub, socket, prepare
         self._directory = runtime.directory.make("group-")
-        self._exits = Exits(self._directory)
+        self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._arrival = OutgoingTransfer(wire.PIECE_BYTES), Arrival(self._directory)
         self._present: tuple[Payload, Payload] | None = None
         self._titles: dict[str, str] = {}
@@ -247,7 +247,7 @@ class NodeRelay:
             self._hub.drain()
             self._send_logs(rank)
             exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
-            exited = self._exits.explained(exited, self._titles)
+            exited = self._exit_reasons.explained(exited, self._titles)
             self._send(
                 wire.Gone(
                     attempt=self.attempt,

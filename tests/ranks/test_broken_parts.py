@@ -184,7 +184,7 @@ def test_a_hub_whose_socket_is_closed_between_runs_is_replaced():
     closed = threading.Event()
 
     def close() -> None:
-        # In one call: a second one may come too late for a hub that ends.
+        # In one call: with no group left, the hub's thread ends before it comes to the next one.
         broken._socket.close()
         closed.set()
 

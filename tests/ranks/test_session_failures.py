@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -638,19 +639,14 @@ def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(script, blow
 @pytest.mark.full
 def test_a_group_that_cannot_be_formed_again_is_replaced(open_session, monkeypatch):
     session = open_session(2)
-    monkeypatch.setattr(Recovery, "healed", lambda *_: None)  # as if a rank never came back
-    session._live.group.settings = session._live.group.settings.__class__(
-        **{**vars_of(session._live.group.settings), "grace": 0.2}
-    )
+    # As if a rank never came back.
+    monkeypatch.setattr(Recovery, "recovered", lambda recovery, _: (recovery, None))
+    session._live.group.adopt(replace(session._live.group.settings, grace=0.2))
     result = session.run(on_ranks({1}, fail), check=False)
     monkeypatch.undo()
     assert result.warnings[0] == "ranks did not come back within the grace period"
     assert result.warnings[-1] == GONE
     works_with_empty_ranks(session)
-
-
-def vars_of(settings: Any) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
 # --- nothing grows ---------------------------------------------------------------------------------

@@ -15,6 +15,17 @@ from nblaunch.protocol.state import RunState, State
 GRACE = 5.0
 
 
+class Looks:
+    """Looks at the same ranks, one time after the other."""
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+
+    def stuck(self, given: dict[int, Where], state: RunState, now: float, grace: float) -> bool:
+        self.steps = self.steps.after(given, now)
+        return self.steps.stuck(given, state, now, grace)
+
+
 def state_of(size: int, *ended: int) -> RunState:
     fresh = RunState.fresh(size)
     ranks = {
@@ -50,25 +61,25 @@ def answers(*given: Where) -> dict[int, Where]:
 
 
 def test_a_collective_that_all_ranks_are_in_is_a_long_step():
-    steps, given = Steps(), answers(where(0, reduce(7)), where(1, reduce(7)))
+    steps, given = Looks(), answers(where(0, reduce(7)), where(1, reduce(7)))
     assert not any(steps.stuck(given, state_of(2), now, GRACE) for now in range(25))
     assert steps.stuck(given, state_of(2), 31, GRACE), "a GPU that is gone never ends it"
 
 
 def test_progress_gives_it_more_time():
-    steps = Steps()
+    steps = Looks()
     for now in range(100):
         given = answers(where(0, reduce(now), done=now), where(1, reduce(now), done=now))
         assert not steps.stuck(given, state_of(2), now, GRACE)
 
 
 def test_a_rank_ahead_by_some_collectives_waits_for_those_under_way():
-    steps, given = Steps(), answers(where(0, reduce(7), reduce(8), reduce(9)), where(1, reduce(7)))
+    steps, given = Looks(), answers(where(0, reduce(7), reduce(8), reduce(9)), where(1, reduce(7)))
     assert not any(steps.stuck(given, state_of(2), now, GRACE) for now in range(25))
 
 
 def test_a_rank_whose_peer_has_ended_its_job_is_stuck_at_once():
-    assert Steps().stuck(answers(where(0, reduce(8)), where(1)), state_of(2, 1), 0, GRACE)
+    assert Looks().stuck(answers(where(0, reduce(8)), where(1)), state_of(2, 1), 0, GRACE)
 
 
 def test_parts_of_the_ranks_are_looked_at_each_by_itself():
@@ -77,32 +88,32 @@ def test_parts_of_the_ranks_are_looked_at_each_by_itself():
         *(where(rank, reduce(5, group="mesh", ranks=left)) for rank in left),
         *(where(rank, reduce(9, group="mesh", ranks=right)) for rank in right),
     )
-    steps = Steps()
+    steps = Looks()
     assert not any(steps.stuck(given, state_of(4), now, GRACE) for now in range(25))
 
 
 def test_ranks_in_collectives_that_do_not_match_are_stuck_once_nothing_moves():
-    steps, given = Steps(), answers(where(0, reduce(7)), where(1, reduce(3, group="1", ranks=(0, 1))))
+    steps, given = Looks(), answers(where(0, reduce(7)), where(1, reduce(3, group="1", ranks=(0, 1))))
     assert not steps.stuck(given, state_of(2), 0, GRACE), "one look says nothing"
     assert steps.stuck(given, state_of(2), 0.3, GRACE)
 
 
 def test_a_rank_that_computes_is_waited_for_until_it_sees_the_interrupt():
-    steps, given = Steps(), answers(where(0, reduce(7)), where(1))
+    steps, given = Looks(), answers(where(0, reduce(7)), where(1))
     assert not any(steps.stuck(given, state_of(2), tenths / 10, GRACE) for tenths in range(24))
     assert steps.stuck(given, state_of(2), 3, GRACE)
 
 
 def test_an_abort_goes_to_all_ranks_once():
-    sent = []
-    interruption = Interruption(lambda rank, message: sent.append((rank, message)))
     state = state_of(3, 1)
-    interruption.begin(state_of(3))
+    interruption, sent = Interruption().begin(state_of(3), 0.0)
     for tenths in range(3, 20):
-        interruption.tick(state, state, interruption.waited_for[0] + tenths / 10)
+        interruption, sends = interruption.tick(state, state, tenths / 10)
+        sent += sends
         for each in (where(0, reduce(8)), where(1), where(2)):
-            interruption.answered(each, state)
-    assert sorted(rank for rank, message in sent if isinstance(message, FreeCollective)) == [0, 1, 2]
+            interruption, sends = interruption.answered(each, state, tenths / 10)
+            sent += sends
+    assert sorted(each.rank for each in sent if isinstance(each.message, FreeCollective)) == [0, 1, 2]
     assert interruption.cut
     assert interruption.unfreed(interruption.waited_for[0] + 100) == (0, 2)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
-from nblaunch.group.recovery import Interruption
+from nblaunch.group.recovery import Interruption, Sends
 from nblaunch.protocol.messages import (
     Collective,
     Connection,
@@ -31,24 +30,28 @@ class Group:
         self.state = replace(fresh, ranks=ranks)
         self.sent: list[tuple[int, ToRank]] = []
         self.answers: dict[int, Where] = {}
-        self.interruption = Interruption(lambda rank, message: self.sent.append((rank, message)))
-        self.began = time.monotonic()
-        self.interruption.begin(self.state)
+        self.now = self.began = 1000.0
+        self.take(Interruption().begin(self.state, self.now))
 
-    def seen(self, rank: int) -> None:
+    def take(self, after: tuple[Interruption, Sends]) -> None:
+        self.interruption, sends = after
+        self.sent += [(each.rank, each.message) for each in sends]
+
+    def seen(self, rank: int, *, handled: bool = True) -> None:
         number = [each.number for to, each in self.sent if to == rank and isinstance(each, Interrupt)][-1]
-        self.interruption.seen(InterruptSeen(rank=rank, number=number))
+        seen = InterruptSeen(rank=rank, number=number, handled=handled)
+        self.interruption = self.interruption.seen(seen, self.now)
 
     def end(self, rank: int) -> None:
         ended = replace(self.state.ranks[rank], state=State.STOPPED)
         self.state = replace(self.state, ranks={**self.state.ranks, rank: ended})
 
     def after(self, seconds: float, *, grace: float = 100.0) -> None:
-        now = self.began + seconds
-        self.interruption.press(now, grace)
-        self.interruption.tick(self.state, self.state, now)
+        self.now = self.began + seconds
+        self.take(self.interruption.press(self.now, grace))
+        self.take(self.interruption.tick(self.state, self.state, self.now))
         for answer in self.answers.values():
-            self.interruption.answered(answer, self.state)
+            self.take(self.interruption.answered(answer, self.state, self.now))
 
     def freed(self) -> list[int]:
         return [rank for rank, message in self.sent if isinstance(message, FreeCollective)]
@@ -121,7 +124,7 @@ def test_while_a_rank_handles_the_interrupt_nothing_is_cut_until_its_grace_perio
 
 def test_a_rank_that_packs_its_value_or_ignores_the_signal_keeps_no_other_waiting():
     group = Group()
-    group.interruption.seen(InterruptSeen(rank=0, number=1, handled=False))
+    group.seen(0, handled=False)
     group.answers = {0: where(0), 1: where(1, inside=True)}
     group.after(0.3)
     assert group.freed() == [1]
@@ -145,5 +148,5 @@ def test_a_rank_that_has_not_seen_the_interrupt_has_no_deadline():
         group.after(seconds, grace=1)
     assert group.interruption.deaf(group.began + 100) == ()
     group.seen(0)
-    assert group.interruption.deaf(time.monotonic() + 1.0) == ()
-    assert group.interruption.deaf(time.monotonic() + 3.0) == (0,)
+    assert group.interruption.deaf(group.now + 1.0) == ()
+    assert group.interruption.deaf(group.now + 3.0) == (0,)

@@ -1,0 +1,759 @@
+"""What becomes of a worker group and its jobs, decided without a process, a socket or a clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.group import lifecycle as life
+from nblaunch.group.lifecycle import Action, Event, GroupState, Stage, step
+from nblaunch.group.recovery import Send
+from nblaunch.protocol import nodes as wire
+from nblaunch.protocol.messages import (
+    Abort,
+    Aborted,
+    Arrived,
+    AttemptStarted,
+    Entered,
+    Exited,
+    FailureRecord,
+    FrameRecord,
+    FreeCollective,
+    FromRank,
+    Hello,
+    Interrupt,
+    InterruptSeen,
+    Leave,
+    Measured,
+    Noticed,
+    Payload,
+    Phase,
+    Prepare,
+    Proceed,
+    Raised,
+    Recover,
+    Recovered,
+    ReportReached,
+    ReportWhere,
+    Returned,
+    Started,
+    ToRank,
+    Where,
+)
+from nblaunch.protocol.state import RunState, State
+
+GRACE = 5.0
+PREPARE = Prepare(environ=(), cwd=b"/", path=())
+ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
+PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
+GONE = "the ranks were started anew: all of their variables are gone"
+
+
+def hello(rank: int, *, attempt: int = 0) -> Hello:
+    return Hello(
+        rank=rank, token="", attempt=attempt, local_rank=rank, world_size=2, node="here", pid=rank + 10
+    )
+
+
+def ready(rank: int) -> Entered:
+    return Entered(rank=rank, phase=Phase.READY)
+
+
+def returned(rank: int, **more: bool) -> Returned:
+    return Returned(rank=rank, value=Payload(()), time=1.0, **more)
+
+
+def raised(rank: int, kind: str = "builtins.ValueError", message: str = "") -> Raised:
+    return Raised(rank=rank, failure=FailureRecord(type=kind, message=message))
+
+
+def where(rank: int, *, inside: bool = False, busy: bool = False) -> Where:
+    pending = 1 if inside else 0
+    frames = (FrameRecord(filename="cell", line=1, function="", source=""),) if busy else ()
+    return Where(rank=rank, frames=frames, pending=pending, inside=inside)
+
+
+def exited(rank: int, exitcode: int = -9, *, expected: bool = False) -> Exited:
+    return Exited(rank=rank, exitcode=exitcode, time=1.0, expected=expected)
+
+
+def attempt(number: int, size: int = 2) -> AttemptStarted:
+    return AttemptStarted(number=number, world_size=size, time=1.0, reason="failure" if number else "started")
+
+
+class Group:
+    """A machine that is fed by hand; each step is checked for what holds in every state."""
+
+    def __init__(self, size: int = 2, *, kept: bool = False) -> None:
+        self.size = size
+        self.state = GroupState(kept=kept, grace=GRACE, members=RunState.fresh(size))
+        self.now = 1000.0
+        self.done: list[Action] = []
+        self.open_jobs = 0
+        self.stages: set[tuple[Stage, Stage]] = set()
+
+    def feed(self, *events: Event | FromRank) -> list[Action]:
+        """Return what is to be done; explains exits, as a group does."""
+        actions: list[Action] = []
+        for given_event in events:
+            event = (
+                given_event if type(given_event).__module__ == life.__name__ else life.RankSaid(given_event)
+            )
+            before = self.state
+            self.state, more = step(before, event, self.now)
+            assert (self.state, more) == step(before, event, self.now), "the same every time"
+            self.check(before, event, more)
+            actions += more
+            for each in more:
+                if isinstance(each, life.Explain):
+                    why = "" if each.exited.expected else "was killed by SIGKILL"
+                    actions += self.feed(life.ExitExplained(msgspec.structs.replace(each.exited, reason=why)))
+        self.done += actions
+        return actions
+
+    def after(self, seconds: float) -> list[Action]:
+        """Let time pass, tick by tick."""
+        actions, until = [], self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + 0.05, until)
+            actions += self.feed(life.Tick())
+        return actions
+
+    def check(self, before: GroupState, event: Event, actions: tuple[Action, ...]) -> None:
+        after = self.state
+        self.stages.add((before.stage, after.stage))
+        if isinstance(event, life.JobGiven):
+            self.open_jobs = 1 if event.run is not None else 0
+        for each in actions:
+            if isinstance(each, Send | life.Dispatch):
+                assert each.rank not in after.exited, f"{each} to a rank that is gone"
+            if isinstance(each, life.FinishJob):
+                self.open_jobs -= 1
+                assert self.open_jobs == 0, "a job ends once"
+                assert after.working is None
+        if before.working is not None and not isinstance(event, life.JobGiven | life.AttemptStarting):
+            for rank, known in before.working.run.ranks.items():
+                if known.state is State.SUCCEEDED:
+                    assert after.job is not None
+                    assert after.job.run.ranks[rank].state is State.SUCCEEDED, "a value was lost"
+                    assert after.job.run.ranks[rank].value is known.value
+
+    # --- shorthands ------------------------------------------------------------------------------
+
+    def give(self, prepare: Prepare = PREPARE, *, internal: bool = False) -> list[Action]:
+        return self.feed(life.JobGiven(prepare, RunState.fresh(self.size), internal))
+
+    def fork(self, number: int = 0) -> list[Action]:
+        ranks = frozenset(range(self.size))
+        starting = attempt(number, self.size)
+        return self.feed(life.AttemptStarting(starting), life.WorkersForked(starting, ranks))
+
+    def start(self, number: int = 0, *, given: bool = True, prepare: Prepare = PREPARE) -> Group:
+        """Let all ranks come into being, with a job."""
+        if given:
+            self.give(prepare)
+        self.fork(number)
+        self.feed(*map(hello, range(self.size)), *map(ready, range(self.size)))
+        if given:
+            self.feed(*(Started(rank=rank, time=1.0) for rank in range(self.size)))
+        return self
+
+    def states(self) -> list[State]:
+        assert self.state.job is not None
+        return [rank.state for rank in self.state.job.run.ranks.values()]
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        return self.state.job.run.notices if self.state.job is not None else ()
+
+
+def sent(actions: list[Action], kind: type[ToRank]) -> list[int]:
+    return [each.rank for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def finished(actions: list[Action]) -> bool:
+    return any(isinstance(each, life.FinishJob) for each in actions)
+
+
+# --- coming into being -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_into_being(seed):
+    group = Group()
+    group.feed(life.AttemptStarting(attempt(0)))
+    said: list[Event | FromRank] = [
+        *(life.RankSaid(each) for rank in range(2) for each in (hello(rank), ready(rank))),
+        life.WorkersForked(attempt(0), frozenset({0, 1})),
+        life.JobGiven(PREPARE, RunState.fresh(2)),
+    ]
+    random.Random(seed).shuffle(said)
+    actions = group.feed(*said)
+    assert [each.rank for each in actions if isinstance(each, life.Dispatch)] == [0, 1]
+    assert set(sent(actions, Prepare)) == {0, 1}
+    assert group.state.stage is Stage.RUNNING
+
+
+def test_ranks_that_are_not_heard_of_within_a_minute_end_the_launch():
+    group = Group()
+    group.give()
+    group.fork()
+    group.feed(hello(0))
+    assert group.after(59) == []
+    assert life.StopAgent() in group.after(2)
+    (finish,) = [each for each in group.feed(life.AgentEnded()) if isinstance(each, life.FinishJob)]
+    assert finish.launch_failure == (
+        "connect",
+        "phase 'connect' did not finish in 60 s: rank 1 did not come that far",
+    )
+
+
+def test_a_process_group_that_is_not_formed_within_two_minutes_ends_the_launch():
+    group = Group()
+    group.give()
+    group.fork()
+    group.after(50)
+    group.feed(hello(0), hello(1), ready(1))
+    assert group.after(119) == []
+    assert life.StopAgent() in group.after(2)
+    assert group.state.launch_failure is not None
+    assert group.state.launch_failure[1].endswith("120 s: rank 0 did not come that far")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_that_wait_for_their_first_job_have_no_limit(late):
+    group = Group()
+    group.feed(life.AttemptStarting(attempt(0)))
+    forked, said = life.WorkersForked(attempt(0), frozenset({0, 1})), (hello(0), hello(1))
+    group.feed(*((*said, forked) if late else (forked, *said)))
+    assert group.state.quiet
+    assert group.after(1000) == []
+    group.give()
+    assert not group.state.quiet
+
+
+def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one_does_not():
+    for kept in (True, False):
+        group = Group(kept=kept)
+        group.give()
+        group.fork()
+        assert (life.StopAgent() in group.feed(life.WorkerExited(exited(1)))) is kept
+
+
+# --- the end of a job ------------------------------------------------------------------------------
+
+
+def test_a_fresh_group_is_released_with_its_values_and_its_job_ends_at_once():
+    group = Group().start()
+    assert not finished(group.feed(returned(0)))
+    actions = group.feed(returned(1))
+    assert life.ReleaseWorkers(succeeded=True, others=frozenset()) in actions
+    assert sent(actions, Leave) == [0, 1]
+    assert finished(actions)
+    assert group.state.stage is Stage.LEAVING
+
+
+def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them():
+    group = Group(3).start()
+    assert group.feed(raised(1)) == []
+    group.feed(raised(0))
+    assert group.after(0.05) == []
+    actions = group.after(0.1)
+    release = wire.Release(attempt=0, succeeded=False, others=(2,))
+    assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2})), life.TellNodes(release)]
+    assert sent(group.feed(life.OthersStopped()), Leave) == [0, 1], "only once nobody is at work"
+    assert finished(group.feed(life.AgentEnded()))
+
+
+def test_a_fresh_group_that_starts_again_begins_its_job_again():
+    group = Group().start()
+    group.feed(returned(0), raised(1))
+    group.after(0.2)
+    group.feed(life.WorkerExited(exited(1, 1)), life.Drained())
+    assert life.ForgetValues() in group.feed(life.AttemptStarting(attempt(1)))
+    actions = group.feed(
+        life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1), ready(0), ready(1)
+    )
+    assert [each.rank for each in actions if isinstance(each, life.Dispatch)] == [0, 1]
+    assert finished(group.feed(returned(0), returned(1)))
+    assert group.state.job is not None
+    assert len(group.state.job.run.attempts) == 2
+
+
+def test_a_restart_is_not_begun_after_an_interrupt():
+    group = Group().start()
+    group.feed(life.InterruptAsked(), raised(0, "builtins.KeyboardInterrupt"))
+    actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
+    assert life.StopAgent() in actions
+    assert group.states() == [State.STOPPED, State.STOPPED], "an interrupted rank has not failed"
+
+
+def test_a_collective_that_is_left_open_is_looked_at_before_the_ranks_leave():
+    group = Group().start(prepare=ON_GPUS)
+    group.feed(returned(0, open=True))
+    assert sent(group.feed(returned(1)), ReportWhere) == [0, 1]
+    assert not finished(group.feed(where(0)))
+    assert finished(group.feed(where(1)))
+
+
+def test_ranks_that_do_not_answer_keep_no_value_waiting():
+    group = Group().start(prepare=ON_GPUS)
+    group.feed(returned(0, open=True), returned(1))
+    assert not finished(group.after(1.9))
+    assert finished(group.after(0.2))
+
+
+def test_a_rank_that_exits_badly_after_its_value_was_here_is_a_warning():
+    group = Group().start()
+    group.feed(returned(0), returned(1))
+    assert group.feed(life.WorkerExited(exited(0, 3))) == [
+        life.Warn("rank 0 ended with exit code 3 after its value was here")
+    ]
+
+
+def test_a_payload_is_kept_once_it_is_whole_on_every_rank():
+    group = Group(kept=True).start()
+    assert group.feed(Arrived(rank=0)) == []
+    actions = group.feed(Arrived(rank=1))
+    assert actions == [life.KeepPayload(), Send(0, Proceed()), Send(1, Proceed())]
+    assert group.feed(Arrived(rank=1)) == []
+
+
+def test_a_payload_that_one_rank_cannot_load_is_kept_on_none():
+    group = Group(kept=True).start()
+    group.feed(Arrived(rank=0), raised(1))
+    assert group.feed(Arrived(rank=1)) == []
+
+
+def test_how_far_ranks_are_is_asked_of_those_at_work():
+    group = Group().start()
+    group.feed(returned(0))
+    assert sent(group.feed(life.Observed(Measured(usages={}))), ReportReached) == [1]
+
+
+# --- interrupts ------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_before_anything_runs_has_nobody_to_wait_for():
+    fresh, kept = Group(), Group(kept=True)
+    for group in (fresh, kept):
+        group.give()
+        group.fork()
+    assert life.StopAgent() in fresh.feed(life.InterruptAsked())
+    actions = kept.feed(life.InterruptAsked())
+    assert finished(actions)
+    assert life.StopAgent() not in actions
+    kept.feed(hello(0), hello(1), ready(0), ready(1))
+    assert not [each for each in kept.done if isinstance(each, life.Dispatch)]
+
+
+def test_an_interrupt_of_idle_ranks_does_nothing():
+    group = Group(kept=True).start()
+    group.feed(returned(0), returned(1))
+    before = group.state
+    assert group.feed(life.InterruptAsked()) == []
+    assert group.state == before
+
+
+def test_a_second_interrupt_skips_the_grace_period():
+    fresh, kept = Group().start(), Group(kept=True).start()
+    for group in (fresh, kept):
+        group.feed(life.InterruptAsked())
+    assert fresh.feed(life.GraceSkipped())[0::2] == [life.SkipGrace(), life.StopAgent()]
+    assert kept.feed(life.GraceSkipped())[0::2] == [life.SkipGrace(), life.RestartAgent()]
+    assert kept.state.stage is Stage.REPLACING
+    assert finished(kept.feed(life.AttemptStarting(attempt(1))))
+    assert kept.notices == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
+
+
+def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
+    group = Group(kept=True).start()
+    group.feed(life.InterruptAsked())
+    group.feed(raised(0, "builtins.KeyboardInterrupt"), InterruptSeen(rank=1, number=1))
+    assert sent(group.after(GRACE - 0.1), Interrupt) == []
+    (last,) = [
+        each.message
+        for each in group.after(0.2)
+        if isinstance(each, Send) and isinstance(each.message, Interrupt)
+    ]
+    assert last.last
+    group.feed(InterruptSeen(rank=1, number=last.number))
+    assert life.RestartAgent() not in group.after(1.9)
+    assert life.RestartAgent() in group.after(0.2)
+    assert group.notices == ("rank 1 went on after two interrupts, --grace 5 s apart",)
+
+
+def test_a_rank_in_c_code_is_waited_for():
+    group = Group(kept=True).start()
+    group.feed(life.InterruptAsked())
+    actions = group.after(100)
+    assert set(group.state.interruption.waited_for) == {0, 1}
+    assert not [each for each in actions if not isinstance(each, Send)]
+    assert sent(actions, Interrupt) == []
+
+
+# --- recovery --------------------------------------------------------------------------------------
+
+
+def interrupted_peer(group: Group) -> None:
+    """Let rank 1 fail while rank 0 waits in a collective, until that is freed."""
+    group.feed(raised(1))
+    assert sent(group.after(0.2), Interrupt) == [0]
+    assert sent(group.after(0.3), ReportWhere) == [0, 1]
+    actions = group.feed(where(0, inside=True), where(1))
+    assert sent(actions, FreeCollective) == [0]
+    assert sent(group.feed(raised(0, "torch.distributed.DistBackendError", PEER_GONE)), ReportWhere) == [0, 1]
+    assert group.state.stage is Stage.RECOVERING
+
+
+def test_one_rank_raises_while_another_sits_in_all_reduce():
+    group = Group(kept=True).start()
+    interrupted_peer(group)
+    group.feed(where(0), where(1))
+    assert sent(group.after(0.1), Recover) == [0, 1]
+    assert not finished(group.feed(Recovered(rank=0, number=1)))
+    assert finished(group.feed(Recovered(rank=1, number=1)))
+    assert group.states() == [State.STOPPED, State.FAILED]
+    assert group.notices == (life.REFORMED,)
+    assert group.state.stage is Stage.READY
+
+
+def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
+    group = Group(kept=True).start()
+    group.feed(raised(0), raised(1), where(0), where(1))
+    recover = [each.message for each in group.after(0.1) if isinstance(each, Send)]
+    assert [each.reform for each in recover if isinstance(each, Recover)] == [False, False]
+    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert group.notices == ()
+
+
+def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
+    group = Group(kept=True).start()
+    interrupted_peer(group)
+    group.feed(where(0), where(1))
+    group.after(0.1)
+    assert life.RestartAgent() in group.feed(Recovered(rank=1, number=1, error="no route"))
+    assert not finished(group.feed(Recovered(rank=0, number=1))), "these ranks are being ended"
+    assert finished(group.feed(life.AttemptStarting(attempt(1))))
+    assert group.notices == ("the process group could not be formed again on rank 1: no route", GONE)
+
+
+def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothing():
+    group = Group(kept=True).start()
+    group.feed(raised(0), raised(1), where(0), where(1))
+    group.after(0.1)
+    group.feed(Recovered(rank=0, number=1))
+    assert sent(group.after(GRACE + 0.1), ReportWhere) == [1]
+    group.feed(where(1))
+    actions = group.after(2 * GRACE)
+    assert life.RestartAgent() in actions
+    assert group.notices == (
+        "ranks did not come back within the grace period",
+        "rank 1 did not get ready for another job",
+    )
+
+
+def test_ranks_that_are_seen_to_be_at_it_have_a_minute():
+    group = Group(kept=True).start()
+    group.feed(raised(0), raised(1), where(0), where(1))
+    began, actions = group.now, list[Action]()
+    while life.RestartAgent() not in actions and group.now < began + 200:
+        actions = group.after(0.5)
+        for rank in sent(actions, ReportWhere):
+            group.feed(where(rank, busy=True))
+    assert began + 60 <= group.now <= began + 75
+
+
+def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
+    group = Group(kept=True).start()
+    assert not finished(group.feed(life.WorkerExited(exited(1)))), "its last words may still arrive"
+    assert group.states() == [State.RUNNING, State.RUNNING]
+    group.after(0.06)
+    assert group.states() == [State.RUNNING, State.FAILED]
+    assert group.after(1.0) == [], "the agent ends the others"
+    group.feed(life.WorkerExited(exited(0, -15, expected=True)), life.Drained())
+    assert finished(group.feed(life.AttemptStarting(attempt(1))))
+    assert group.notices == (GONE,)
+    assert not group.feed(life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1))[2:]
+
+
+def test_a_rank_whose_last_words_arrive_is_judged_by_them():
+    group = Group(kept=True).start()
+    group.feed(life.WorkerExited(exited(1)), raised(1))
+    group.after(0.2)
+    assert group.state.job is not None
+    failure = group.state.job.run.ranks[1].failure
+    assert failure is not None
+    assert failure.type == "builtins.ValueError"
+
+
+def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
+    group = Group(kept=True).start()
+    group.feed(returned(0), returned(1), life.WorkerExited(exited(1)))
+    group.feed(life.AttemptStarting(attempt(1)))
+    group.give(internal=True)
+    assert group.notices == ()
+    group.give()
+    assert group.notices == ("rank 1 was killed by SIGKILL", GONE)
+    group.give()
+    assert group.notices == ()
+
+
+def test_notes_that_the_user_knows_are_not_shown():
+    group = Group(kept=True)
+    group.feed(life.Noted("known"), life.NotesForgotten(), life.Noted("news"))
+    group.give()
+    assert group.notices == ("news",)
+
+
+# --- several nodes, and GPUs -----------------------------------------------------------------------
+
+
+def test_what_ranks_make_of_a_membership_change_is_no_failure():
+    group = Group().start()
+    group.feed(returned(0))
+    assert group.feed(life.MembershipChanging()) == [life.TellNodes(wire.Rejoin(attempt=0))]
+    group.feed(raised(1, "torch.distributed.DistBackendError", PEER_GONE))
+    group.feed(life.WorkerExited(exited(1, -15)), life.Drained())
+    assert group.states() == [State.SUCCEEDED, State.STOPPED]
+    assert group.after(10) == []
+    assert group.state.stage is Stage.CHANGING
+    group.feed(life.AttemptStarting(attempt(1, 3)))
+    assert group.state.stage is Stage.STARTING
+    assert group.state.members.world_size == 3
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
+    group = Group().start()
+    actions = group.feed(life.NodeLeaving("b", asked=False, enough=enough))
+    assert (life.RejoinNodes() in actions) is enough is group.state.changing
+    group.feed(life.WorkerExited(exited(1, expected=enough)), life.Drained())
+    assert group.states()[1] is (State.STOPPED if enough else State.FAILED)
+
+
+def test_all_ranks_let_go_of_nccl_before_one_is_killed():
+    group = Group().start(prepare=ON_GPUS)
+    actions = group.feed(life.RanksEnding())
+    assert sent(actions, Abort) == [0, 1]
+    assert life.LetGo() not in actions
+    group.feed(raised(0, "torch.distributed.DistBackendError", "aborted"))
+    assert group.states()[0] is State.RUNNING, "it is the abort that it has stumbled over"
+    assert group.feed(life.RanksEnding(), Aborted(rank=0)) == []
+    assert group.feed(Aborted(rank=1)) == [life.LetGo()]
+
+
+# --- whatever happens ------------------------------------------------------------------------------
+
+RANKS = st.integers(0, 2)
+"""One more than there are."""
+SAID: list[Callable[[int], FromRank]] = [
+    hello,
+    ready,
+    lambda rank: Started(rank=rank, time=1.0),
+    returned,
+    lambda rank: returned(rank, open=True),
+    raised,
+    lambda rank: raised(rank, "builtins.KeyboardInterrupt"),
+    where,
+    lambda rank: where(rank, inside=True),
+    lambda rank: where(rank, busy=True),
+    lambda rank: Arrived(rank=rank),
+    lambda rank: Aborted(rank=rank),
+    lambda rank: InterruptSeen(rank=rank, number=1),
+    lambda rank: Recovered(rank=rank, number=1),
+    lambda rank: Recovered(rank=rank, number=1, error="broken"),
+]
+EVENTS = st.one_of(
+    st.builds(lambda say, rank: life.RankSaid(say(rank)), st.sampled_from(SAID), RANKS),
+    st.builds(
+        lambda rank, expected: life.WorkerExited(exited(rank, expected=expected)), RANKS, st.booleans()
+    ),
+    st.builds(lambda number: life.AttemptStarting(attempt(number)), st.integers(0, 3)),
+    st.builds(lambda number: life.WorkersForked(attempt(number), frozenset({0, 1})), st.integers(0, 3)),
+    st.builds(life.JobGiven, st.just(PREPARE), st.sampled_from([None, RunState.fresh(2)]), st.booleans()),
+    st.builds(life.NodeLeaving, st.just("b"), st.booleans(), st.booleans()),
+    st.sampled_from(
+        [
+            life.Drained(),
+            life.RanksEnding(),
+            life.OthersStopped(),
+            life.MembershipChanging(),
+            life.HubLost(),
+            life.Observed(Noticed(text="a notice")),
+            life.Observed(Measured(usages={})),
+            life.Noted("a note"),
+            life.NotesForgotten(),
+            life.GraceSet(1.0),
+            life.InterruptAsked(),
+            life.GraceSkipped(),
+            life.RestartAsked("a restart"),
+            life.Dismissed(),
+            life.AgentEnded(),
+        ]
+    ),
+    st.just(life.Tick()),
+)
+HISTORIES = st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.05, 0.3, 2.0, 70.0])), max_size=60)
+
+
+@given(HISTORIES, st.booleans(), st.booleans())
+def test_two_interrupts_end_every_job_whatever_has_happened_before(history, kept, begun):
+    group = Group(kept=kept)
+    if begun:
+        group.start()
+    for event, seconds in history:
+        group.now += seconds
+        group.feed(event)
+    if group.state.working is None:
+        group.give()
+    actions = group.feed(life.InterruptAsked(), life.GraceSkipped())
+    if life.StopAgent() in actions:
+        group.feed(life.Drained(), life.AgentEnded())
+    elif life.RestartAgent() in actions:
+        group.feed(life.Drained(), life.AttemptStarting(attempt(group.state.attempt + 1)))
+    assert group.state.working is None
+    assert group.open_jobs == 0
+
+
+class World:
+    """An agent and ranks that do what they are asked, in any order, and sometimes fail or do not answer."""
+
+    def __init__(self, group: Group, chance: random.Random) -> None:
+        self.group, self.chance = group, chance
+        self.attempt = 0
+        self.coming: list[Event | FromRank] = []
+        self.sitting: set[int] = set()
+        self.gone: set[int] = set()
+        self.ending = False
+        self.mishaps = 4
+        self.begin()
+
+    def mishap(self) -> bool:
+        """Whether something goes wrong now; not for ever."""
+        happens = self.mishaps > 0 and self.chance.random() < 0.2
+        self.mishaps -= happens
+        return happens
+
+    def begin(self) -> None:
+        self.ending, self.sitting, self.gone, self.coming = False, set(), set(), []
+        self.perform(self.group.fork(self.attempt))
+        self.coming += [hello(rank, attempt=self.attempt) for rank in range(self.group.size)]
+
+    def end_ranks(self, *, over: bool) -> None:
+        """End all ranks; `over` says whether the agent ends, too."""
+        if self.ending:
+            return
+        self.ending = True
+        for rank in set(range(self.group.size)) - self.gone:
+            self.exit(rank, -15, expected=True)
+        self.perform(self.group.feed(life.Drained()))
+        if over:
+            self.perform(self.group.feed(life.AgentEnded()))
+        else:
+            self.attempt += 1
+            self.begin()
+
+    def exit(self, rank: int, exitcode: int, *, expected: bool) -> None:
+        self.gone.add(rank)
+        self.perform(self.group.feed(life.WorkerExited(exited(rank, exitcode, expected=expected))))
+
+    def die(self, rank: int) -> None:
+        """A process dies: the agent ends the others of a kept group, and starts it again."""
+        if not self.ending and rank not in self.gone:
+            self.exit(rank, -9, expected=False)
+            self.end_ranks(over=not self.group.state.kept)
+
+    def work(self, rank: int) -> None:
+        """Do a job: return, raise, or sit in a collective until that is freed."""
+        self.coming.append(Started(rank=rank, time=1.0))
+        self.coming.append(Arrived(rank=rank))
+        what = self.chance.choice(["return", "return", "raise", "sit", "loop"])
+        if what == "sit":
+            self.sitting.add(rank)
+        elif what != "loop":
+            self.coming.append(returned(rank) if what == "return" else raised(rank))
+
+    def told(self, rank: int, message: ToRank) -> None:
+        if rank in self.gone or self.group.state.closed:
+            return
+        if self.mishap():
+            if self.chance.random() < 0.5:
+                self.die(rank)
+            return
+        match message:
+            case Prepare():
+                self.coming.append(ready(rank))
+            case ReportWhere():
+                self.coming.append(where(rank, inside=rank in self.sitting))
+            case Interrupt(number=number) if rank not in self.sitting:
+                self.coming.append(InterruptSeen(rank=rank, number=number))
+                self.coming.append(raised(rank, "builtins.KeyboardInterrupt"))
+            case FreeCollective():
+                self.sitting.discard(rank)
+                self.coming.append(raised(rank, "torch.distributed.DistBackendError", PEER_GONE))
+            case Recover(number=number):
+                self.coming.append(Recovered(rank=rank, number=number))
+            case _:
+                pass
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(rank, message):
+                    self.told(rank, message)
+                case life.Dispatch(rank) if rank not in self.gone:
+                    self.work(rank)
+                case life.StopAgent() | life.ReleaseWorkers():
+                    self.end_ranks(over=True)
+                case life.RestartAgent():
+                    self.end_ranks(over=False)
+                case _:
+                    pass
+
+    def go_on(self) -> None:
+        """Let one of the messages under way arrive, or twice, or time pass."""
+        if self.coming and self.chance.random() < 0.8:
+            message = self.coming.pop(self.chance.randrange(len(self.coming)))
+            if isinstance(message, Started | Arrived) or not self.mishap():
+                self.perform(self.group.feed(*[message] * self.chance.choice([1, 1, 1, 2])))
+            else:
+                self.die(message.rank)
+        else:
+            self.group.now += self.chance.choice([0.05, 0.3])
+            self.perform(self.group.feed(life.Tick()))
+
+
+LEADS_TO = {
+    Stage.STARTING: {Stage.RUNNING, Stage.INTERRUPTED, Stage.LEAVING},
+    Stage.READY: {Stage.RUNNING},
+    Stage.RUNNING: {Stage.READY, Stage.INTERRUPTED, Stage.RECOVERING, Stage.LEAVING, Stage.REPLACING},
+    Stage.INTERRUPTED: {Stage.RECOVERING, Stage.LEAVING, Stage.REPLACING},
+    Stage.RECOVERING: {Stage.READY, Stage.REPLACING, Stage.RUNNING, Stage.INTERRUPTED},
+}
+"""Each also to STARTING, when torchelastic starts others, and to CLOSED."""
+
+
+@given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 3))
+def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
+    group = Group(size, kept=kept)
+    group.give()
+    world, began = World(group, chance), group.now
+    steps: list[tuple[float, Event]] = [(100, life.InterruptAsked()), (300, life.GraceSkipped())]
+    while group.state.working is not None and group.now < began + 500:
+        world.go_on()
+        if steps and group.now > began + steps[0][0]:
+            world.perform(group.feed(steps.pop(0)[1]))
+    assert group.state.working is None, group.state
+    assert group.open_jobs == 0
+    led = {
+        (before, after)
+        for before, after in group.stages
+        if after not in {before, Stage.STARTING, Stage.CLOSED, *LEADS_TO.get(before, ())}
+    }
+    assert led == set()
