@@ -182,8 +182,12 @@ def test_a_hub_whose_socket_is_closed_between_runs_is_replaced():
     usual(2)
     broken = local().hub
     closed = threading.Event()
-    # In one call: a second one may come too late for a hub that ends.
-    broken.call(lambda: (broken._socket.close(), closed.set()))
+
+    def close():  # in one call: a second one may come too late for a hub that ends
+        broken._socket.close()
+        closed.set()
+
+    broken.call(close)
     assert closed.wait(5)
     must_work(2)
 
