@@ -8,7 +8,7 @@ Each part is made when it is first used, and stands on those above it:
     worker groups    their ranks are forked there, and connect to the hub      group/group.py
     standby group    the worker group that is ready before it is asked for     group/standby.py
 
-`LocalRuntime.close` ends them, the last first. No other module keeps one of these parts, or registers
+They end in the order that `LocalRuntime.close` has. No other module keeps one of these parts, or registers
 anything for the end of the process or for its forks: what needs a part is handed it, or asks `local`.
 """
 
