@@ -245,6 +245,14 @@ def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one
         assert (life.StopAgent() in group.feed(life.WorkerExited(exited(1)))) is kept
 
 
+def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
+    group = Group().start()
+    group.feed(returned(0))
+    actions = group.feed(life.AgentEnded())
+    assert actions == [life.CloseGroup(succeeded=False), life.FinishJob()]
+    assert group.stage() is Stage.CLOSED
+
+
 # --- the end of a job ------------------------------------------------------------------------------
 
 
