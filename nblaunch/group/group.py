@@ -497,15 +497,16 @@ class WorkerGroup:
             error = error or broken
         finally:
             self._error = self._error or error
-            # Here and not in `close`: a caller who is interrupted once more may never come that far.
-            self._hub.remove(self)
-            job = self._life.job
-            self._close_nodes(succeeded=job is not None and job.succeeded)
-            self._logs.close()
-            runtime_dir.remove_tree(self._directory)
-            self.closed.set()
-            self._kept = None
             self._feed(lifecycle.AgentEnded())
+
+    def _close(self, *, succeeded: bool) -> None:
+        # Here and not in `close`: a caller who is interrupted once more may never come that far.
+        self._hub.remove(self)
+        self._close_nodes(succeeded=succeeded)
+        self._logs.close()
+        runtime_dir.remove_tree(self._directory)
+        self.closed.set()
+        self._kept = None
 
     def _post(self, event: lifecycle.Event) -> None:
         """Feed an event from any thread."""
@@ -519,9 +520,10 @@ class WorkerGroup:
         if job is not None and known is not None and not job.ended.is_set():
             job.state, job.interrupted = known.run, known.interrupted
         for action in actions:
-            self._perform(action)
+            # `close`, on another thread, lets go of `self.job` as soon as the group is closed.
+            self._perform(action, job)
 
-    def _perform(self, action: lifecycle.Action) -> None:
+    def _perform(self, action: lifecycle.Action, job: Job | None) -> None:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
@@ -535,6 +537,8 @@ class WorkerGroup:
                 self._feed(lifecycle.ExitExplained(explained))
             case lifecycle.LetGo():
                 self._let_go.set()
+            case lifecycle.CloseGroup(succeeded):
+                self._close(succeeded=succeeded)
             case (
                 lifecycle.ReleaseWorkers()
                 | lifecycle.StopAgent()
@@ -543,8 +547,8 @@ class WorkerGroup:
                 | lifecycle.SkipGrace()
             ):
                 self._order(action)
-            case _ if self.job is not None:
-                self._do_to_job(action, self.job)
+            case _ if job is not None:
+                self._do_to_job(action, job)
             case _:
                 pass
 

@@ -489,6 +489,13 @@ class LetGo:
 
 
 @dataclass(frozen=True, slots=True)
+class CloseGroup:
+    """Let go of all that the group holds; comes before the end of its job, which makes the caller go on."""
+
+    succeeded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TellNodes:
     """Send a message to all other nodes."""
 
@@ -509,6 +516,7 @@ Action: TypeAlias = (
     | RejoinNodes
     | SkipGrace
     | LetGo
+    | CloseGroup
     | TellNodes
 )
 
@@ -707,7 +715,9 @@ class _Step:
             case MembershipChanging() | NodeLeaving():
                 self._membership_changing(event)
             case AgentEnded():
+                job = self.state.job
                 self.set(closed=True)
+                self.act(CloseGroup(succeeded=job is not None and job.succeeded))
                 self._finish()
             case _:
                 assert_never(event)

@@ -64,8 +64,8 @@ def ready(rank: int) -> Entered:
     return Entered(rank=rank, phase=Phase.READY)
 
 
-def returned(rank: int, **more: bool) -> Returned:
-    return Returned(rank=rank, value=Payload(()), time=1.0, **more)
+def returned(rank: int, *, left_open: bool = False) -> Returned:
+    return Returned(rank=rank, value=Payload(()), time=1.0, open=left_open)
 
 
 def raised(rank: int, kind: str = "builtins.ValueError", message: str = "") -> Raised:
@@ -100,10 +100,8 @@ class Group:
     def feed(self, *events: Event | FromRank) -> list[Action]:
         """Return what is to be done; explains exits, as a group does."""
         actions: list[Action] = []
-        for given_event in events:
-            event = (
-                given_event if type(given_event).__module__ == life.__name__ else life.RankSaid(given_event)
-            )
+        for each_given in events:
+            event = life.RankSaid(each_given) if isinstance(each_given, FromRank) else each_given
             before = self.state
             self.state, more = step(before, event, self.now)
             assert (self.state, more) == step(before, event, self.now), "the same every time"
@@ -167,7 +165,9 @@ class Group:
         assert self.state.job is not None
         return [rank.state for rank in self.state.job.run.ranks.values()]
 
-    @property
+    def stage(self) -> Stage:
+        return self.state.stage
+
     def notices(self) -> tuple[str, ...]:
         return self.state.job.run.notices if self.state.job is not None else ()
 
@@ -196,7 +196,7 @@ def test_a_job_is_dispatched_once_whatever_the_order_in_which_its_ranks_come_int
     actions = group.feed(*said)
     assert [each.rank for each in actions if isinstance(each, life.Dispatch)] == [0, 1]
     assert set(sent(actions, Prepare)) == {0, 1}
-    assert group.state.stage is Stage.RUNNING
+    assert group.stage() is Stage.RUNNING
 
 
 def test_ranks_that_are_not_heard_of_within_a_minute_end_the_launch():
@@ -245,6 +245,14 @@ def test_a_kept_rank_that_dies_before_it_is_ready_ends_the_group_and_a_fresh_one
         assert (life.StopAgent() in group.feed(life.WorkerExited(exited(1)))) is kept
 
 
+def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
+    group = Group().start()
+    group.feed(returned(0))
+    actions = group.feed(life.AgentEnded())
+    assert actions == [life.CloseGroup(succeeded=False), life.FinishJob()]
+    assert group.stage() is Stage.CLOSED
+
+
 # --- the end of a job ------------------------------------------------------------------------------
 
 
@@ -255,7 +263,7 @@ def test_a_fresh_group_is_released_with_its_values_and_its_job_ends_at_once():
     assert life.ReleaseWorkers(succeeded=True, others=frozenset()) in actions
     assert sent(actions, Leave) == [0, 1]
     assert finished(actions)
-    assert group.state.stage is Stage.LEAVING
+    assert group.stage() is Stage.LEAVING
 
 
 def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them():
@@ -295,7 +303,7 @@ def test_a_restart_is_not_begun_after_an_interrupt():
 
 def test_a_collective_that_is_left_open_is_looked_at_before_the_ranks_leave():
     group = Group().start(prepare=ON_GPUS)
-    group.feed(returned(0, open=True))
+    group.feed(returned(0, left_open=True))
     assert sent(group.feed(returned(1)), ReportWhere) == [0, 1]
     assert not finished(group.feed(where(0)))
     assert finished(group.feed(where(1)))
@@ -303,7 +311,7 @@ def test_a_collective_that_is_left_open_is_looked_at_before_the_ranks_leave():
 
 def test_ranks_that_do_not_answer_keep_no_value_waiting():
     group = Group().start(prepare=ON_GPUS)
-    group.feed(returned(0, open=True), returned(1))
+    group.feed(returned(0, left_open=True), returned(1))
     assert not finished(group.after(1.9))
     assert finished(group.after(0.2))
 
@@ -366,9 +374,9 @@ def test_a_second_interrupt_skips_the_grace_period():
         group.feed(life.InterruptAsked())
     assert fresh.feed(life.GraceSkipped())[0::2] == [life.SkipGrace(), life.StopAgent()]
     assert kept.feed(life.GraceSkipped())[0::2] == [life.SkipGrace(), life.RestartAgent()]
-    assert kept.state.stage is Stage.REPLACING
+    assert kept.stage() is Stage.REPLACING
     assert finished(kept.feed(life.AttemptStarting(attempt(1))))
-    assert kept.notices == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
+    assert kept.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
 
 
 def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
@@ -385,7 +393,7 @@ def test_ranks_that_do_not_listen_are_replaced_after_the_grace_period():
     group.feed(InterruptSeen(rank=1, number=last.number))
     assert life.RestartAgent() not in group.after(1.9)
     assert life.RestartAgent() in group.after(0.2)
-    assert group.notices == ("rank 1 went on after two interrupts, --grace 5 s apart",)
+    assert group.notices() == ("rank 1 went on after two interrupts, --grace 5 s apart",)
 
 
 def test_a_rank_in_c_code_is_waited_for():
@@ -408,7 +416,7 @@ def interrupted_peer(group: Group) -> None:
     actions = group.feed(where(0, inside=True), where(1))
     assert sent(actions, FreeCollective) == [0]
     assert sent(group.feed(raised(0, "torch.distributed.DistBackendError", PEER_GONE)), ReportWhere) == [0, 1]
-    assert group.state.stage is Stage.RECOVERING
+    assert group.stage() is Stage.RECOVERING
 
 
 def test_one_rank_raises_while_another_sits_in_all_reduce():
@@ -419,8 +427,8 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
     assert not finished(group.feed(Recovered(rank=0, number=1)))
     assert finished(group.feed(Recovered(rank=1, number=1)))
     assert group.states() == [State.STOPPED, State.FAILED]
-    assert group.notices == (life.REFORMED,)
-    assert group.state.stage is Stage.READY
+    assert group.notices() == (life.REFORMED,)
+    assert group.stage() is Stage.READY
 
 
 def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
@@ -429,7 +437,7 @@ def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
     recover = [each.message for each in group.after(0.1) if isinstance(each, Send)]
     assert [each.reform for each in recover if isinstance(each, Recover)] == [False, False]
     assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
-    assert group.notices == ()
+    assert group.notices() == ()
 
 
 def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
@@ -440,7 +448,7 @@ def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
     assert life.RestartAgent() in group.feed(Recovered(rank=1, number=1, error="no route"))
     assert not finished(group.feed(Recovered(rank=0, number=1))), "these ranks are being ended"
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
-    assert group.notices == ("the process group could not be formed again on rank 1: no route", GONE)
+    assert group.notices() == ("the process group could not be formed again on rank 1: no route", GONE)
 
 
 def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothing():
@@ -452,7 +460,7 @@ def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothi
     group.feed(where(1))
     actions = group.after(2 * GRACE)
     assert life.RestartAgent() in actions
-    assert group.notices == (
+    assert group.notices() == (
         "ranks did not come back within the grace period",
         "rank 1 did not get ready for another job",
     )
@@ -478,7 +486,7 @@ def test_the_death_of_a_kept_rank_ends_the_job_with_the_next_attempt():
     assert group.after(1.0) == [], "the agent ends the others"
     group.feed(life.WorkerExited(exited(0, -15, expected=True)), life.Drained())
     assert finished(group.feed(life.AttemptStarting(attempt(1))))
-    assert group.notices == (GONE,)
+    assert group.notices() == (GONE,)
     assert not group.feed(life.WorkersForked(attempt(1), frozenset({0, 1})), hello(0), hello(1))[2:]
 
 
@@ -497,18 +505,18 @@ def test_a_death_between_two_jobs_is_shown_with_the_next_that_the_user_sees():
     group.feed(returned(0), returned(1), life.WorkerExited(exited(1)))
     group.feed(life.AttemptStarting(attempt(1)))
     group.give(internal=True)
-    assert group.notices == ()
+    assert group.notices() == ()
     group.give()
-    assert group.notices == ("rank 1 was killed by SIGKILL", GONE)
+    assert group.notices() == ("rank 1 was killed by SIGKILL", GONE)
     group.give()
-    assert group.notices == ()
+    assert group.notices() == ()
 
 
 def test_notes_that_the_user_knows_are_not_shown():
     group = Group(kept=True)
     group.feed(life.Noted("known"), life.NotesForgotten(), life.Noted("news"))
     group.give()
-    assert group.notices == ("news",)
+    assert group.notices() == ("news",)
 
 
 # --- several nodes, and GPUs -----------------------------------------------------------------------
@@ -522,9 +530,9 @@ def test_what_ranks_make_of_a_membership_change_is_no_failure():
     group.feed(life.WorkerExited(exited(1, -15)), life.Drained())
     assert group.states() == [State.SUCCEEDED, State.STOPPED]
     assert group.after(10) == []
-    assert group.state.stage is Stage.CHANGING
+    assert group.stage() is Stage.CHANGING
     group.feed(life.AttemptStarting(attempt(1, 3)))
-    assert group.state.stage is Stage.STARTING
+    assert group.stage() is Stage.STARTING
     assert group.state.members.world_size == 3
 
 
@@ -557,7 +565,7 @@ SAID: list[Callable[[int], FromRank]] = [
     ready,
     lambda rank: Started(rank=rank, time=1.0),
     returned,
-    lambda rank: returned(rank, open=True),
+    lambda rank: returned(rank, left_open=True),
     raised,
     lambda rank: raised(rank, "builtins.KeyboardInterrupt"),
     where,
