@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-import torch
-
 from nblaunch import _numa, _visible
 from nblaunch._errors import OptionError
 from nblaunch.options.table import nearest
@@ -330,6 +328,8 @@ def _instances_of(nvml: ctypes.CDLL, index: int) -> int | None:
 
 def check_start_method(method: str) -> None:
     """Raise `OptionError` for a start method that does not work from this process."""
+    import torch
+
     if method != "fork":
         return
     if torch.cuda.is_initialized():
@@ -348,6 +348,8 @@ def check_start_method(method: str) -> None:
 
 def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_rank: bool = False) -> None:
     """Raise `OptionError` where ranks have no GPU, or torch cannot bind."""
+    import torch
+
     asked = f"numa_binding={binding!r} was asked for"
     if gpus < nproc:
         has = (
