@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
@@ -174,3 +177,42 @@ def test_no_function_is_too_long_to_read():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     assert {name: lines for name, lines in functions.items() if lines > MOST_LINES} == {}
+
+
+# --- The docstring of a package is its theory of operation, and the order in which to read its modules.
+
+PACKAGES = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
+
+
+def theory_of(package: str) -> str:
+    return ast.get_docstring(ast.parse(PACKAGES[package].read_text())) or ""
+
+
+def reading_order(package: str) -> list[str]:
+    """Return the modules that the docstring lists, in its order."""
+    _, _, listed = theory_of(package).partition("\nModules, each after those that it imports:\n")
+    return re.findall(r"^ {4}(\w+) ", listed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_says_in_ten_to_sixty_lines_how_it_works(package):
+    assert 10 <= len(theory_of(package).splitlines()) <= 60
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_names_each_of_its_modules_once(package):
+    modules = {path.stem for path in PACKAGES[package].parent.glob("*.py")} - {"__init__"}
+    assert sorted(reading_order(package)) == sorted(modules)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_module_imports_only_those_that_its_package_names_before_it(package):
+    place = {f"nblaunch.{package}.{module}": at for at, module in enumerate(reading_order(package))}
+    too_early = [
+        str(each)
+        for each in OURS
+        if not each.only_types
+        and each.importer in place
+        and place.get(each.imported, -1) > place[each.importer]
+    ]
+    assert too_early == []
