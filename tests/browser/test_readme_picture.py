@@ -75,7 +75,7 @@ def front(chromium, server, gates):
     gates.open_all()
     front.finished()
     gates.shut_all()
-    server.end_kernels()
+    server.end_kernels("readme.ipynb")
     context.close()
 
 
