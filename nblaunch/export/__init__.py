@@ -10,11 +10,12 @@ calling thread, when `%distributed export` or `--export` asks for it. No rank ta
 
 For each name the collector takes the first that applies: an import that the notebook ran; the source text of
 a function or class, and in turn what that needs; a literal, if a person would write one; a file beside the
-script (arrays, tensors, all else pickled). What can be none of these is left out, and the script says so.
+script (arrays, tensors, all else pickled). A value that can be none of these is refused by name, unless the
+cells may never use it: then the command reports that it was left out.
 
 Invariants:
   * The script imports nothing of nblaunch, and nothing that the cells do not use.
-  * The notebook's namespace is read, never changed, and no property of a user's object is called.
+  * The notebook's namespace is read, never changed.
   * Code is copied as the user wrote it, comments included. It is edited only where a script differs from a
     cell: magics and `!` become calls, a last expression is printed, `await` gets a loop.
   * A file that was not exported by nblaunch is never overwritten without `--force`.
