@@ -1,1 +1,38 @@
-"""What travels between the notebook and its ranks: names, values, identities."""
+"""What travels between the notebook and its ranks: names, values, identities. Used at both ends.
+
+To a rank, a job takes what its code needs. For a cell: `names` parses the source and follows its data flow to
+the global names that it loads; those that the notebook has are pickled together, in one pickle, so that
+objects which they share stay shared. For a call: the function and its arguments. Modules go by reference,
+functions and classes of the notebook by value (cloudpickle). A value comes back the same way.
+
+    cell ──names──> variables ──pickling──> pickle + large buffers ──shared_memory──> Payload ──> rank
+                        │ refused: unpicklable finds the part, its path and size: CaptureError
+
+Large buffers (arrays, tensors) are not copied into the pickle. They are written once into a memory file,
+which every rank maps; another machine gets them in pieces (`transfer`). A small payload travels inside its
+message.
+
+For a session both ends keep an object table (`identity`): a key for each object that has been sent. What the
+ranks have is sent as its key (`persistent_id`), so one object stays one object under any name. `changes`
+keeps a print of what was sent, to notice a change in place, and replaces the content of an object that is
+pushed.
+
+Invariants:
+  * Capturing runs no code of the user's, but for what pickling runs anyway (`__reduce__`, `__getstate__`).
+  * A capture that fails changes nothing: no table entry, no memory file stays.
+  * A table keeps no object alive. Fresh ranks have none: they get everything.
+  * torch is imported only for a value that is torch's.
+
+Modules, each after those that it imports:
+
+    dataflow       scopes of a cell, what they bind, and what is bound on every path so far
+    identity       keys of objects; the tables at both ends
+    tensors        torch storages as buffers: once for each storage, never as a CUDA handle
+    unpicklable    the parts of an object as pickle sees them; the path to the one that cannot be sent
+    changes        prints of objects, to notice changes in place; the content of a push
+    names          the names of the notebook that a cell needs, magics and shell commands included
+    pickling       picklers and unpicklers, with buffers out of band and keys for known objects
+    capture        a cell, a call, a push: what is sent for it, ready to be written
+    shared_memory  payloads in memory files (or files), written once and mapped
+    transfer       payloads in pieces, to and from another machine
+"""

@@ -1,1 +1,32 @@
-"""Checks of this machine and this process, before a run needs them."""
+"""The doctor: what would go wrong on this machine, found before a run needs it.
+
+A check is a function that yields findings; a finding is a level (ok, warning, problem), a name, one line of
+fact and one of advice. `doctor()` runs all checks at the same time, each on a daemon thread of its own with a
+time limit of its own, because what they look at may not answer: a resolver, a driver, a network disk. A check
+that raises or overruns its time becomes a warning that names it; its thread is abandoned.
+
+    doctor() ─┬─ threads: limits, memory, shared memory, temporary directory, front end, versions
+              ├─ threads: torch, fork server, process control, hand-over, loopback, hostname
+              ├─ threads: GPUs ── processes: nvidia-smi, nvml.py
+              └─ --nccl, when the others have finished ── one process for each GPU: nccl_rank.py
+
+Invariants:
+  * The calling process gets no CUDA context, no driver library and no signal handler. What touches a driver
+    is a process of its own, which can be abandoned. Only the fork server is started, as a run would.
+  * A machine without a GPU, or with a torch that cannot be imported, gets a report, not an exception; without
+    `--nccl` within 5 seconds.
+  * Nothing here starts a worker group. What fails in the all_reduce is NCCL's doing, not nblaunch's.
+  * The same fact has the same words in the notebook, in Python and on the command line (`DoctorReport`).
+
+Modules, each after those that it imports:
+
+    nccl_rank  one rank of the all_reduce; a program of its own
+    nvml       NVML and the kernel's log as JSON; a program of its own, standard library only
+    report     findings, and how a report is shown
+    machine    files, processes, memory, threads, shared memory, temporary directory, leftovers
+    notebook   front end and versions
+    processes  torch's build, and what ranks are made of: fork server, signals, hand-over, network
+    gpu        GPUs by nvidia-smi and NVML: compute mode, memory errors, architecture, links
+    nccl       an all_reduce over all GPUs, bounded in time
+    doctor     the list of checks; runs them, and collects what they found
+"""

@@ -1,8 +1,8 @@
-"""The doctor: looks at this machine and this process before a run does, and says what would go wrong.
+"""The doctor: examines this machine and this process before a run does, and reports what would go wrong.
 
-Each check is a small function that yields findings. All of them run at the same time, each on a thread
-of its own and with a time of its own, because what is looked at may not answer: a resolver, a driver, a
-disk on the network. A check that raises or does not answer is a warning that names it.
+Each check is a small function that yields findings. All checks run at the same time, each on a thread of its
+own with a time limit of its own, because what they look at may not answer: a resolver, a driver, a network
+disk. A check that raises or overruns its time becomes a warning that names it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
 
 
 def with_nccl(report: DoctorReport) -> DoctorReport:
-    """Return the report with what came of an all_reduce; its ranks are gone, also after an interrupt."""
+    """Return the report with the findings of an all_reduce; its ranks are gone, also after an interrupt."""
     started = time.monotonic()
     check = Check(nccl_check.NAME, nccl_check.all_reduce)
     found = _found_by(check)

@@ -1,7 +1,8 @@
-"""The doctor's look at GPUs, through `nvidia-smi`.
+"""The doctor's checks of GPUs: what there is and what is free, and whether it is fit to compute.
 
-A process of its own, for two reasons: nothing of the driver is loaded into the kernel, so that its CUDA
-state stays as it is; and a driver that hangs can be left alone.
+The answers come from `nvidia-smi` and from `nvml.py`, in processes of their own, for two reasons: no driver
+library is loaded into the kernel, so that its CUDA state stays as it is; and a driver that hangs can be
+abandoned.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _REFUSED = {"CNS", "GNS", "TNS", "NS", "DR"}
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as the driver sees it; bytes, None where it does not say."""
+    """One GPU as the driver sees it; sizes in bytes, None where the driver gives none."""
 
     index: str
     uuid: str
@@ -58,7 +59,7 @@ class Gpu:
 
 
 def gpus() -> Iterator[Finding]:
-    """Say which GPUs there are, how much of them is free, and whether torch can use them."""
+    """Report which GPUs there are, how much of their memory is free, and whether torch can use them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         yield _without_driver()
@@ -286,7 +287,7 @@ Gpus = Mapping[str, Mapping[str, Any]]
 
 
 def health() -> Iterator[Finding]:
-    """Say what of the GPUs themselves keeps ranks from computing."""
+    """Report what is wrong with the GPUs themselves."""
     if why_no_torch():
         return
     import torch
@@ -315,7 +316,7 @@ def health() -> Iterator[Finding]:
 
 
 def ask_nvml() -> dict[str, Any]:
-    """Return what NVML says, nothing where there is none. Raises `TimeoutExpired`."""
+    """Return NVML's answers, empty without NVML. Raises `TimeoutExpired`."""
     with asking([sys.executable, "-I", "-S", str(_ASK_NVML)]) as process:
         out, _ = process.communicate(timeout=_SECONDS)
     try:
@@ -342,7 +343,7 @@ def visible(gpus: Gpus, chosen: str | None) -> Gpus:
 
 
 def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
-    """Say whether more than one process may use a GPU; `cuda_here` whether this one does."""
+    """Report whether several processes may use a GPU; `cuda_here` says that this process does."""
     name = "compute mode"
     modes = {index: gpu["compute_mode"] for index, gpu in gpus.items() if "compute_mode" in gpu}
     prohibited = [index for index, mode in modes.items() if mode == _PROHIBITED]
@@ -368,7 +369,7 @@ def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
 
 
 def memory_errors(gpus: Gpus) -> Iterator[Finding]:
-    """Say which GPUs have faulty memory, as far as they count errors (ECC)."""
+    """Report GPUs with faulty memory, as far as they count errors (ECC)."""
     name = "GPU memory errors"
     found = 0
     for index, gpu in gpus.items():
@@ -392,7 +393,7 @@ def memory_errors(gpus: Gpus) -> Iterator[Finding]:
 
 
 def driver_errors(gpus: Gpus, xids: Sequence[Sequence[Any]]) -> Iterator[Finding]:
-    """Say which GPUs the driver has given up, and which errors of the hardware it has logged."""
+    """Report GPUs that the driver has given up, and hardware errors that it has logged (Xid)."""
     for index, gpu in gpus.items():
         if gpu.get("recovery") in _RECOVERY:
             advice, what = _RECOVERY[gpu["recovery"]]
@@ -411,7 +412,7 @@ def driver_errors(gpus: Gpus, xids: Sequence[Sequence[Any]]) -> Iterator[Finding
 
 
 def architecture(gpus: Gpus, built_for: Sequence[str]) -> Iterator[Finding]:
-    """Say whether this torch has code for the GPUs; `built_for` is torch's own list, empty if not known."""
+    """Report whether this torch has code for the GPUs; `built_for` is torch's own list, empty if unknown."""
     if not built_for:
         return
     known = {index: tuple(gpu["capability"]) for index, gpu in gpus.items() if "capability" in gpu}
@@ -486,7 +487,7 @@ def write_architectures(path: str) -> None:
 
 
 def persistence(gpus: Gpus) -> Iterator[Finding]:
-    """Say whether the driver stays awake while nobody uses it."""
+    """Report whether the driver stays loaded while nothing uses it (persistence mode)."""
     modes = [gpu["persistence"] for gpu in gpus.values() if "persistence" in gpu]
     if not modes:
         return
@@ -501,7 +502,7 @@ def persistence(gpus: Gpus) -> Iterator[Finding]:
 
 
 def nvlink(gpus: Gpus, said: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say which GPUs NVLink joins."""
+    """Report which GPUs NVLink connects."""
     name = "NVLink"
     joined, pairs = said.get("joined", 0), said.get("pairs", 0)
     down = {index: gpu["links"].count(0) for index, gpu in gpus.items() if any(gpu.get("links", ()))}

@@ -1,4 +1,4 @@
-"""The doctor's look at what the system allows: files, processes, memory, threads."""
+"""The doctor's checks of what the system allows: files, processes, memory, threads, temporary directory."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _container_tasks() -> tuple[str, int, int] | None:
 
 
 def memory() -> Iterator[Finding]:
-    """Say how much memory there is, for the machine and within the container's limit."""
+    """Report how much memory there is, on the machine and within the container's limit."""
     machine = psutil.virtual_memory()
     free = int(machine.available)
     summary = f"{size(free)} available of {size(machine.total)}"
@@ -135,7 +135,7 @@ def container_memory() -> tuple[int, int] | None:
 
 
 def threads() -> Iterator[Finding]:
-    """Say how many threads each rank computes with."""
+    """Report how many threads each rank computes with."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:
@@ -170,7 +170,7 @@ _YOUNG_SECONDS = 60.0
 
 
 def shared_memory() -> Iterator[Finding]:
-    """Say whether NCCL and DataLoader workers have room; our own payloads need none of it."""
+    """Report whether NCCL and DataLoader workers have room; payloads of nblaunch need none of it."""
     try:
         state = os.statvfs(_SHARED)
     except OSError as error:
@@ -193,7 +193,7 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def temporary_directory() -> Iterator[Finding]:
-    """Make there what a run makes: a private directory, a file, a unix socket."""
+    """Make what a run makes there: a private directory, a file, a unix socket."""
     name = "temp dir"
     try:
         root = local().directory.root()
@@ -247,7 +247,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def leftovers() -> Iterator[Finding]:
-    """Name the runtime directories whose kernel, and all below it, was killed at once."""
+    """Report runtime directories whose kernel was killed together with all processes below it."""
     bases, own = {Path(tempfile.gettempdir())}, Path()
     with contextlib.suppress(LaunchError, OSError):
         own = local().directory.root()

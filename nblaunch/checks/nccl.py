@@ -1,6 +1,6 @@
-"""The doctor's all_reduce: one rank on each GPU, each a Python of its own, bounded in time.
+"""The doctor's all_reduce: one rank on each GPU, each a Python process of its own, with a time limit.
 
-It has nothing of a run but torch and NCCL, so what fails here is not nblaunch's.
+It uses torch and NCCL alone, so a failure here is not nblaunch's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Rank:
 
 
 def all_reduce() -> Iterator[Finding]:
-    """Let the GPUs that ranks would get reduce 64 MiB together; say how fast they were, or what failed."""
+    """Have the GPUs that ranks would get reduce 64 MiB together; report the bandwidth, or what failed."""
     if why_no_torch():
         return
     import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""One rank of the doctor's all_reduce; run as a program: rank, number of ranks, meeting file, seconds.
+"""One rank of the doctor's all_reduce; a program: rank, number of ranks, rendezvous file, seconds.
 
-It says where it is as it goes on, a JSON object a line, so that a rank that is stuck has said in what.
+It prints a JSON object for each step, so the last line of a rank that is stuck names the step.
 """
 
 from __future__ import annotations

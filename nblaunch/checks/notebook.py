@@ -1,4 +1,4 @@
-"""The doctor's look at the front end and at versions: what can be shown, what does not fit together."""
+"""The doctor's checks of the front end and of versions: what can be shown, and what does not fit together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BUSY_SHELL = (7, 4)
 
 
 def front_end() -> Iterator[Finding]:
-    """Say how runs will be shown here."""
+    """Report how runs will be shown here."""
     name = "notebook"
     wanted = os.environ.get(DISPLAY_VARIABLE) or "auto"
     if wanted not in DISPLAY_MODES:

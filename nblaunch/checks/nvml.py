@@ -1,7 +1,7 @@
-"""What NVML and the kernel's log say of the GPUs here, as JSON; run as a program, in a process of its own.
+"""What NVML and the kernel's log report about the GPUs here, as JSON; a program, run in a process of its own.
 
-So nothing of the driver is loaded into the notebook, and a driver that hangs can be left alone. It needs the
-standard library alone. What NVML does not support, or what this user may not ask, is left out.
+So no driver library is loaded into the notebook, and a driver that hangs can be abandoned. It needs the
+standard library alone. It leaves out what NVML does not support, and what this user may not read.
 """
 
 from __future__ import annotations

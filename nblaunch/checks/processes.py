@@ -1,4 +1,7 @@
-"""The doctor's look at torch: its build and backends. Nothing here asks CUDA for anything."""
+"""The doctor's checks of torch, and of what ranks are made of: fork server, process control, network.
+
+Nothing here asks CUDA for anything.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _SLOWED = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1")
 
 
 def build() -> Iterator[Finding]:
-    """Say which torch this is and what its ranks can talk through."""
+    """Report which torch this is, and which backends its ranks can use."""
     why = why_no_torch()
     if why:
         yield problem("torch", f"cannot be imported: {why}", _REINSTALL)
@@ -50,7 +53,7 @@ def build() -> Iterator[Finding]:
 
 
 def nccl() -> Iterator[Finding]:
-    """Say which NCCL ranks on GPUs will use, and which variables change its ways."""
+    """Report which NCCL ranks on GPUs will use, and which variables change its behaviour."""
     if why_no_torch():
         return
     import torch
@@ -106,7 +109,7 @@ sys.stdin.read()
 
 
 def fork_server() -> Iterator[Finding]:
-    """Fork a process from the kernel's fork server, as a rank is; measure how long that takes."""
+    """Fork a process from the kernel's fork server, as a rank is forked; measure how long that takes."""
     name = "fork server"
     server = local().server
     before = server.pid
@@ -179,7 +182,7 @@ def process_control() -> Iterator[Finding]:
 
 
 def hand_over() -> Iterator[Finding]:
-    """Hand a memory file to a real process and back, through `/proc/<pid>/fd`, as payloads are."""
+    """Pass a memory file to another process and back, through `/proc/<pid>/fd`, as payloads are passed."""
     name = "hand-over"
     with contextlib.ExitStack() as stack:
         try:
@@ -233,7 +236,7 @@ def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
 
 
 def loopback() -> Iterator[Finding]:
-    """Connect to a socket of our own, as ranks connect to theirs."""
+    """Connect to a socket on the loopback interface, as ranks connect to theirs."""
     name = "loopback"
     try:
         with socket.socket() as listener:
@@ -253,7 +256,7 @@ def loopback() -> Iterator[Finding]:
 
 
 def hostname() -> Iterator[Finding]:
-    """Look this machine's own name up; a run on one machine needs it only where the user's code does."""
+    """Resolve this machine's own name; a run on one machine needs it only where the user's code does."""
     name = "hostname"
     own = socket.gethostname()
     try:
@@ -272,7 +275,7 @@ def hostname() -> Iterator[Finding]:
 
 
 def this_process() -> Iterator[Finding]:
-    """Say whether this process is a rank: then it can start none."""
+    """Report whether this process is a rank: a rank cannot start ranks."""
     name = "this process"
     rank = _notebook.inside_rank()
     variables = [

@@ -1,4 +1,4 @@
-"""What the doctor found: one finding per line, and how they are shown."""
+"""What the doctor found: findings of one line each, and how a report is shown."""
 
 from __future__ import annotations
 

@@ -1,1 +1,28 @@
-"""Why a run failed."""
+"""Why a run failed, or does not go on. The only place that assigns blame; everything else shows its verdict.
+
+Two questions are answered here, both from facts that others have collected.
+
+Which failure is the cause? `failures` takes one record for each rank that failed. In time order, the first
+one that does not blame a peer is the root cause; a rank that raised because a connection was closed, a
+collective was aborted or a store went away failed as a consequence, whatever the clocks say: the agent
+notices a killed rank up to one poll later than its peers notice the closed connection. A process that ended
+without a message is explained by its signal, by what its stderr and faulthandler's file hold, and by the
+kernel's count of OOM kills in its cgroup. A CUDA allocation that failed is explained by who holds that GPU's
+memory.
+
+Which rank is waited for? `hang` takes each rank's `Where`: its stack, and the collectives in torch's flight
+recorder with their sequence numbers. Ranks are compared group by group; a rank whose sequence number is
+behind, or whose operation, sizes or dtypes differ, is named, with the collective that the others are in.
+
+Invariants:
+  * Neither module asks a rank, waits, or uses a socket. The hub thread calls both, so both are quick.
+  * The verdict depends on the records alone: the same records, in any order, name the same root cause.
+  * If there is a failure there is a root cause. Where every rank blames a peer, it is the first process that
+    ended without a message, else the first failure.
+  * A reason is one line, and names no number that is not in the records or in the system's own count.
+
+Modules, each after those that it imports:
+
+    failures  root cause and consequences; why a process ended; CUDA out of memory
+    hang      where the ranks are, in which collective, and which ranks have not begun it
+"""

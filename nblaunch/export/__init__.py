@@ -1,1 +1,32 @@
-"""Cells as a script for torchrun."""
+"""Cells as a script for torchrun: what ran in the notebook, without the notebook.
+
+The user names cells; the result is one Python file, `main()` and what it needs above it, that `torchrun` runs
+on the same number of ranks, plus a directory of data where values have no literal. Everything happens on the
+calling thread, when `%distributed export` or `--export` asks for it. No rank takes part.
+
+    cells ──plain Python──> names they need ──Collector──> imports, definitions, literals, files
+                                                                   │
+    text of the script <── _Writer <── split: what goes above main, what into it
+
+For each name the collector takes the first that applies: an import that the notebook ran; the source text of
+a function or class, and in turn what that needs; a literal, if a person would write one; a file beside the
+script (arrays, tensors, all else pickled). A value that can be none of these is refused by name, unless the
+cells may never use it: then the command reports that it was left out.
+
+Invariants:
+  * The script imports nothing of nblaunch, and nothing that the cells do not use.
+  * The notebook's namespace is read, never changed.
+  * Code is copied as the user wrote it, comments included. It is edited only where a script differs from a
+    cell: magics and `!` become calls, a last expression is printed, `await` gets a loop.
+  * A file that was not exported by nblaunch is never overwritten without `--force`.
+  * The same cells and values give the same text.
+
+Modules, each after those that it imports:
+
+    imports   import statements: which the notebook ran, which a value needs, how they are written
+    files     values in files: arrays, tensors, everything else pickled
+    literals  values as source: numbers, texts, containers, paths, devices, settings
+    source    where functions and classes are defined; cells as plain Python text
+    collect   follows names to all that they need, in an order in which it can be defined
+    script    splits the cells between the top and `main`, and writes the file
+"""

@@ -18,7 +18,7 @@ from nblaunch.export.source import NotebookSource
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Statements of a script that give variables their values."""
+    """Statements of a script that bind variables."""
 
     names: tuple[str, ...]
     text: str
@@ -32,7 +32,7 @@ class Item:
 
 @dataclass(slots=True)
 class Collected:
-    """All that is taken along."""
+    """Everything that a script takes from the notebook."""
 
     items: list[Item] = field(default_factory=list)
     imports: set[Import] = field(default_factory=set)
@@ -59,7 +59,7 @@ class Collector:
         self._seen: set[str] = set()
 
     def collect(self, names: CellNames, directory: str) -> Collected:
-        """Return what a cell with these names needs; `directory` is the variable for where the files are."""
+        """Return what a cell with these names needs; `directory` is the variable of its data directory."""
         self._follow(names, certain=True)
         for name in self._in_common():
             self._items.pop(name, None)

@@ -1,4 +1,4 @@
-"""Values of a notebook that a script loads from files beside it: arrays, tensors, everything else pickled."""
+"""Values that a script loads from files beside it: arrays, tensors, everything else pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import statements: which a notebook has run, which a value needs, and how a script writes them."""
+"""Import statements: those that a notebook ran, those that a value needs, and how a script writes them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Import:
 
     @property
     def bound(self) -> str:
-        """The variable that it makes."""
+        """The variable that it binds."""
         return self.alias or self.name or self.module.partition(".")[0]
 
     def finds(self, value: object) -> bool:
-        """Return whether it makes this object its variable; imports nothing."""
+        """Return whether it binds its variable to this object; imports nothing."""
         module = sys.modules.get(self.module)
         if module is None:
             return False
@@ -38,7 +38,7 @@ class Import:
 
 
 def imports_in(node: ast.AST) -> list[Import]:
-    """Return what an import statement imports; nothing for any other, and for a relative one."""
+    """Return what an import statement imports; nothing for other statements and for relative imports."""
     match node:
         case ast.Import(names=names):
             return [Import(each.name, alias=each.asname or "") for each in names]
@@ -48,7 +48,7 @@ def imports_in(node: ast.AST) -> list[Import]:
 
 
 def import_of(name: str, value: object, known: Iterable[Import]) -> Import | None:
-    """Return the import that makes `value` the variable `name`: the last of `known`, or a new one."""
+    """Return the import that binds `name` to `value`: the last such of `known`, or a new one."""
     for each in reversed(list(known)):
         if each.bound == name and each.finds(value):
             # Of `import xml.etree` what is used of it decides: see `submodules`.

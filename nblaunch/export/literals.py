@@ -1,4 +1,4 @@
-"""Values as a person would write them in a script: numbers, texts, lists, paths, devices, settings."""
+"""Values as source text: numbers, texts, containers, paths, devices, settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW_ELEMENTS = 16
 
 
 class NoLiteralError(Exception):
-    """A value has no literal, or too large a one."""
+    """A value has no literal, or one that is too large."""
 
 
 class Writer:

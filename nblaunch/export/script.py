@@ -1,4 +1,4 @@
-"""What of the cells stands at the top of a script, and what in its main function."""
+"""From cells to a script: their statements split between the top of the file and its main function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(slots=True)
 class Split:
-    """The cells, taken apart."""
+    """The statements of cells, by where they go in the script."""
 
     imports: set[Import] = field(default_factory=set)
     definitions: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Split:
 
 
 def split(source: str, imports: set[Import], above: Iterable[str], used_above: Iterable[str]) -> Split:
-    """Take cells apart.
+    """Split cells into what goes above the main function and what goes into it.
 
     `imports` are those that the script has already, `above` the other variables that it has before the main
     function, `used_above` what its functions use.
@@ -93,7 +93,7 @@ def _bound(node: ast.stmt) -> frozenset[str]:
 
 
 def bound_in_code(source: str) -> frozenset[str]:
-    """Return the variables that cells make."""
+    """Return the variables that cells bind."""
     return frozenset(name for node in ast.parse(source).body for name in _bound(node))
 
 
@@ -200,7 +200,7 @@ _RANK_NAMES = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell to be exported: its source without the magic's line, and what the reader calls it: `In[3]`."""
+    """A cell to export: its source without the magic's line, and its title: `In[3]`."""
 
     source: str
     title: str
@@ -210,7 +210,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a cell has without asking for it. `backend` is None where no process group is formed."""
+    """What a rank provides to a cell. `backend` is None where no process group is formed."""
 
     backend: str | None
     device_type: str
@@ -218,7 +218,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script, the files that it loads, and variables that were left out since they may never be used."""
+    """A script, the files that it loads, and variables that were left out because they may never be used."""
 
     text: str
     files: tuple[Load, ...]
@@ -300,7 +300,7 @@ def _refuse_rank_variables(
 
 
 def bound_in(source: str, transform: Callable[[str], str] = str) -> frozenset[str]:
-    """Return the variables that a cell makes, as far as its text tells."""
+    """Return the variables that a cell binds, as far as its text shows."""
     try:
         return bound_in_code(transform(source))
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""Where the notebook's own functions, classes and other things without data come from: their source text."""
+"""Source text: where functions and classes of the notebook were defined, and cells as plain Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MADE_BY_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The statement that makes a variable: its text, where it stood, and what it uses."""
+    """The statement that binds a variable: its text, its place, and the names that it uses."""
 
     text: str
     place: tuple[int, int]
@@ -54,12 +54,12 @@ class NotebookSource:
                         self._bindings[name] = (number, chunk)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return where the notebook gave `name` its value; before everything else if that is unknown."""
+        """Return where the notebook bound `name`; before everything else if that is unknown."""
         number, chunk = self._bindings.get(name, (0, None))
         return number, chunk.nodes[0].lineno if chunk is not None else 0
 
     def definition(self, name: str, value: object) -> Source | None:
-        """Return the `def` or `class` that made `value`, if it is called `name`."""
+        """Return the `def` or `class` statement that made `value`, if it is called `name`."""
         number, chunk = self._bindings.get(name, (0, None))
         node = chunk.node if chunk is not None else None
         is_def = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -92,7 +92,7 @@ class NotebookSource:
         return None
 
     def statement(self, name: str, value: object, namespace: Mapping[str, object]) -> Source | None:
-        """Return the assignment that made `value`, where running it again makes the same.
+        """Return the assignment that made `value`, if running it again makes an equal one.
 
         That is so where it refers to nothing but functions, classes and modules.
         """
@@ -302,7 +302,7 @@ def chunks(source: str) -> tuple[list[Chunk], str]:
 
 
 def printing_its_value(source: str, name: str) -> str:
-    """Return a cell that prints the value of its last expression; a long one goes by way of `name`."""
+    """Return a cell that prints the value of its last expression; a long one is bound to `name` first."""
     body = ast.parse(source).body
     if not body or not isinstance(body[-1], ast.Expr):
         return source
@@ -343,7 +343,7 @@ def _tokens(source: str) -> list[tokenize.TokenInfo]:
 
 
 def indented(source: str) -> str:
-    """Indent by four spaces, save what stands inside of strings of several lines."""
+    """Indent by four spaces, except inside strings of several lines."""
     inside: set[int] = set()
     begun: list[int] = []
     for token in _tokens(source):
@@ -362,7 +362,7 @@ def indented(source: str) -> str:
 
 
 def uses_await(tree: ast.Module) -> bool:
-    """Return whether a cell waits outside of its functions, as IPython lets it."""
+    """Return whether a cell uses `await` outside functions, as IPython allows."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()

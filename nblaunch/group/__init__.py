@@ -1,1 +1,61 @@
-"""The worker group: hub, life of a job, sessions."""
+"""The worker group: N ranks under one agent, from the first fork to the result. Works without a notebook.
+
+    caller's thread            hub thread                   agent thread            each rank
+      Ending.wait                Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
+        begin, interrupt ─call─> WorkerGroup              <── attempt, exits, end
+        reads job.state  <──────   replaces it            ──> release, restart, stop
+        draws the view             receives, sends <───────────── messages ─────────> main thread: the job
+
+What changes a group happens on the hub thread, one event after the other: messages, reports of the agent and
+requests of callers (`hub.call`), the clock (`tick`). So a group needs no lock; its state is a frozen snapshot
+that any thread may read. A run's group has one job, a session's has many, a standby group has none yet.
+
+A job, from dispatch to result:
+    place     options -> placement, settings, payload     caller  before any process starts
+    begin     Prepare -> process group -> Entered(READY)  hub     until all ranks are ready
+    dispatch  Dispatch [-> Arrived -> Proceed]            hub     a session's payload: on all ranks or none
+    run       Started, output, Returned or Raised         hub     folded into job.state
+    settle    all ranks final, or 0.1 s after a failure   hub     release: the agent stops the others; Leave
+    finish    job.ended is set                            hub     a session recovers its ranks first
+    collect   values unpickled, failures explained        caller  the result, then the error to raise
+
+An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
+    Interrupt to every rank at work -> InterruptSeen: its grace period begins; C code is waited for
+    from 0.25 s on, repeatedly: ReportWhere; a rank that waits for one that does not come: FreeCollective
+      (gloo's connections are shut; NCCL is aborted on all ranks, unless a step is under way)
+    the grace period is over: fresh ranks are stopped; a session's get the last Interrupt, 2 s later a restart
+    a second interrupt by the user skips what is left
+    recovery, in a session: if all sequence numbers agree, go on; else Recover forms the process group again,
+      or the agent restarts all ranks
+
+Invariants:
+  * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
+  * A message counts only after `Hello` with the group's token, and only in the present attempt.
+  * A rank's exit is folded after all that it sent; a message after the text written before it.
+  * What a process has once is made on first use, is not shared with a fork, and ends in this order: standby
+    group, other groups, fork server, agent threads, hub, directory.
+
+Modules, each after those that it imports:
+
+    hub         the socket and its thread
+    inherited   what ranks take over from this process: directory, umask, limits, environment
+    key         the join key of a run, and the command that joins it
+    knowledge   which objects and names a session's ranks have
+    stacks      asks ranks where they are; faulthandler for those that do not answer
+    usage       CPU, memory and GPU of ranks, measured on a thread; the status of a session
+    job         one job: its state, values and log files
+    listener    the socket for nodes (TCP, CURVE)
+    recovery    interrupts, and making ranks fit for another job
+    members     nodes that have joined; their ranks
+    prompts     questions of ranks, put to the user
+    result      a finished job as a result, and as the error to raise
+    lifecycle   what becomes of jobs and ranks
+    spread      the same across nodes: membership changes
+    group       `WorkerGroup`
+    standby     the group that is ready before it is needed
+    wait        the caller's wait: timeout, interrupt, hang
+    launcher    one run: place, prepare, dispatch, collect
+    background  `Handle`: a run on a thread
+    scripts     a script as the job: found, or refused
+    session     a group that stays: cells, calls, push, pull
+"""

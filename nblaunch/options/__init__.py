@@ -1,15 +1,30 @@
-"""The options of a launch: one table that magics, `run()`, `Session`, `PET_` variables and docs share.
+"""The options of a launch: one table, which everything that takes or shows options reads.
 
-Theory of operation. A field of `launch.LaunchOptions` is a row of the table. Its columns (`table.Option`)
-say how the option is spelled, what values it takes (`kinds.Kind`), what it belongs to (`Scope`: a cell, the
-worker group, a node, ...) and what torchrun has of it. All else is read off the table:
+An option is one field of `LaunchOptions`. Its `row(...)` says all there is to know of it: the spellings on a
+magic's line, the keywords of `run()` and `Session`, its PET_ variable, what a value may be, its help text,
+and where it may be given (a magic, `run()`, a script). Help texts, the README's table, completion, and the
+refusal of an unknown spelling with the nearest known one are computed from these rows.
 
-* `LaunchOptions.from_keywords` checks keywords; `line.parse_line` reads the line of a magic with argparse.
-  Either checks a value once, under the name that the user wrote, and then asks the `PET_` variables.
-* The README's table, the help of the magics, completion and suggestions list its rows.
-* A session's cells may change what is of a cell, and take the session's value otherwise (`launch.within`);
-  `nblaunch join` takes what is of a node or of the rendezvous.
-* `torchrun.torchrun_command` writes the torchrun command that is equivalent to some options.
+    line of a magic ──────> scan ─────────┐
+    keywords of run() ──> from_keywords ──┼──> Kind.check, value by value ──> LaunchOptions (frozen)
+    PET_ variables ───────────────────────┘     the first wrong one: OptionError
 
-To add an option add a field. No list of options is kept elsewhere; a test reads the package for one.
+Invariants:
+  * An explicit option beats its environment variable, which beats the default.
+  * Of an option given twice the last one counts; `--env` and `--pull` add up.
+  * `LaunchOptions` holds checked values in their final form. It can be pickled, compared and hashed, and
+    `to_line` writes it as a line that parses to an equal one.
+  * An error names what was asked, what is true, and what to do. Nothing here prints or exits.
+  * Values are judged without this machine. Whether it has the GPUs, the port or the handler is decided when
+    ranks are placed (`nblaunch.elastic`, `nblaunch.group`).
+
+Names and meanings are those of torchrun wherever torchrun has the option.
+
+Modules, each after those that it imports:
+
+    kinds     what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
+    table     one row: spellings, documentation, lookup of the nearest name; the table as Markdown and as help
+    line      a magic's line into words, and words into options and their texts
+    launch    `LaunchOptions`, the table itself; `parse_line`
+    torchrun  the torchrun command that starts a script with the same options
 """

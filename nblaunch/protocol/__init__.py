@@ -1,1 +1,33 @@
-"""Typed messages between processes, and the pure folds over them."""
+"""The messages between processes, and the pure folds over them. Nothing here does I/O or reads a clock.
+
+Three parties exchange messages. A rank sends `FromRank`, and receives `ToRank`. The kernel adds what it sees
+of a rank itself: `AboutRank` (a process that exited, text in a log file, a measurement). A node, which is a
+process on another machine with ranks of its own, exchanges `FromNode` and `ToNode` with the kernel, and
+carries the messages of its ranks as they are.
+
+    rank ── FromRank ──> hub ──> advance(state, message) ──> RunState ──> views, result, error
+         <── ToRank ───       ^
+                              └── AboutRank: the kernel's own observations
+
+`RunState` is all that is known of a run: for each rank its state, phase, output, value or failure, and every
+attempt of the worker group. It is frozen, so any thread may read it without a lock; only the hub thread
+replaces it. Views and results read nothing else.
+
+Invariants:
+  * `advance` is total. It accepts every message in every order, twice or late, from any rank, and returns a
+    state; what is final for a rank (SUCCEEDED, FAILED, STOPPED, LOST) never changes within an attempt.
+  * A message is one frozen struct in MessagePack, tagged by its type. Decoding never unpickles: a pickle
+    travels as bytes inside `Payload`, and is opened only after the hub has authenticated its sender.
+  * Times come inside messages. A fold of the same messages gives the same state.
+  * Output has two sources, a text file for each stream and messages beside it. `Offsets` in a message say how
+    many bytes of each file precede it; that is how the order is restored.
+  * Every change of a message raises `PROTOCOL_VERSION`. A node of another version is refused.
+
+Modules, each after those that it imports:
+
+    messages    between the kernel and its ranks: the structs, and their encoding
+    nodes       between the kernel and a node: the structs, and their encoding
+    reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
+    transcript  one rank's output, bounded: its beginning, its end, and the amount between
+    state       `RunState` and `advance`, the fold
+"""

@@ -1,1 +1,60 @@
-"""Everything that runs inside a rank."""
+"""Everything that runs inside a rank. torchelastic calls `run_rank` in a fresh fork of the fork server.
+
+A rank has two threads that matter. The main thread runs the job, as a script's main thread would: signals,
+CUDA, asyncio and `input()` work there. The control thread owns the rank's one socket, a ZMQ DEALER connected
+to the hub; it answers while the main thread works or waits, unless C code holds the interpreter.
+
+    main thread: Rank.live()                   control thread: Link                        hub
+      takes orders        <── inbox ────────────  Prepare, Dispatch, Recover, Leave    <──
+      sends, never waits  ─── outbox ──────────>  all messages, in order               ──>
+      runs the job        <── SIGINT ───────────  Interrupt                            <──
+                          <── event ────────────  Proceed: the payload is complete     <──
+                          <── queue ────────────  Answer to `input()`                  <──
+      is looked at        <── stack, recorders ─  ReportWhere, ReportReached           <──
+      is freed            <── abort, shutdown ──  FreeCollective, Abort                <──
+
+The phases of its life, by the names that error messages use:
+
+    fork            isolate: die with the server, own session, subreaper, default signals
+    connect         streams into the log files; Hello with the token of the worker group
+    process group   on Prepare: environment, directory, limits, device; the default process group
+    ready           waits for a job (ranks of a standby group wait in `connect`, without Prepare)
+    job             on Dispatch: Started, unpickle, run; Returned or Raised
+    value transfer  packs the value; from here only the last interrupt counts
+    ...             a session's rank takes the next job; after a failed one first Recover -> Recovered
+    leave           on Leave: atexit, process group, flush, exit code
+
+A job's payload changes nothing until it is whole on every rank of a session: `Arrived`, then `Proceed`, then
+it is kept; without `Proceed` all of it is undone.
+
+An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
+`InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
+A collective cannot be interrupted: the hub has it aborted (NCCL) or its connections shut (gloo); it raises.
+
+Output goes straight into two log files; what was written survives SIGKILL. Order between the two, and between
+text and displays, travels as `Switched` and as `Offsets` in messages.
+
+Invariants:
+  * A rank ends when the hub says so. One that failed stays until its peers have reported.
+  * Whatever a job raises becomes `Raised`; a rank that cannot even report writes to stderr and exits 1.
+  * The user's code sees what torchrun's would: environment, signals, `__main__`, process groups.
+  * Only this process is touched: children of the job are reaped here, and end with it.
+
+Modules, each after those that it imports:
+
+    environment    the environment, directory, limits and device that a rank begins with
+    isolate        the first thing after the fork; standard library only
+    memory         GPU memory: the peak of a job, and who holds what when an allocation fails
+    orphans        reaps processes that the job's children leave behind
+    recorder       torch's flight recorders: which collectives were begun, and which are open
+    script         a script, module or program as the job
+    stdio          stdout and stderr: log files, order, output of child processes
+    values         a value in few words, and as a payload
+    control        the control thread: inbox, outbox, interrupts, questions to the user
+    process_group  the default process group: formed, formed again, aborted, left
+    shell          the IPython shell: cells, displays, progress bars, completion
+    failure        an exception as a record, with the user's frames only
+    namespace      the rank's variables: its own, the notebook's, and which of the two counts
+    stacks         where the main thread is; frees a collective that it is stuck in
+    main           `Rank`: prepare, work, recover, leave
+"""

@@ -82,10 +82,11 @@ class Server:
             content = answer.read()
         return json.loads(content) if content else None
 
-    def end_kernels(self) -> None:
-        """Shut every kernel down."""
+    def end_kernels(self, notebook: str = "") -> None:
+        """Shut every kernel down, or that of one `notebook`."""
         for session in self.ask("api/sessions"):
-            self.ask(f"api/sessions/{session['id']}", method="DELETE")
+            if notebook in ("", session["path"]):
+                self.ask(f"api/sessions/{session['id']}", method="DELETE")
 
     def close(self) -> None:
         """End it, and its kernels with it."""

@@ -476,3 +476,53 @@ def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
         ("nblaunch.group.runtime", "atexit.register"),
         ("nblaunch.group.runtime", "os.register_at_fork"),
     ]
+
+
+# --- The docstring of a package is its theory of operation, and the order in which to read its modules.
+
+PACKAGES = {path.parent.name: path for path in PACKAGE.glob("*/__init__.py")}
+
+
+def theory_of(package: str) -> str:
+    return ast.get_docstring(ast.parse(PACKAGES[package].read_text())) or ""
+
+
+def reading_order(package: str) -> list[str]:
+    """Return the modules that the docstring lists, in its order."""
+    _, _, listed = theory_of(package).partition("\nModules, each after those that it imports:\n")
+    return re.findall(r"^ {4}(\w+) ", listed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_says_in_ten_to_sixty_lines_how_it_works(package):
+    assert 10 <= len(theory_of(package).splitlines()) <= 60
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_package_names_each_of_its_modules_once(package):
+    modules = {path.stem for path in PACKAGES[package].parent.glob("*.py")} - {"__init__"}
+    assert sorted(reading_order(package)) == sorted(modules)
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_a_module_imports_only_those_that_its_package_names_before_it(package):
+    place = {f"nblaunch.{package}.{module}": at for at, module in enumerate(reading_order(package))}
+    too_early = [
+        str(each)
+        for each in OURS
+        if not each.only_types
+        and each.importer in place
+        and place.get(each.imported, -1) > place[each.importer]
+    ]
+    assert too_early == []
+
+
+def test_contributing_has_the_map_and_names_rooms_that_are_there():
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    drawn = re.findall(r"^([a-z]+|_results)  +\S", text, flags=re.MULTILINE)
+    assert [name.strip("_") for name in drawn] == [name for name in LAYERS if name not in {"data", "door"}]
+    rooms = {name for name in re.findall(r"`(\w+/[\w.]+)`", text) if name.split("/")[0] in PACKAGES}
+    assert len(rooms) > len(PACKAGES)
+    assert [name for name in rooms if not (PACKAGE / name).is_file()] == []
+    tests = re.findall(r"`((?:unit|ranks|programs)/\w+\.py)`", text)
+    assert [name for name in tests if not (PACKAGE.parent / "tests" / name).is_file()] == []

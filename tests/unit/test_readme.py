@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"
 FIRST_LINES = 40
+MOST_PICTURE_BYTES = 300_000
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -45,6 +46,15 @@ def test_the_first_40_lines_hold_a_cell_and_its_output(first_lines):
     _, cell = blocks(first_lines, "python")
     assert cell.startswith("%%distributed")
     assert len(blocks(first_lines, "text")) == 1
+
+
+def test_the_first_40_lines_show_the_live_panel(first_lines):
+    """CONTRIBUTING.md says how to renew the picture, which `tests/browser` makes."""
+    ((told, path),) = re.findall(r"^!\[(.*)\]\((.*)\)$", first_lines, flags=re.MULTILINE)
+    assert len(told.split()) > 10, "for a reader who does not see it"
+    picture = (ROOT / path).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < MOST_PICTURE_BYTES
 
 
 def test_the_options_table_is_the_one_in_the_code():
