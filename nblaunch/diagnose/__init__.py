@@ -2,13 +2,13 @@
 
 Two questions are answered here, both from facts that others have collected.
 
-Which failure is the cause? `failures` takes one record for each rank that failed. In time order, the first
-one that does not blame a peer is the root cause; a rank that raised because a connection was closed, a
-collective was aborted or a store went away failed as a consequence, whatever the clocks say: the agent
-notices a killed rank up to one poll later than its peers notice the closed connection. A process that ended
-without a message is explained by its signal, by what its stderr and faulthandler's file hold, and by the
-kernel's count of OOM kills in its cgroup. A CUDA allocation that failed is explained by who holds that GPU's
-memory.
+Which failure is the cause? `failures.blame` takes the states of the ranks, with a record of each failure. In
+time order, the first one that does not blame a peer is the root cause; a rank that raised because a
+connection was closed, a collective was aborted or a store went away failed as a consequence, whatever the
+clocks say: the agent notices a killed rank up to one poll later than its peers notice the closed connection.
+A process that ended without a message is explained by its signal, by what its stderr and faulthandler's file
+hold, and by the kernel's count of OOM kills in its cgroup. A CUDA allocation that failed is explained by who
+holds that GPU's memory.
 
 Which rank is waited for? `hang` takes each rank's `Where`: its stack, and the collectives in torch's flight
 recorder with their sequence numbers. Ranks are compared group by group; a rank whose sequence number is

@@ -33,6 +33,7 @@ its own, and `tests/unit/test_torch_names.py` says which torch release lacks whi
 
 Modules, each after those that it imports:
 
+    entry              what ranks are given to call, by name: the kernel loads nothing of `rank/`
     descriptors        how many file descriptors a run needs; raises the soft limit
     hooks              torchelastic's events of a run; the watchdog of expiration timers
     logs               where ranks' output is written; reading log files as they grow

@@ -2,13 +2,13 @@
 
     caller's thread            hub thread                   agent thread            each rank
       Ending.wait                Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
-        begin, interrupt ─call─> WorkerGroup              <── attempt, exits, end
-        reads job.state  <──────   replaces it            ──> release, restart, stop
+        begin, interrupt ─call─> WorkerGroup: events      <── attempt, exits, end
+        reads job.state  <──────   step() -> actions      ──> release, restart, stop
         draws the view             receives, sends <───────────── messages ─────────> main thread: the job
 
-What changes a group happens on the hub thread, one event after the other: messages, reports of the agent and
-requests of callers (`hub.call`), the clock (`tick`). So a group needs no lock; its state is a frozen snapshot
-that any thread may read. A run's group has one job, a session's has many, a standby group has none yet.
+Messages, reports of the agent, requests of callers (`hub.call`) and the clock (`tick`) become events, on the
+hub thread, one after the other. `lifecycle.step(state, event, now)` decides, without I/O; the group performs
+the actions. States are frozen, so any thread may read them. A run's group has one job, a session's has many.
 
 A job, from dispatch to result:
     place     options -> placement, settings, payload     caller  before any process starts
@@ -32,8 +32,8 @@ Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
   * A message counts only after `Hello` with the group's token, and only in the present attempt.
   * A rank's exit is folded after all that it sent; a message after the text written before it.
-  * What a process has once is made on first use, is not shared with a fork, and ends in this order: standby
-    group, other groups, fork server, agent threads, hub, directory.
+  * What a process has once, `runtime` owns: made on first use, not shared with a fork, and ended in the order
+    standby group, other groups, fork server, agent threads, hub, directory.
 
 Modules, each after those that it imports:
 
@@ -45,15 +45,15 @@ Modules, each after those that it imports:
     usage       CPU, memory and GPU of ranks, measured on a thread; the status of a session
     job         one job: its state, values and log files
     listener    the socket for nodes (TCP, CURVE)
-    recovery    interrupts, and making ranks fit for another job
+    recovery    interrupts, and making ranks fit for another job: two pure machines
     members     nodes that have joined; their ranks
     prompts     questions of ranks, put to the user
     result      a finished job as a result, and as the error to raise
-    lifecycle   what becomes of jobs and ranks
-    spread      the same across nodes: membership changes
-    group       `WorkerGroup`
+    lifecycle   `step`: what becomes of jobs and ranks, stage by stage
+    group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
     wait        the caller's wait: timeout, interrupt, hang
+    runtime     `LocalRuntime`: hub, fork server, directory, groups
     launcher    one run: place, prepare, dispatch, collect
     background  `Handle`: a run on a thread
     scripts     a script as the job: found, or refused

@@ -1,11 +1,12 @@
 """The options of a launch: one table, which everything that takes or shows options reads.
 
-An option is one field of `LaunchOptions`. Its `row(...)` says all there is to know of it: the spellings on a
-magic's line, the keywords of `run()` and `Session`, its PET_ variable, what a value may be, its help text,
-and where it may be given (a magic, `run()`, a script). Help texts, the README's table, completion, and the
-refusal of an unknown spelling with the nearest known one are computed from these rows.
+An option is one field of `LaunchOptions`. Its `option(...)` has a column for all there is to know of it: the
+spellings on a magic's line, the keywords of `run()` and `Session`, its PET_ variable, what a value may be,
+its help text, what it belongs to (a cell, a group, a node, a script ...), and what torchrun has of it. Help
+texts, the README's table, completion, the torchrun command of an export, and the refusal of an unknown
+spelling with the nearest known one are computed from these columns.
 
-    line of a magic ──────> scan ─────────┐
+    line of a magic ───> parse_line ──────┐
     keywords of run() ──> from_keywords ──┼──> Kind.check, value by value ──> LaunchOptions (frozen)
     PET_ variables ───────────────────────┘     the first wrong one: OptionError
 
@@ -23,8 +24,8 @@ Names and meanings are those of torchrun wherever torchrun has the option.
 Modules, each after those that it imports:
 
     kinds     what a value may be: numbers, seconds, choices, endpoints, variables; one `Kind` for each
-    table     one row: spellings, documentation, lookup of the nearest name; the table as Markdown and as help
-    line      a magic's line into words, and words into options and their texts
-    launch    `LaunchOptions`, the table itself; `parse_line`
+    table     one row and its columns; lookup of the nearest name; the table as Markdown and as help
+    launch    `LaunchOptions`, the table itself
+    line      a magic's line, parsed by argparse; its help and its completion
     torchrun  the torchrun command that starts a script with the same options
 """

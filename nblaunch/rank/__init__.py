@@ -42,19 +42,18 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    environment    the environment, directory, limits and device that a rank begins with
-    isolate        the first thing after the fork; standard library only
-    memory         GPU memory: the peak of a job, and who holds what when an allocation fails
-    orphans        reaps processes that the job's children leave behind
-    recorder       torch's flight recorders: which collectives were begun, and which are open
-    script         a script, module or program as the job
-    stdio          stdout and stderr: log files, order, output of child processes
-    values         a value in few words, and as a payload
-    control        the control thread: inbox, outbox, interrupts, questions to the user
-    process_group  the default process group: formed, formed again, aborted, left
-    shell          the IPython shell: cells, displays, progress bars, completion
-    failure        an exception as a record, with the user's frames only
-    namespace      the rank's variables: its own, the notebook's, and which of the two counts
-    stacks         where the main thread is; frees a collective that it is stuck in
-    main           `Rank`: prepare, work, recover, leave
+    environment      the environment, directory, limits and device that a rank begins with
+    flight_recorder  torch's flight recorders: which collectives were begun, and which are open
+    isolate          the first thing after the fork; reaps orphans; standard library only
+    memory           GPU memory: the peak of a job, and who holds what when an allocation fails
+    script           a script, module or program as the job
+    stdio            stdout and stderr: log files, order, output of child processes; `input()`
+    values           a value in few words, and as a payload
+    control          the control thread: inbox, outbox, interrupts
+    process_group    the default process group: formed, formed again, aborted, left
+    shell            the IPython shell: cells, displays, progress bars, completion
+    failure          an exception as a record, with the user's frames only
+    namespace        the rank's variables: its own, the notebook's, and which of the two counts
+    stacks           where the main thread is; frees a collective that it is stuck in
+    main             `Rank`: prepare, work, recover, leave
 """
