@@ -10,7 +10,7 @@ passes the `RunState` of that moment, a frozen snapshot, so a view needs no lock
               ├──> text            the same for the same run: terminals, nbval, `repr`
               ├──> terminal_view   new lines as they come, above one status line
               ├──> html            no script, no style sheet: what a saved notebook holds
-              └──> drawing ──deltas──> panel.js, which draws; replaced by `html` when the run has ended
+              └──> panel_ranks ──deltas──> panel.js, which draws; replaced by `html` when the run has ended
 
 A rank's output passes through a screen: carriage returns, cursor movement and colours become lines, so a
 progress bar that redraws itself a thousand times is one line. Merging ranks depends on the content alone,
@@ -35,9 +35,8 @@ Modules, each after those that it imports:
     html           a run as static HTML
     panel_output   output as deltas: numbered lines and displays, new or changed
     text           a run as text
-    panel_ranks    a card for each rank, values, stragglers, and the report beside them, as deltas
+    panel_ranks    all that the panel shows, as deltas: cards of ranks, values, stragglers, report; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside
-    drawing        all that the panel shows, as the deltas of one draw; no widget
     panel          the widget that sends them
     display        chooses a view, and guards it
 """
