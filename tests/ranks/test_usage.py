@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import types
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -179,7 +178,7 @@ def test_the_first_look_tells_the_average_of_a_process_and_the_next_what_came_si
     again = meter.measure(process.pid)
     assert again.cpu_percent == 0
     later = meter.measure(process.pid)
-    assert replace(later, memory=again.memory) == again  # the kernel gives and takes a page now and then
+    assert later.cpu_percent == 0  # its memory may differ by a page
 
 
 def test_the_past_of_a_process_that_is_older_than_the_job_does_not_count(monkeypatch, process):
