@@ -102,7 +102,7 @@ class RunFailedError(NblaunchError, RuntimeError):
         """
         last = f"{type(self).__name__}: {self}"
         root = self.root_cause
-        shown = (root.colored or root.traceback).rstrip("\n") if root is not None else ""
+        shown = (root.shown or root.traceback).rstrip("\n") if root is not None else ""
         return [*shown.splitlines(), "", last] if shown else [last]
 
 

@@ -24,7 +24,7 @@ class RankFailure:
     `exception` is the original where it could be pickled, else None; `type` its qualified name.
     `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
     `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
-    rank whose failure explains this one, or None. `colored` is the traceback as IPython shows it, in colours,
+    rank whose failure explains this one, or None. `shown` is the traceback as IPython shows it, in colours,
     with the lines around.
     """
 
@@ -40,7 +40,7 @@ class RankFailure:
     phase: Phase
     consequence_of: int | None = None
     last_output: str = ""
-    colored: str = field(default="", repr=False)
+    shown: str = field(default="", repr=False)
     reason: str = field(default="", repr=False)
 
     @property

@@ -128,7 +128,7 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
         phase=record.phase,
         consequence_of=explained.consequence_of,
         last_output=last_output,
-        colored=record.colored,
+        shown=record.colored,
         reason=str(reason(record)),
     )
 
