@@ -85,7 +85,7 @@ def run(  # noqa: PLR0913 - the options of a run
     return call(fn, args, kwargs, check=check, options=launch_options, watch=watch)
 
 
-# --- `nblaunch.run`: a function or a script on N ranks.
+# `nblaunch.run`: a function or a script on N ranks.
 
 
 def call(  # noqa: PLR0913 - the options of a run
@@ -130,7 +130,7 @@ def _launch(
     )
 
 
-# --- `nblaunch.Session`, put together from the layers: options, session, view.
+# `nblaunch.Session`, put together from the layers: options, session, view.
 
 
 class Session:

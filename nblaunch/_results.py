@@ -295,7 +295,7 @@ class RunResult:
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
 
 
-# --- torchelastic's own events of a run: typed, with the JSON as torch writes it.
+# torchelastic's own events of a run: typed, with the JSON as torch writes it.
 
 
 _END_SECONDS = 5.0
@@ -369,7 +369,7 @@ def _complete_log(events: tuple[Event, ...]) -> EventLog:
     return EventLog(events, complete=True)
 
 
-# --- What stands in the notebook for a value that stayed on its rank.
+# What stands in the notebook for a value that stayed on its rank.
 
 
 class NotSentError(NblaunchError, TypeError, AttributeError):

@@ -252,7 +252,7 @@ def refused_pairs(matrix: str) -> tuple[list[str], int]:
     return [f"{one}-{other}" for one, other in known if states[one][other] in _REFUSED], len(known)
 
 
-# --- The doctor's look at whether GPUs are fit to compute: compute mode, memory errors, architecture, links.
+# The doctor's look at whether GPUs are fit to compute: compute mode, memory errors, architecture, links.
 #
 # NVML is asked by a process of its own (see `_nvml`), torch's architectures by a fork of the fork server:
 # neither changes anything of this process. What is not told is not judged.

@@ -156,7 +156,7 @@ def threads() -> Iterator[Finding]:
         yield ok("CPU threads", summary)
 
 
-# --- The doctor's look at shared memory and the temporary directory.
+# The doctor's look at shared memory and the temporary directory.
 
 _SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
 _CONTAINER_DEFAULT = 64 * _MIB

@@ -82,7 +82,7 @@ def why_no_torch() -> str:
     return ""
 
 
-# --- The doctor's look at what ranks are made of: fork server, process control, hand-over, network.
+# The doctor's look at what ranks are made of: fork server, process control, hand-over, network.
 
 
 _LOG = "forkserver.log"

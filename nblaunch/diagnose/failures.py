@@ -222,7 +222,7 @@ def value_lost(error: Exception, when: float, message: str = "") -> FailureRecor
     return FailureRecord(type=kind, message=message, time=when, phase=Phase.VALUE)
 
 
-# --- Why a process ended without a word: the signal by name, and what the system knows about it.
+# Why a process ended without a word: the signal by name, and what the system knows about it.
 
 
 _STACKS_LIMIT = 16_000
@@ -327,7 +327,7 @@ def _shared_memory() -> str:
     )
 
 
-# --- CUDA out of memory, in one paragraph: what was asked for, what is free, and who holds the rest.
+# CUDA out of memory, in one paragraph: what was asked for, what is free, and who holds the rest.
 
 
 _OTHERS = "other processes"

@@ -1,4 +1,11 @@
-"""torchelastic's own agent, as nblaunch runs it."""
+"""torchelastic's own agent, as nblaunch runs it.
+
+Names of torch's that are not public, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` says which
+torch broke them; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
+`._monitor_workers`, `._restart_workers`, `._shutdown`, `._setup_healthcheck`, `._remaining_restarts`,
+`._worker_group`, `._pcontext`, `._setup_local_watchdog`, `._worker_watchdog`, `._log_watchdog_event`;
+`MultiprocessContext._pc`, `._ret_vals`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +32,7 @@ from nblaunch.elastic.hooks import FILE, EventStream, Watchdog
 from nblaunch.elastic.logs import FilteredLines, KeptLogs
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
 
-# --- What torchelastic has beside the ranks themselves: events, logs of certain lines, expiration timers.
-#
-# torch's private names, in `LocalElasticAgent`: `._setup_local_watchdog`, `._worker_watchdog`,
-# `._log_watchdog_event`, `._start_workers`, `._shutdown`, `._pcontext`. `events` and `watchdog` list others.
+# What torchelastic has beside the ranks themselves: events, logs of certain lines, expiration timers.
 
 
 class ObservedAgent(LocalElasticAgent):
@@ -98,16 +102,7 @@ class ObservedAgent(LocalElasticAgent):
         return started is not None and pid in started.pids()
 
 
-# --- torchelastic's own agent, as nblaunch runs it.
-#
-# This module touches torch's private names; so do `observed`, `events`, `watchdog` and `rendezvous`, which
-# list
-# theirs.
-#
-# Names used, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` says which torch broke them):
-# `LocalElasticAgent._start_workers`, `._monitor_workers`, `._restart_workers`, `._shutdown`,
-# `._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`;
-# `MultiprocessContext._pc`, `._ret_vals`.
+# The agent.
 
 
 StoppedError = SignalException

@@ -1,4 +1,10 @@
-"""What stands in for torchelastic's own ways of returning values and ending ranks: the hub does both."""
+"""The fork server: one per kernel, torch imported, CUDA never touched; ranks are forked from it.
+
+It does what the standard library's `multiprocessing.forkserver` does, with these differences: it is ours
+alone (the user's own `forkserver` context is left as it is), it is started under the keeper, requests reach
+it through a socket without a name, which nobody can remove, and a fork that the system refuses does not end
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,8 @@ from typing import Any
 from nblaunch._errors import LaunchError
 from nblaunch.elastic import descriptors, keeper
 from nblaunch.elastic.runtime_dir import RuntimeDirectory
+
+# What stands in for torchelastic's own ways of returning values and ending ranks: the hub does both.
 
 
 class Released:
@@ -57,12 +65,7 @@ class ReturnSlot:
         """Return the value torchelastic is to see."""
 
 
-# --- The fork server: one per kernel, torch imported, CUDA never touched; and how ranks are forked from it.
-#
-# It does what the standard library's `multiprocessing.forkserver` does, with these differences: it is ours
-# alone (the user's own `forkserver` context is left as it is), it is started under the keeper, requests reach
-# it through a socket without a name, which nobody can remove, and a fork that the system refuses does not end
-# it.
+# The server, and how ranks are forked from it.
 
 
 START_METHOD = "nblaunch"

@@ -1,4 +1,13 @@
-"""The stores through which nodes find each other: hosted on one address, or reached."""
+"""The rendezvous of nodes: torch's own, bound to one address, its state signed with the join key.
+
+torch keeps the state of a c10d rendezvous as a pickle in a store that anybody who reaches its port can
+write to. Here each state carries a code made with the join key, and none without it is unpickled.
+
+Names of torch's that are not public (`tests/unit/test_torch_names.py`):
+`DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
+`._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
+`StaticTCPRendezvous._store`.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +38,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from nblaunch._errors import LaunchError
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+
+# The stores through which nodes find each other: hosted on one address, or reached.
 
 _STEP = 0.2
 _STORE_SECONDS = 60.0
@@ -121,15 +132,7 @@ def bulletin_key(run_id: str) -> str:
     return f"nblaunch/{run_id}/gate"
 
 
-# --- Where nodes meet: torch's own rendezvous, bound to one address, its state signed with the join key.
-#
-# Beside `elastic` the one module that touches torch's private names (`tests/unit/test_torch_names.py`):
-# `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
-# `._bootstrap_store_info`, `._this_node`, `._stop_heartbeats`, `._op_executor`; `_RendezvousExitOp`;
-# `StaticTCPRendezvous._store`.
-#
-# torch keeps the state of a c10d rendezvous as a pickle in a store that anybody who reaches its port can
-# write to. Here each state carries a code made with the join key, and none without it is unpickled.
+# The rendezvous itself.
 
 
 _LOOPBACK = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""From the options to a meeting of nodes; every contradiction is found before a process starts."""
+"""From the options to the rendezvous of nodes; every contradiction is found before a process starts."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def written(name: str, found: Split, first: list[str], last: list[str]) -> str:
     return f"{'async ' if found.waits else ''}def {name}() -> None:\n{indented(text)}"
 
 
-# --- A script out of notebook cells: what they are, and what they take from the notebook.
+# A script out of notebook cells: what they are, and what they take from the notebook.
 #
 # The script has no trace of nblaunch: imports first, then what the cells use (constants, functions, classes,
 # what is loaded from files beside the script), then a main function with the cells themselves. It runs under

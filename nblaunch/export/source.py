@@ -179,7 +179,7 @@ def _bound(chunk: Chunk) -> Iterator[str]:
                         yield each.id
 
 
-# --- The text of cells on its way into a script: IPython's syntax, statements, comments, indentation.
+# The text of cells on its way into a script: IPython's syntax, statements, comments, indentation.
 
 
 # They set a notebook up, and mean nothing in a script.

@@ -1,4 +1,8 @@
-"""Which of the ranks' output is shown; all of it is kept in files, and in the result."""
+"""One job of a worker group: what is known of it, its values, its output, and its end.
+
+Everything here happens on the hub's thread; `Job.state` is an immutable snapshot that any thread may read,
+`Job.ended` an event that any thread may wait for.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,8 @@ from nblaunch.protocol.messages import (
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RankState, RunState, advance, looked_at
 
+# Which of the ranks' output is shown; all of it is kept in files, and in the result.
+
 _BITS = {Stream.STDOUT: 1, Stream.STDERR: 2}
 
 
@@ -70,7 +76,7 @@ class OutputFilter:
 EVERYTHING = OutputFilter()
 
 
-# --- The log files of a group's ranks, attempt by attempt: what is new in them, and which part is the job's.
+# The log files of a group's ranks, attempt by attempt: what is new in them, and which part is the job's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +169,7 @@ class RankLogs:
             yield from self.rest(rank)
 
 
-# --- One job of a worker group: what is known of it, its values, and its end.
-#
-# Everything here happens on the hub's thread; `state` is an immutable snapshot that any thread may read,
-# `ended` an event that any thread may wait for.
+# The job.
 
 
 class Job:

@@ -54,7 +54,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import RunState
 
-# --- Options that torchelastic itself carries out: what they become, and what is wrong with them.
+# Options that torchelastic itself carries out: what they become, and what is wrong with them.
 
 
 _SWITCHED_ON = "1"
@@ -116,7 +116,7 @@ def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> N
         raise OptionError(msg)
 
 
-# --- One run from its options to its result: place, capture, start, wait, collect.
+# One run from its options to its result: place, capture, start, wait, collect.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gate: where nodes on other machines report to. The one socket of ours that is no unix socket.
+"""The listener: where nodes on other machines report. The one socket of ours that is no unix socket.
 
 ZMQ over TCP with CURVE: both sides prove that they have the join key before a byte of what they say is looked
 at, and all is encrypted. Whoever has not is turned away by ZMQ itself, which is logged once.

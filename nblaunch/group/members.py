@@ -72,7 +72,7 @@ class Nodes:
     """The nodes of one group."""
 
     def __init__(self, hub: Hub, settings: AgentSettings, host: Host, directory: Path) -> None:
-        """Open the gate."""
+        """Open the listener."""
         assert settings.rdzv is not None  # noqa: S101 - a group of one node has none of this
         self._rdzv, self._settings, self._host, self._directory = (
             settings.rdzv,

@@ -66,7 +66,7 @@ class Survey:
         return not self.missing or now >= self.until
 
 
-# --- Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
+# Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
 #
 # A rank on a GPU waits in any call that needs a result, `.item()` for one, and a step may take seconds. It
 # takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
@@ -134,7 +134,7 @@ def _same(answer: Where | None, wanted: Collective) -> Collective | None:
     return next((each for each in known if each.key == wanted.key and each.sequence == wanted.sequence), None)
 
 
-# --- Recovery: making the ranks of a kept group fit for another job after one that failed or was interrupted.
+# Recovery: making the ranks of a kept group fit for another job after one that failed or was interrupted.
 #
 # Ranks that agree on how many collectives they have done, and have none open, are left as they are. All
 # others form their default process group again, under a new prefix of the same store; what they hold in
@@ -312,7 +312,7 @@ def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
     return {rank: tuple(fds) for rank, fds in found.items()}
 
 
-# --- Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
+# Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
 #
 # A rank in C code sees the interrupt when that ends, and is left alone until then. From the moment it has
 # seen it, it has the grace period to end its job: to save something, say, with collectives among the ranks.

@@ -207,7 +207,7 @@ def _rank_result(
     )
 
 
-# --- The exception that a finished run raises.
+# The exception that a finished run raises.
 
 
 def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:

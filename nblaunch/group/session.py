@@ -1,4 +1,4 @@
-"""Looking into a rank of a session between its cells: help, completion, the last exception's frames."""
+"""A session: ranks that stay, and keep their variables from one job to the next."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol.messages import CellJob, FunctionJob, Objects, PullJob, PushJob
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, State
+
+# A look into a rank between its cells: help, completion, the last exception's frames.
 
 _ANSWER_SECONDS = 0.5
 _COMPLETE_SECONDS = 2.0
@@ -120,7 +122,7 @@ def debug(session: LiveSession, rank: int) -> None:
         raise finished.error
 
 
-# --- A session: ranks that stay, and keep their variables from one job to the next.
+# The session.
 
 
 Watch = Callable[[str, str], Watcher]

@@ -1,8 +1,9 @@
-"""What ranks use while somebody watches: CPU, memory and GPU, measured from outside, once a second.
+"""What ranks use while somebody watches, and what a session is doing; both measured from outside.
 
-On a thread of its own: to read what memory a process has to itself takes a lock of that process, and a
-driver may be stuck, so neither the hub nor whoever draws must wait for it. It rests nineteen times as
-long as it works, so that 64 ranks cost what 16 do; each of them is measured less often instead.
+CPU, memory and GPU are measured once a second, on a thread of its own: to read what memory a process has to
+itself takes a lock of that process, and a driver may be stuck, so neither the hub nor whoever draws must
+wait for it. The thread rests nineteen times as long as it works, so that 64 ranks cost what 16 do; each of
+them is measured less often instead.
 """
 
 from __future__ import annotations
@@ -260,7 +261,7 @@ class Gpus:
         return None
 
 
-# --- What a session is doing, as data and as text.
+# What a session is doing, as data and as text.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`--hang-after`: noticing ranks that are silent inside one collective, without stopping the run."""
+"""The caller's wait for the end of a job, and what sees to it that there is one: timeout, interrupt, hang."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Collective, Prepare
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, RunState, State
+
+# `--hang-after`: notice ranks that are silent inside one collective, without stopping the run.
 
 _Begun = tuple[tuple[tuple[str, str, tuple[int, ...]], int], ...]
 
@@ -81,7 +83,7 @@ def _same(before: RunState | RankState, after: RunState | RankState, but: str) -
     return before is after or all(getattr(before, name) is getattr(after, name) for name in names)
 
 
-# --- Saying which ranks an ending job waits for, where they are, and for how long; on the caller's thread.
+# Which ranks an ending job waits for, where they are, and for how long; on the caller's thread.
 
 
 # An interrupt is answered sooner than this by all but ranks in C code.
@@ -146,7 +148,7 @@ def places_of(report: HangReport) -> dict[int, str]:
     return found
 
 
-# --- Waiting for the end of a job, and seeing to it that there is one: timeout, interrupt, hang.
+# The wait.
 
 
 _DRAW_SECONDS = 0.1

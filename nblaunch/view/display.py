@@ -283,7 +283,7 @@ def _display(bundle: Bundle, display_id: str | None = None) -> None:
     display(bundle, raw=True, display_id=display_id)
 
 
-# --- The view of a run, as the API asks for it.
+# The view of a run, as the API asks for it.
 
 
 def watcher(title: str, backend: str, note: str = "") -> View:

@@ -1,4 +1,4 @@
-"""The small pieces of the static HTML: escaped text, colours, states.
+"""The small pieces of the static HTML: escaped text, colours, states; what text costs in a notebook.
 
 Styles are inline and do without: a renderer that drops them (GitHub) still shows words and structure.
 Each coloured thing is also a word or a sign.
@@ -107,7 +107,7 @@ def _run(style: Style, text: str) -> str:
     return f'<span style="{";".join(declarations)}">{escaped(text)}</span>'
 
 
-# --- What text costs in a saved notebook, and text cut to a cost.
+# What text costs in a saved notebook, and text cut to a cost.
 
 
 # In HTML and then in JSON. A notebook holds text as a list of lines, each indented and quoted: a line end

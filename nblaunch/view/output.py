@@ -306,7 +306,7 @@ def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple
     return [(tuple(ranks), answer) for answer, ranks in answers.items()]
 
 
-# --- Output cut to what a saved notebook can hold: lines left out of the middle, and counted.
+# Output cut to what a saved notebook can hold: lines left out of the middle, and counted.
 
 
 LINE_COST = 8_000

@@ -1,4 +1,4 @@
-"""The end of what a rank wrote, as numbered lines and displays; each is told again when it changes."""
+"""Output as the panel gets it: numbered lines and displays, new or changed, no more than a page can take."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _size(piece: object) -> int:
     return sum(map(_size, piece)) if isinstance(piece, tuple) else 1
 
 
-# --- What ranks write, as it is sent to the panel: what is new, and no more of it than a page can take.
+# What ranks write, as it is sent to the panel: what is new, and no more of it than a page can take.
 
 
 READ_CHARACTERS = 20_000

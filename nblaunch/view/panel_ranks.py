@@ -39,7 +39,7 @@ BEHIND = "behind the others"
 UNFINISHED = "most others have finished"
 
 
-# --- Which ranks stay behind the others: by what they print, what they have begun, and who has finished.
+# Which ranks stay behind the others: by what they print, what they have begun, and who has finished.
 
 
 class Stragglers:
@@ -116,7 +116,7 @@ def _counted(collectives: int) -> str:
     return "1 collective" if collectives == 1 else f"{collectives} collectives"
 
 
-# --- What the panel says beside the ranks: why the run failed, what attempts came before, where ranks hang.
+# What the panel says beside the ranks: why the run failed, what attempts came before, where ranks hang.
 
 
 _LINES = 200
@@ -230,7 +230,7 @@ def _first(lines: list[str], what: str) -> list[str]:
     return [*lines[:_LINES], f"… {left_out} more {what} …"] if left_out > 0 else lines
 
 
-# --- What the panel shows of each rank: only what has changed is computed and sent.
+# What the panel shows of each rank: only what has changed is computed and sent.
 
 
 _FAILURE_COST = 600
@@ -390,7 +390,7 @@ def describe(state: RunState, header: Header) -> dict[str, str]:
     }
 
 
-# --- All that a live panel shows, kept up to date.
+# All that a live panel shows, kept up to date.
 
 
 class Delta(TypedDict):

@@ -303,7 +303,7 @@ def colored(text: str) -> list[Line]:
     return screen.lines()
 
 
-# --- A screen that is read while it is written: its lines are numbered, and those that changed are known.
+# A screen that is read while it is written: its lines are numbered, and those that changed are known.
 
 
 WIDEST = 2_000

@@ -1,4 +1,4 @@
-"""What a view says about a run as a whole."""
+"""How a run stands or ended, in lines that text, HTML and panel share; none differs from run to run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Header:
     note: str = ""
 
 
-# --- How a run ended, in lines that text, HTML and panel share; nothing here differs from run to run.
+# The lines.
 
 
 REASON_COST = 1_500
@@ -194,7 +194,7 @@ def headline(state: RunState, title: str, backend: str) -> str:
     return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)
 
 
-# --- torchelastic's events as a table.
+# torchelastic's events as a table.
 
 
 _HEADER = ("seconds", "source", "rank", "event", "")

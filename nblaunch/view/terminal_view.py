@@ -21,7 +21,7 @@ from nblaunch.view.screen import Screen, plain
 from nblaunch.view.summary import AGAIN, attempt_lines, hang_lines, waits
 from nblaunch.view.text import prefixed
 
-# --- Standard streams for which the status line steps aside: what the program's threads print stays whole.
+# Standard streams for which the status line steps aside: what the program's threads print stays whole.
 
 
 class Aside:
@@ -67,7 +67,7 @@ class StepAside:
         self._replaced = {}
 
 
-# --- What a rank has written to a terminal and may still write over: it is printed once it is finished.
+# What a rank has written to a terminal and may still write over: it is printed once it is finished.
 
 
 _PENDING_CHARACTERS = 16 * 1024
@@ -145,7 +145,7 @@ def _furthest_up(text: str) -> int:
     return max((sum(way) for way in ways), default=0)
 
 
-# --- A run in a terminal: new lines as they come, each with its rank, each once, above a status line.
+# A run in a terminal: new lines as they come, each with its rank, each once, above a status line.
 
 
 # Down one row, scrolling where it is the last, and there, without wrapping, the status; then back to where
