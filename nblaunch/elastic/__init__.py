@@ -33,18 +33,16 @@ its own, and `tests/unit/test_torch_names.py` says which torch release lacks whi
 
 Modules, each after those that it imports:
 
-    entry              what ranks are given to call, by name: the kernel loads nothing of `rank/`
     descriptors        how many file descriptors a run needs; raises the soft limit
     hooks              torchelastic's events of a run; the watchdog of expiration timers
     logs               where ranks' output is written; reading log files as they grow
     placement          ranks, devices and backend for this machine; what it cannot do, by name
-    preload            the fork server's own loop
+    preload            the fork server's own loop, and what its forks are given to call, by name
     runtime_dir        the private directory of this process
     settings           what an agent needs to know, and what it reports
     keeper             the keeper's own program
     rendezvous         the stores and the rendezvous handlers
     rendezvous_config  from options to a rendezvous; contradictions are found before a process starts
     forkserver         starts keeper and fork server; a multiprocessing context whose processes it forks
-    agent              `RankAgent`
-    thread             the thread that an agent runs on
+    agent              `RankAgent`, and the thread that it runs on
 """

@@ -5,6 +5,8 @@ Nothing here may start a thread, open a CUDA context or read the user's files: r
 The standard library's loop (`multiprocessing.forkserver.main`) ends with the first call that fails, and with
 it all ranks that it has forked, those of other runs too. Here a fork that the system refuses is a refusal of
 that one request. Descriptors are kept in reserve, so that a request can always be received and answered.
+
+What the kernel has ranks call is here too, by name: it never imports `nblaunch.rank`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from multiprocessing import forkserver, spawn
 from typing import Any, NoReturn
+
+from nblaunch.protocol.messages import Orders
 
 # What a request brings along is two pipes; the rest is room to spare.
 _RESERVE = 8
@@ -25,12 +30,25 @@ _MOST_DESCRIPTORS = 4
 _private_spawn: Any = spawn  # the stubs leave its `_main` out
 
 
+def run_rank(orders: Orders) -> None:
+    """Be a rank: torchelastic's entry point, called in a fork of the server."""
+    from nblaunch.rank import main
+
+    main.run_rank(orders)
+
+
+def ask_shell(question: str, *arguments: object) -> object:
+    """Return what the rank's shell answers between two cells: `describe`, `complete` or `debug`."""
+    from nblaunch.rank import shell
+
+    return getattr(shell, question)(*arguments)
+
+
 def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
     """Import torch and IPython once, then fork a rank per request until killed."""
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
-    from nblaunch.elastic import entry  # noqa: F401 - requests refer to it by name
     from nblaunch.rank import isolate, main, shell  # noqa: F401 - loaded for all ranks
 
     isolate.server_pid = os.getpid()
@@ -80,17 +98,12 @@ class _ForkServer:
                 poller.unregister(self._requests.fileno())
 
     def _report_exits(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            answer = self._children.pop(pid, None)
-            if answer is not None:
-                _write(answer, os.waitstatus_to_exitcode(status))
-                os.close(answer)
+        with contextlib.suppress(ChildProcessError):  # there is none
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                pid, status = ended
+                if (answer := self._children.pop(pid, None)) is not None:
+                    _write(answer, os.waitstatus_to_exitcode(status))
+                    os.close(answer)
 
     def _answer(self) -> bool:
         """Fork for the next request, or answer with the error; return whether there was a request."""
@@ -137,7 +150,7 @@ class _ForkServer:
                 signal.signal(number, handler)
             self._requests.close()
             _close([self._alive, self._wake_read, self._wake_write, answer, *self._reserve])
-            _close(list(self._children.values()))
+            _close(self._children.values())
             code = _private_spawn._main(orders, os.dup(orders))  # noqa: SLF001 - as the standard library's server does
         except Exception:  # noqa: BLE001 - nothing else would report it
             sys.excepthook(*sys.exc_info())
@@ -157,7 +170,7 @@ def _take_reserve() -> list[int]:
     return taken
 
 
-def _close(fds: list[int]) -> None:
+def _close(fds: Iterable[int]) -> None:
     for fd in fds:
         os.close(fd)
 

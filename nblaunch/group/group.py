@@ -29,9 +29,9 @@ from nblaunch._errors import LaunchError, RunFailedError
 from nblaunch._results import Event, EventLog
 from nblaunch.diagnose import failures
 from nblaunch.elastic import runtime_dir
+from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
-from nblaunch.elastic.thread import AgentThread
 from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs

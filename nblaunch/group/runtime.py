@@ -131,7 +131,7 @@ class LocalRuntime:
         self.directory.remove()
         self.server.stop()
         if self._hub is not None:
-            from nblaunch.elastic.thread import join_all
+            from nblaunch.elastic.agent import join_all
 
             # Also those of runs whose ranks were still leaving.
             join_all(_AGENT_SECONDS)

@@ -30,7 +30,7 @@ from nblaunch.capture.capture import (
     capture_values,
 )
 from nblaunch.elastic import descriptors
-from nblaunch.elastic.entry import ask_shell
+from nblaunch.elastic.preload import ask_shell
 from nblaunch.group import key
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.knowledge import Knowledge, Sent, View, notices

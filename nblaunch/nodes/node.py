@@ -19,10 +19,10 @@ import zmq
 from nblaunch._errors import LaunchError
 from nblaunch._results import Event
 from nblaunch.capture.transfer import Arrival, OutgoingTransfer
+from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.placement import Placement
 from nblaunch.elastic.runtime_dir import remove_tree
 from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.elastic.thread import AgentThread
 from nblaunch.group import inherited
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.stacks import ExitReasons

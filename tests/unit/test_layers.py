@@ -273,8 +273,7 @@ def test_no_function_is_too_long_to_read():
 # What each layer may touch; who else may has the reason beside it.
 
 RANKS_DOORS = {
-    "nblaunch.elastic.entry",  # what torchelastic and sessions have ranks call, by name
-    "nblaunch.elastic.preload",  # the fork server: it imports for all ranks
+    "nblaunch.elastic.preload",  # the fork server, and what kernels have ranks call by name
 }
 
 SOCKETS = {
