@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from nblaunch import _numa, _visible
+from nblaunch import _devices
 from nblaunch._errors import OptionError
 from nblaunch.options.table import nearest
 
@@ -46,11 +46,6 @@ class Placement:
     """The same if it is hardly what was meant, for the result."""
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """Return how many CUDA devices (ROCm's among them) ranks with this environment will see."""
-    return count(environ)
-
-
 def check_backend(backend: str, environ: Mapping[str, str]) -> None:
     """Raise `OptionError` for a backend that torch does not know, before a rank is started to find out.
 
@@ -60,7 +55,8 @@ def check_backend(backend: str, environ: Mapping[str, str]) -> None:
     known = known_backends()
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     unknown = next((name for name in names if name not in known), None)
-    if unknown is None or _has_plugins(environ):
+    autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
+    if unknown is None or (autoload and metadata.entry_points(group=_PLUGINS)):
         return
     guess = nearest(unknown, known)
     msg = (
@@ -69,11 +65,6 @@ def check_backend(backend: str, environ: Mapping[str, str]) -> None:
         "registers, start without a group (--no-init, init_process_group=False) and form it there."
     )
     raise OptionError(msg)
-
-
-def _has_plugins(environ: Mapping[str, str]) -> bool:
-    autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
-    return autoload and bool(metadata.entry_points(group=_PLUGINS))
 
 
 def known_backends() -> tuple[str, ...]:
@@ -98,7 +89,7 @@ def place_ranks(
     """
     there = _accelerator(environ, each_alone=virtual_local_rank)
     usable = there.count if there.backend else 0
-    count, note = _count(nproc, usable, there)
+    count, note = _number_of_ranks(nproc, usable, there)
     wanted, shared = _wants(backend, there), _may_share(backend, there, environ)
     if backend == "auto":
         wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
@@ -137,8 +128,7 @@ def _accelerator(environ: Mapping[str, str], *, each_alone: bool) -> _Accelerato
     current = torch.accelerator.current_accelerator()
     kind = "cuda" if current is None else current.type
     if kind == "cuda":
-        seen = count(environ, each_alone=True) if each_alone else visible_gpus(environ)
-        return _Accelerator(kind, seen, "nccl")
+        return _Accelerator(kind, visible_gpus(environ, each_alone=each_alone), "nccl")
     seen = 0
     with contextlib.suppress(Exception):  # a plugin's own module may raise anything
         seen = torch.get_device_module(kind).device_count()
@@ -159,7 +149,7 @@ def _backend_of(kind: str) -> str:
     return ""
 
 
-def _count(nproc: int | str, usable: int, there: _Accelerator) -> tuple[int, str]:
+def _number_of_ranks(nproc: int | str, usable: int, there: _Accelerator) -> tuple[int, str]:
     """Return the number of ranks, and a note where it was not asked for."""
     match nproc:
         case "gpu" if not usable:
@@ -217,8 +207,8 @@ def _gpus(count: int) -> str:
 # Counting GPUs.
 
 
-def count(environ: Mapping[str, str], *, each_alone: bool = False) -> int:
-    """Return how many devices ranks with this environment will see.
+def visible_gpus(environ: Mapping[str, str], *, each_alone: bool = False) -> int:
+    """Return how many CUDA devices (ROCm's among them) ranks with this environment will see.
 
     With `each_alone`, how many there are for ranks that see one each: a process sees one MIG instance at
     most, but each rank can have another one.
@@ -226,30 +216,29 @@ def count(environ: Mapping[str, str], *, each_alone: bool = False) -> int:
     import torch
 
     hip = torch.version.hip is not None
-    choice = _visible.chosen(environ, hip=hip)
-    if choice is not None and not _visible.names(choice):
+    choice = _devices.choice_of(environ, hip=hip)
+    if choice is not None and not _devices.named_gpus(choice):
         return 0
-    if choice is not None and _visible.is_mig(choice):
-        named = len(_visible.names(choice)) if each_alone else 1
+    if choice is not None and _devices.is_mig(choice):
+        named = len(_devices.named_gpus(choice)) if each_alone else 1
         return named if _is_built() else 0
-    unchanged = all(environ.get(name) == os.environ.get(name) for name in _visible.VARIABLES)
+    unchanged = all(environ.get(name) == os.environ.get(name) for name in _devices.VARIABLES)
     if unchanged and not torch.cuda.is_initialized():
         return _without_mig(torch.cuda.device_count(), choice)
     # The ranks' own choice; or one that was made here after CUDA had read the variable, which it does once.
-    return _without_mig(_chosen(choice), choice)
+    return _without_mig(_count_chosen(choice), choice)
 
 
-def _chosen(choice: str | None) -> int:
+def _count_chosen(choice: str | None) -> int:
     import torch
 
     if not _is_built():
         return 0
     installed = torch.cuda.device_count()
-    with contextlib.suppress(
-        Exception
-    ):  # no driver, or another torch: what this process sees is the best guess
+    # No driver, or another torch: what this process sees is the best guess.
+    with contextlib.suppress(Exception):
         installed = max(_installed(), installed)
-    return installed if choice is None else len(_visible.ordinals(choice, installed, _uuids))
+    return installed if choice is None else len(_devices.ordinals(choice, installed, _uuids))
 
 
 def _is_built() -> bool:
@@ -288,7 +277,7 @@ def _without_mig(seen: int, choice: str | None) -> int:
         instances = _mig_instances()
     except Exception:  # noqa: BLE001 - no NVML, or one that does not know MIG
         return seen
-    visible = range(len(instances)) if choice is None else _visible.ordinals(choice, len(instances), _uuids)
+    visible = range(len(instances)) if choice is None else _devices.ordinals(choice, len(instances), _uuids)
     found = [instances[index] for index in visible]
     if any(found):
         return 1
@@ -337,7 +326,7 @@ def check_start_method(method: str) -> None:
     else:
         why = (
             f"this process has {threading.active_count()} threads, and one forked from it has only one of "
-            "them, with the locks that the others held at that moment: sooner or later a rank waits for ever"
+            "them, with the locks that the others held at that moment: sooner or later a rank waits forever"
         )
     msg = (
         f"start_method='fork' was asked for, but {why}. Use forkserver, the default: it forks as fast, "
@@ -352,11 +341,8 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
 
     asked = f"numa_binding={binding!r} was asked for"
     if gpus < nproc:
-        has = (
-            f"{gpus} {'is' if gpus == 1 else 'are'} visible here for {nproc} ranks"
-            if gpus
-            else "none is visible"
-        )
+        are = "is" if gpus == 1 else "are"
+        has = f"{gpus} {are} visible here for {nproc} ranks" if gpus else "none is visible"
         msg = (
             f"{asked}, which binds each rank to the CPUs near its GPU, but {has}. "
             "Leave it out, or run on a machine with a GPU for each rank."
@@ -369,7 +355,7 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
         )
         raise OptionError(msg)
     try:
-        _numa.numa_options(binding)
+        _devices.numa_options(binding)
     except (ImportError, ValueError, TypeError) as error:
         why = f"torch {torch.__version__} cannot do that ({error})"
         msg = f"{asked}, but {why}. Use torch 2.13, or leave it out."

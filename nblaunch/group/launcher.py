@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from nblaunch import _notebook, _visible
+from nblaunch import _devices, _notebook
 from nblaunch._errors import LaunchError, OptionError, RunFailedError
 from nblaunch._results import EventLog, RunResult
 from nblaunch.capture import shared_memory
@@ -105,10 +105,10 @@ def check_process_options(options: LaunchOptions, placement: Placement, environ:
 
 def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> None:
     hip = torch.version.hip is not None
-    chosen = _visible.chosen(environ, hip=hip) or ""
+    chosen = _devices.choice_of(environ, hip=hip) or ""
     named = [part for part in chosen.split(",") if part.strip()]
     if named and len(named) < placement.nproc:
-        variable = next(name for name in (_visible.HIP, *_visible.VARIABLES) if environ.get(name) == chosen)
+        variable = next(name for name in (_devices.HIP, *_devices.VARIABLES) if environ.get(name) == chosen)
         msg = (
             f"virtual_local_rank was asked for with {placement.nproc} ranks, which gives each rank one GPU "
             f"of its own, but {variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."

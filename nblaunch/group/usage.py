@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import psutil
 
-from nblaunch import _visible
+from nblaunch import _devices
 from nblaunch.protocol.messages import Measured, Prepare, Usage
 from nblaunch.protocol.state import RankState, RunState
 
@@ -165,7 +165,7 @@ class Seen:
     def by(cls, prepare: Prepare, *, alone: bool) -> Self:
         """Return what ranks see that are told `prepare`, whose environment may not be this process's."""
         told = (os.fsdecode(each).partition("=") for each in prepare.environ)
-        environ = {name: value for name, _, value in told if name in _visible.VARIABLES}
+        environ = {name: value for name, _, value in told if name in _devices.VARIABLES}
         return cls(environ, alone, prepare.accelerators)
 
     def place(self, index: int, local_rank: int) -> int:
@@ -248,8 +248,8 @@ class Gpus:
         return found
 
     def _handle(self, index: int) -> Any:
-        visible = _visible.chosen(self._seen.environ, hip=False)
-        name = str(index) if visible is None else _visible.names(visible)[index]
+        visible = _devices.choice_of(self._seen.environ, hip=False)
+        name = str(index) if visible is None else _devices.named_gpus(visible)[index]
         if name.isdecimal():
             # CUDA's own order is by speed; where the GPUs are equal, it is NVML's.
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))

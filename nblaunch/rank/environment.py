@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nblaunch import _numa, _visible
+from nblaunch import _devices
 from nblaunch.protocol.messages import Prepare
 
 # The agent sets these; the notebook's own values of them never reach a rank.
@@ -114,7 +114,7 @@ def see_one_device_only(accelerators: int = 0) -> None:
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     place = local_rank % accelerators if accelerators else local_rank
-    os.environ.update(_visible.one_alone(os.environ, place, hip=torch.version.hip is not None))
+    os.environ.update(_devices.one_alone(os.environ, place, hip=torch.version.hip is not None))
     os.environ["LOCAL_RANK"] = "0"
 
 
@@ -174,7 +174,7 @@ def bind_to_cpus(mode: str, gpu_index: int) -> None:
     fork server, which CUDA then keeps. It also requires the program `numactl`, which a running process can do
     without.
     """
-    cpus = _numa.cpus_near(gpu_index, mode)
+    cpus = _devices.cpus_near(gpu_index, mode)
     if not cpus:
         msg = f"numa_binding={mode!r} was asked for, but this process may use no CPU near GPU {gpu_index}"
         raise RuntimeError(msg)

@@ -110,7 +110,7 @@ def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(monkeypatch):
 def test_a_gpu_that_is_not_there_is_named_with_the_error(monkeypatch):
     from nblaunch.elastic import placement
 
-    monkeypatch.setattr(placement, "visible_gpus", lambda _: GPUS + 1)
+    monkeypatch.setattr(placement, "visible_gpus", lambda _environ, **_: GPUS + 1)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # so it is tried once
     found = only(nccl.all_reduce())
     assert found.level is Level.PROBLEM

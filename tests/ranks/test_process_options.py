@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch import _numa
+from nblaunch import _devices
 from nblaunch.elastic import placement
 
 
@@ -170,7 +170,7 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     from torch.numa.binding import NumaOptions
 
     placement.check_numa_binding(binding, gpus=2, nproc=2)
-    told = _numa.numa_options(binding)
+    told = _devices.numa_options(binding)
     assert isinstance(told, NumaOptions)
     assert told.affinity_mode.value == binding
 

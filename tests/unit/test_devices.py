@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from nblaunch import OptionError, _visible
+from nblaunch import OptionError, _devices
 from nblaunch.elastic import placement as counting
 from nblaunch.elastic import placement as devices
 from nblaunch.elastic.placement import place_ranks, visible_gpus
@@ -19,7 +19,7 @@ def gpus(monkeypatch):
     """Give `gpus(number)`: from then on so many are visible."""
 
     def set_number(number):
-        monkeypatch.setattr(devices, "visible_gpus", lambda _environ: number)
+        monkeypatch.setattr(devices, "visible_gpus", lambda _environ, **_: number)
 
     return set_number
 
@@ -178,7 +178,7 @@ def test_on_rocm_its_own_variables_are_counted(monkeypatch):
     ],
 )
 def test_a_virtual_local_rank_sees_the_gpu_of_its_place(environ, place, hip, expected):
-    assert _visible.one_alone(environ, place, hip=hip) == expected
+    assert _devices.one_alone(environ, place, hip=hip) == expected
 
 
 def test_more_ranks_than_gpus_go_to_the_cpu_with_a_warning(gpus):

@@ -31,7 +31,7 @@ def ranks(tmp_path, monkeypatch):
         script = tmp_path / "rank.py"
         script.write_text(f"import json, os, sys, time\nrank = int(sys.argv[1])\n{source}\n")
         monkeypatch.setattr(nccl, "_RANK", script)
-        monkeypatch.setattr(placement, "visible_gpus", lambda _: gpus)
+        monkeypatch.setattr(placement, "visible_gpus", lambda _environ, **_: gpus)
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
 

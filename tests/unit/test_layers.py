@@ -293,7 +293,7 @@ SPEAKERS = {
 }
 
 TORCHS_PRIVATE = {
-    "nblaunch._numa": "which CPUs are near a GPU",
+    "nblaunch._devices": "which CPUs are near a GPU",
     "nblaunch.capture.changes": "a tensor's count of changes in place",
     "nblaunch.capture.tensors": "storages that are shared, and how tensors are rebuilt",
     "nblaunch.elastic.agent": "the steps of the agent, and its processes",

@@ -1,12 +1,19 @@
-"""Which GPUs a process sees: the variables that choose them, read as the drivers and torch read them.
+"""Which GPUs a process sees, and which CPUs are near one of them.
 
-torch's own functions read the environment of the process that they run in. Ranks may have another one.
+The variables that choose GPUs are read here as the drivers and torch read them. torch's own functions read
+the environment of the process that they run in. Ranks may have another one.
+
+A name of torch's that is not public (`tests/unit/test_torch_names.py`):
+`torch.numa.binding._get_logical_cpus_to_bind_to`.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"
@@ -14,9 +21,10 @@ ROCR = "ROCR_VISIBLE_DEVICES"
 VARIABLES = (CUDA, HIP, ROCR)
 _MIG = "MIG-"
 _BY_NAME = ("GPU-", _MIG)
+_CPUS = "_get_logical_cpus_to_bind_to"
 
 
-def chosen(environ: Mapping[str, str], *, hip: bool) -> str | None:
+def choice_of(environ: Mapping[str, str], *, hip: bool) -> str | None:
     """Return what chooses among the installed GPUs, None where nothing does; `hip`: torch's build is ROCm's.
 
     ROCm applies `ROCR_VISIBLE_DEVICES` first and `HIP_VISIBLE_DEVICES`, which goes before CUDA's name for it,
@@ -29,13 +37,13 @@ def chosen(environ: Mapping[str, str], *, hip: bool) -> str | None:
     return environ.get(ROCR, environ.get(CUDA))
 
 
-def names(choice: str) -> list[str]:
+def named_gpus(choice: str) -> list[str]:
     """Return the GPUs that a variable names, as far as the driver reads it.
 
     It stops at the first entry that is none. One that is named twice makes the whole choice void.
 
-    >>> names("2,0"), names("0,-1,1"), names("0,0"), names("GPU-1a,GPU-2b"), names("")
-    (['2', '0'], ['0'], [], ['GPU-1a', 'GPU-2b'], [])
+    >>> [named_gpus(choice) for choice in ("2,0", "0,-1,1", "0,0", "GPU-1a,GPU-2b", "")]
+    [['2', '0'], ['0'], [], ['GPU-1a', 'GPU-2b'], []]
     """
     found: list[str] = []
     prefix = next((each for each in _BY_NAME if choice.startswith(each)), None)
@@ -62,7 +70,7 @@ def ordinals(choice: str, installed: int, uuids: Callable[[], Sequence[str]]) ->
     """
     found: list[int] = []
     known: Sequence[str] | None = None
-    for name in names(choice):
+    for name in named_gpus(choice):
         if name.isdecimal():
             number = int(name)
         else:
@@ -93,11 +101,36 @@ def one_alone(environ: Mapping[str, str], place: int, *, hip: bool) -> dict[str,
     Where a choice hides all GPUs, nothing changes.
     """
     # With ROCR's alone, HIP counts what that has left.
-    choice = None if hip and HIP not in environ and ROCR in environ else chosen(environ, hip=hip)
+    choice = None if hip and HIP not in environ and ROCR in environ else choice_of(environ, hip=hip)
     if choice is None:
         return {HIP if hip else CUDA: str(place)}
     if not choice.strip():
         return {}
     # What the driver would not read is left to it to refuse.
-    named = names(choice) if place < len(names(choice)) else [part.strip() for part in choice.split(",")]
+    named = named_gpus(choice)
+    if place >= len(named):
+        named = [part.strip() for part in choice.split(",")]
     return {name: named[place] for name in ((HIP, CUDA) if hip else (CUDA,)) if name in environ}
+
+
+def numa_options(mode: str) -> Any:
+    """Return torch's own description of a mode.
+
+    Raises `ImportError` for a torch that cannot bind, `ValueError` for a mode that it does not know.
+    """
+    binding = _binding()
+    return binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+
+
+def cpus_near(gpu_index: int, mode: str) -> set[int]:
+    """Return the CPUs that `mode` binds to for one of the GPUs that this process sees; asks CUDA."""
+    found: set[int] = getattr(_binding(), _CPUS)(gpu_index=gpu_index, numa_options=numa_options(mode))
+    return found
+
+
+def _binding() -> ModuleType:
+    module = importlib.import_module("torch.numa.binding")
+    if not hasattr(module, _CPUS):
+        msg = f"it has no torch.numa.binding.{_CPUS}"
+        raise ImportError(msg)
+    return module
