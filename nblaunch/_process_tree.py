@@ -1,4 +1,7 @@
-"""Linux's rules for a process tree: die with the parent, adopt orphans. Standard library only."""
+"""Linux's rules for a process tree: die with the parent, adopt orphans. Standard library only.
+
+The keeper and the ranks follow them, and neither imports the other.
+"""
 
 from __future__ import annotations
 
@@ -27,3 +30,13 @@ def die_with_parent(parent: int) -> None:
 def become_subreaper() -> None:
     """Have orphans below this process become its children (Linux)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> set[int] | None:
+    """Return the children of the main thread, where the system puts orphans; None if it has no list."""
+    me = os.getpid()
+    try:
+        with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as listing:  # noqa: PTH123 - four times a second
+            return {int(pid) for pid in listing.read().split()}
+    except OSError:
+        return None

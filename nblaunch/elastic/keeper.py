@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 
+from nblaunch import _process_tree
 from nblaunch._process_tree import become_subreaper, die_with_parent
 from nblaunch.elastic import descriptors
 
@@ -88,7 +89,8 @@ def _watch(control: socket.socket, server: int, kernel_pid: int, root: str) -> b
             freshen(root)
             continue
         # One byte is the request, the other its number, which the answer repeats.
-        request, number = _halves(control.recv(2))
+        question = control.recv(2)
+        request, number = question[:1], question[1:]
         if request not in (SWEEP, PING):
             # Nothing at all: the kernel has closed the socket, for example because it has called exec.
             return request == END
@@ -96,10 +98,6 @@ def _watch(control: socket.socket, server: int, kernel_pid: int, root: str) -> b
             _sweep(spare=server)
         control.sendall(number)
     return False
-
-
-def _halves(question: bytes) -> tuple[bytes, bytes]:
-    return question[:1], question[1:2]
 
 
 _queues: list[object] = []  # a queue is closed when it is collected
@@ -147,7 +145,7 @@ def _sweep(spare: int) -> None:
     left to the next sweep: the kernel waits for this one.
     """
     started = time.monotonic()
-    while children := [pid for pid in _children() if pid != spare]:
+    while children := _children() - {spare}:
         now = time.monotonic()
         if now > started + _SWEEP_SECONDS:
             return
@@ -159,7 +157,7 @@ def _sweep(spare: int) -> None:
         _reap(children, now + _PATIENCE)
 
 
-def _reap(children: list[int], deadline: float) -> None:
+def _reap(children: set[int], deadline: float) -> None:
     for pid in children:
         while os.waitpid(pid, os.WNOHANG) == (0, 0):
             if time.monotonic() > deadline:
@@ -179,26 +177,10 @@ def _is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def _children() -> list[int]:
-    me = os.getpid()
-    try:
-        with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as listing:
-            return [int(pid) for pid in listing.read().split()]
-    except OSError:
-        return [pid for pid in _all_pids() if _parent(pid) == me]
+def _children() -> set[int]:
+    listed = _process_tree.children()
+    if listed is None:
+        import psutil  # only here: the keeper is small
 
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        listed = {each.pid for each in psutil.Process().children()}
+    return listed

@@ -49,11 +49,11 @@ Modules, each after those that it imports:
     script           a script, module or program as the job
     stdio            stdout and stderr: log files, order, output of child processes; `input()`
     values           a value in few words, and as a payload
-    control          the control thread: inbox, outbox, interrupts
     process_group    the default process group: formed, formed again, aborted, left
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
     stacks           where the main thread is; frees a collective that it is stuck in
+    control          the control thread: inbox, outbox, interrupts
     main             `Rank`: prepare, work, recover, leave
 """

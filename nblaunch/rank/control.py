@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -40,11 +40,11 @@ from nblaunch.protocol.messages import (
     ReportWhere,
     Switched,
     ToRank,
-    Where,
     decode_to_rank,
     encode,
 )
 from nblaunch.rank.isolate import LOOK_SECONDS, Reaper
+from nblaunch.rank.stacks import RankInspector
 
 _LINGER_MS = 2000
 _BUNCH_MS = 20
@@ -55,29 +55,13 @@ _ATTENTION_MS = 10
 _MOMENTS = 200
 
 
-class Inspector(Protocol):
-    """What the control thread can report about its process, and do to it."""
-
-    def where(self) -> Where:
-        """Return where the main thread is."""
-
-    def collectives(self) -> int | None:
-        """Return the sequence number of the default group, None where there is no group."""
-
-    def free(self, fds: tuple[int, ...]) -> None:
-        """End the collective in which the main thread is stuck."""
-
-    def abort(self, then: Callable[[], None]) -> None:
-        """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
-
-
 class Link:
     """Carries messages both ways while the main thread works, or is stuck.
 
     Interrupts act at once; orders wait in `inbox` until the main thread takes them.
     """
 
-    def __init__(self, address: str, identity: bytes, inspector: Inspector) -> None:
+    def __init__(self, address: str, identity: bytes, inspector: RankInspector) -> None:
         """Connect to the hub at `address`; `start` sends the first message."""
         self._inspector = inspector
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Leave] = queue.SimpleQueue()
@@ -140,8 +124,7 @@ class Link:
 
     def _collect_switches(self, rank: int) -> None:
         if self._switches:
-            # A rank that alternates without a pause keeps its order by the bunch: each moment costs the
-            # notebook.
+            # Each moment costs the notebook. A rank that alternates without a pause keeps order by bunches.
             step = -(-len(self._switches) // _MOMENTS)
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
@@ -269,10 +252,8 @@ class Link:
 # lost in it.
 #
 # A signal that arrives right before a blocking call is noted by Python, but does not end that call, which
-# began after it: `time.sleep(1000)` sleeps on. So the main thread is poked: another signal, whose handler
-# does
-# nothing, ends the call, and Python then runs the handlers of all signals that it has noted.
-
+# began after it: `time.sleep(1000)` sleeps on. So the main thread is poked: another signal ends the call, and
+# Python then runs the handlers of all signals that it has noted.
 
 # `sem_t` is 32 bytes or fewer on every Linux.
 _SEMAPHORE_BYTES = 64
@@ -286,7 +267,8 @@ class MainThread:
     def __init__(self) -> None:
         self._poke_at, self._pause = 0.0, _FIRST_POKE_SECONDS
         if _POKE_SIGNAL is not None:
-            signal.signal(_POKE_SIGNAL, _do_nothing)
+            # Its arrival is all that matters.
+            signal.signal(_POKE_SIGNAL, lambda *_: None)
         self._library: Any = None
         if sys.platform == "linux":
             self._library = ctypes.CDLL(None)
@@ -315,7 +297,3 @@ class MainThread:
             self._poke_at = time.monotonic() + self._pause
             signal.pthread_kill(threading.main_thread().ident or 0, _POKE_SIGNAL)
         return came
-
-
-def _do_nothing(*_: object) -> None:
-    """Handle the signal that pokes; its arrival is all that matters."""

@@ -92,7 +92,7 @@ def _pickled(error: BaseException) -> bytes | None:
 def _format(error: BaseException, titles: Mapping[str, str]) -> str:
     try:
         report = traceback.TracebackException.from_exception(error)
-        for part in _chain(report, set()):
+        for part in memory.chain(report):
             _trim(part, titles)
         text = "".join(report.format())
     except Exception as broken:  # noqa: BLE001 - a broken exception must still be reported
@@ -110,16 +110,6 @@ def shown(error: BaseException) -> str:
             return encodable(shorten(shell.prepare().colored_traceback(error, first)))
     except Exception:  # noqa: BLE001 - the plain text is there
         return ""
-
-
-def _chain(report: traceback.TracebackException, seen: set[int]) -> Iterator[traceback.TracebackException]:
-    if id(report) in seen:
-        return
-    seen.add(id(report))
-    yield report
-    for other in (report.__cause__, report.__context__, *(getattr(report, "exceptions", None) or ())):
-        if other is not None:
-            yield from _chain(other, seen)
 
 
 def _trim(report: traceback.TracebackException, titles: Mapping[str, str]) -> None:

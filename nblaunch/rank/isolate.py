@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver, process, resource_tracker
 from typing import Any
 
-from nblaunch._process_tree import become_subreaper, die_with_parent
+from nblaunch._process_tree import become_subreaper, children, die_with_parent
 
 # `multiprocessing` adds `/listener-` and eight letters; macOS takes 104 bytes in all.
 _LONGEST_SOCKET_DIRECTORY = 84
@@ -138,23 +138,13 @@ class Reaper:
             return
         self._due = clock + LOOK_SECONDS
         before = set(_started)
-        children = _children()
-        _started.difference_update(before - children)
-        self._seen = {pid: self._seen.get(pid, clock) for pid in children - _started if _has_ended(pid)}
+        present = children() or set()
+        _started.difference_update(before - present)
+        self._seen = {pid: self._seen.get(pid, clock) for pid in present - _started if _has_ended(pid)}
         for pid, seen in self._seen.items():
             if clock - seen >= _UNREAD_SECONDS:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-
-
-def _children() -> set[int]:
-    """Return the children of the main thread, which is where the system puts orphans."""
-    me = os.getpid()
-    try:
-        with open(f"/proc/{me}/task/{me}/children", encoding="ascii") as listing:  # noqa: PTH123 - four times a second
-            return {int(pid) for pid in listing.read().split()}
-    except OSError:
-        return set()
 
 
 def _has_ended(pid: int) -> bool:

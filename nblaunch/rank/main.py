@@ -270,7 +270,7 @@ class Rank:
         if not dispatch.internal or isinstance(dispatch.job, PushJob):
             shell.free_gpu_memory()
         if not dispatch.internal:
-            memory.begin_job()
+            memory.reset_peak()
         if self.outgoing is not None:
             # The previous job's value: the notebook has it, or this job would not have been dispatched.
             self.outgoing.close()

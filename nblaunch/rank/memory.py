@@ -7,11 +7,13 @@ import gc
 import re
 import traceback
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from nblaunch.protocol.messages import DeviceMemory
 
+Error = TypeVar("Error", BaseException, traceback.TracebackException)
 _SIZE = r"(?P<number>[\d.]+) (?P<unit>bytes|[KMGT]iB)"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _ASKED = re.compile(rf"(?:Tried to allocate|Requested size:) {_SIZE}")
@@ -30,7 +32,7 @@ def on_gpu() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def begin_job() -> None:
+def reset_peak() -> None:
     """Reset the peak: it is that of the job that begins."""
     if not on_gpu():
         return
@@ -111,7 +113,7 @@ def free_frames(error: BaseException) -> None:
     cache is often part of the shortage.
     """
     short = False
-    for each in _chain(error, set()):
+    for each in chain(error):
         for frame, _ in traceback.walk_tb(each.__traceback__):
             with contextlib.suppress(RuntimeError):  # a frame that still runs is one of nblaunch's
                 frame.clear()
@@ -124,12 +126,15 @@ def free_frames(error: BaseException) -> None:
             torch.cuda.empty_cache()
 
 
-def _chain(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
-    if id(error) in seen:
-        return
-    seen.add(id(error))
-    yield error
-    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    for other in (error.__cause__, error.__context__, *members):
-        if other is not None:
-            yield from _chain(other, seen)
+def chain(error: Error) -> Iterator[Error]:
+    """Yield an exception and all that it refers to: its cause, its context, the members of a group."""
+    pending: list[Any] = [error]
+    seen: set[int] = set()
+    while pending:
+        each: Any = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            pending += (each.__cause__, each.__context__)
+            if isinstance(each, BaseExceptionGroup | traceback.TracebackException):
+                pending += each.exceptions or ()

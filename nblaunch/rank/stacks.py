@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 
 import psutil
 from torch.distributed import distributed_c10d
@@ -22,6 +23,7 @@ from nblaunch.rank import failure, flight_recorder, process_group
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
+_FRAMES = 200
 _WAITS = re.compile(r"\.wait\(")
 
 
@@ -62,11 +64,7 @@ class RankInspector:
 
     def free(self, fds: tuple[int, ...]) -> None:
         """Abort NCCL's operations, and shut connections to other ranks: a waiting gloo collective raises."""
-        cut = cutting((*fds, *self._waiting_for_store()))
-        if process_group.uses_nccl():
-            process_group.begin_abort(cut)
-        else:
-            cut()
+        self.abort(cutting((*fds, *self._waiting_for_store())))
 
     def abort(self, then: Callable[[], None]) -> None:
         """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
@@ -77,9 +75,7 @@ class RankInspector:
 
     def _waiting_for_store(self) -> Iterator[int]:
         """Yield the connection to the agent's store, if the main thread waits there for a group to form."""
-        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
-        stack = traceback.walk_stack(frame) if frame is not None else ()
-        if any(each.f_code.co_name in _FORMING for each, _ in stack):
+        if any(frame.f_code.co_name in _FORMING for frame, _ in self._stack()):
             process_group.forget_store()
             # By its port alone: the address may be written as IPv6 has it.
             port = process_group.agent_address()[1]
@@ -87,19 +83,18 @@ class RankInspector:
 
     def _inside(self) -> bool:
         """Whether the main thread is in a call of torch.distributed, or waits for an operation of one."""
-        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
-        if frame is None:
-            return False
+        stack = [(frame.f_code.co_filename, line) for frame, line in self._stack()]
         # The innermost line too: gloo's flight recorder has no sends and receives that are under way.
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
-        stack = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
-        return _WAITS.search(line) is not None or any(each.endswith(_COLLECTIVES) for each in stack)
+        waits = any(_WAITS.search(linecache.getline(*innermost)) for innermost in stack[:1])
+        return waits or any(filename.endswith(_COLLECTIVES) for filename, _ in stack)
+
+    def _stack(self) -> list[tuple[FrameType, int]]:
+        """Return the main thread's frames with their lines, innermost first."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        return list(traceback.walk_stack(frame)) if frame is not None else []
 
     def _frames(self) -> Iterator[FrameRecord]:
-        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
-        if frame is None:
-            return
-        for summary in traceback.StackSummary.extract(traceback.walk_stack(frame), limit=200)[::-1]:
+        for summary in traceback.StackSummary.extract(self._stack(), limit=_FRAMES)[::-1]:
             if not is_ours(summary.filename):
                 yield FrameRecord(
                     filename=self._titles.get(summary.filename, summary.filename),

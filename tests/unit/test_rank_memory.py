@@ -127,7 +127,7 @@ def test_an_allocator_without_statistics_costs_the_peak_and_nothing_else(monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("reset_peak_memory_stats", "memory_stats_as_nested_dict", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    memory.begin_job()
+    memory.reset_peak()
     assert memory.peak() is None
     without = TORCH_2_13.replace("is allocated by PyTorch", "")
     assert memory.shortage(torch.OutOfMemoryError(without)) is None
