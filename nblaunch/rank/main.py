@@ -87,7 +87,7 @@ _CODE = (
 )
 _flags: Any = vars(util)["_args_from_interpreter_flags"]  # as multiprocessing does; the stubs leave it out
 
-Job = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
+AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 
 
 def run_rank(orders: Orders) -> None:
@@ -282,7 +282,7 @@ class Rank:
             stdio.begin_job()
         self.link.begin_job()
 
-    def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: Job) -> Any:
+    def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: AnyJob) -> Any:
         """Unpickle the payload of a session's job; keep it once it has arrived on every rank."""
         arrival, pushed = Arrival(), isinstance(job, PushJob)
         try:
@@ -306,7 +306,7 @@ class Rank:
             raise
         return loaded.value
 
-    def _keep(self, job: Job, loaded: pickling.Loaded, objects: Objects, arrival: Arrival) -> None:
+    def _keep(self, job: AnyJob, loaded: pickling.Loaded, objects: Objects, arrival: Arrival) -> None:
         arrival.undo()
         self.variables.keep(loaded, objects)
         self.variables.bring(arrival.offered)
@@ -320,7 +320,7 @@ class Rank:
             case _:
                 pass
 
-    def _do(self, job: Job, loaded: Any) -> object:
+    def _do(self, job: AnyJob, loaded: Any) -> object:
         match job:
             case CellJob():
                 return self._run_cell(job, loaded)
@@ -383,24 +383,24 @@ class Rank:
             self._report_names()
         freed = self.link.times_freed
         text, html = shell.prepare().describe(value) if seen else ("", "")
+        not_sent = ""
         if cell is None:
-            sent = values.send(value, self._spill)
+            self.outgoing = values.send(value, self._spill)
         else:
-            sent = values.send_or_stand_in(
+            self.outgoing, not_sent = values.send_or_stand_in(
                 value, self._spill, shown=text, rank=self.rank, asked_for=cell.keeps_value
             )
-        self.outgoing = sent.outgoing
         if self.device.type != "cpu" and self.link.times_freed > freed:
             # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
         self.link.send(
             Returned(
                 rank=self.rank,
-                value=sent.outgoing.payload,
+                value=self.outgoing.payload,
                 time=time.time(),
                 text=failure.encodable(text),
                 html=failure.encodable(html),
-                not_sent=failure.encodable(sent.warning),
+                not_sent=failure.encodable(not_sent),
                 offsets=stdio.end_job(keep=self.orders.keep),
                 open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
                 peak_gpu_memory=peak,

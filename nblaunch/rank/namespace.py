@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
+import itertools
 import os
 import pickle
 import re
@@ -28,29 +29,21 @@ from nblaunch.rank import process_group, shell
 _MOST_NAMES = 10_000
 _GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
 _REBOUND = object()
-_CERTAIN = (
-    ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
-)
-"""Statements that bind names wherever they are executed."""
 
 
-def _stored(statement: ast.stmt) -> Iterator[str]:
+def _certainly_bound(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement binds wherever it is executed."""
+    targets: list[ast.expr] = []
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             yield name
         case ast.Import(names=names) | ast.ImportFrom(names=names):
             yield from (each.asname or each.name.partition(".")[0] for each in names)
-        case ast.AnnAssign(value=None):
-            pass
         case ast.Assign(targets=targets):
-            for target in targets:
-                yield from _names_in(target)
-        case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
-            yield from _names_in(target)
-
-
-def _names_in(target: ast.expr) -> Iterator[str]:
-    for node in ast.walk(target):
+            pass
+        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
+            targets = [target]
+    for node in itertools.chain.from_iterable(map(ast.walk, targets)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
 
@@ -123,10 +116,8 @@ class Variables:
         for statement in ast.parse(source).body:
             if line is not None and (statement.end_lineno or 0) >= line:
                 return
-            if isinstance(statement, _CERTAIN):
-                for name in _stored(statement):
-                    if name in self._came:
-                        self._came[name] = _REBOUND
+            for name in self._came.keys() & set(_certainly_bound(statement)):
+                self._came[name] = _REBOUND
 
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""

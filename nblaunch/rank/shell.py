@@ -6,6 +6,7 @@ It is quiet, keeps no history, and runs each cell under the cell's own file name
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib.abc
 import importlib.machinery
 import linecache
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -149,6 +150,16 @@ _NO_MAGIC = (
 )
 
 
+@contextlib.contextmanager
+def _explained(find: Callable[[str], object], mark: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        if find(name) is None:
+            raise UsageError(_NO_MAGIC.format(name=f"{mark}{name}")) from error
+        raise
+
+
 class QuietDisplayHook(DisplayHook):
     """Keeps the last expression's value and prints nothing: the notebook shows it."""
 
@@ -212,27 +223,18 @@ class RankShell(InteractiveShell):
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
         """Run a line magic; explain why one of the notebook's is not here."""
-        try:
+        with _explained(self.find_line_magic, "%", magic_name):
             return super().run_line_magic(magic_name, line, _stack_depth + 1)
-        except UsageError as error:
-            if self.find_line_magic(magic_name) is None:
-                raise UsageError(_NO_MAGIC.format(name=f"%{magic_name}")) from error
-            raise
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
         """Run a cell magic; explain why one of the notebook's is not here."""
-        try:
+        with _explained(self.find_cell_magic, "%%", magic_name):
             return super().run_cell_magic(magic_name, line, cell)
-        except UsageError as error:
-            if self.find_cell_magic(magic_name) is None:
-                raise UsageError(_NO_MAGIC.format(name=f"%%{magic_name}")) from error
-            raise
 
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""
 
-    def showsyntaxerror(self, *_: object, **__: object) -> None:
-        """Print nothing: the failure goes to the notebook."""
+    showsyntaxerror = showtraceback
 
     def run_cell(self, *args: Any, **keywords: Any) -> ExecutionResult:
         """Run a cell, also within a cell (`%rerun`): IPython would forget the outer one's value."""

@@ -42,19 +42,18 @@ def offsets() -> Offsets:
     """Return how much all threads and processes have written so far to the two files."""
     with _writing.lock:
         _writing.settle()
-        return _offsets()
+        return _written()
 
 
-def _offsets() -> Offsets:
-    return Offsets(stdout=_written(1), stderr=_written(2))
+def _written() -> Offsets:
+    def position(fd: int) -> int:
+        try:
+            # Not the size: a file that was made larger by truncation is not text.
+            return os.lseek(fd, 0, os.SEEK_CUR)
+        except OSError:
+            return 0
 
-
-def _written(fd: int) -> int:
-    try:
-        # Not the size: a file that was made larger by truncation is not text.
-        return os.lseek(fd, 0, os.SEEK_CUR)
-    except OSError:
-        return 0
+    return Offsets(stdout=position(1), stderr=position(2))
 
 
 class _Writing:
@@ -65,7 +64,7 @@ class _Writing:
         self.between_jobs = False
         """Whether text of other threads than the main one is kept for the next job."""
         self._last = Stream.STDOUT
-        self._kept: list[tuple[Stream, bytes]] = []
+        self.kept: list[tuple[Stream, bytes]] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -78,7 +77,7 @@ class _Writing:
     def begin_in_child(self) -> None:
         """In a fork: text that other threads hold, and output of programs, is the parent's."""
         self._begin()
-        self.announce, self.between_jobs, self._kept = None, False, []
+        self.announce, self.between_jobs, self.kept = None, False, []
 
     def write(self, stream: Stream, text: bytes) -> None:
         """Write whole lines; write an unfinished line only if no other thread can break into it."""
@@ -125,14 +124,14 @@ class _Writing:
         if not text:
             return
         if self.between_jobs and not from_main:
-            self._kept.append((stream, text))
-            if sum(len(each) for _, each in self._kept) > _MOST_KEPT:
-                del self._kept[0]
+            self.kept.append((stream, text))
+            if sum(len(each) for _, each in self.kept) > _MOST_KEPT:
+                del self.kept[0]
             return
         if stream is not self._last:
             self._last = stream
             if self.announce is not None:
-                self.announce(_offsets())
+                self.announce(_written())
         if from_main and not text.endswith(b"\n"):
             self._open[stream] = time.monotonic()
         else:
@@ -142,14 +141,9 @@ class _Writing:
     def release(self) -> None:
         """Write the text that was kept for the job that begins now."""
         self.between_jobs = False
-        kept, self._kept = self._kept, []
+        kept, self.kept = self.kept, []
         for stream, text in kept:
             self._put(stream, text)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether text was kept for the next job."""
-        return bool(self._kept)
 
     def copy_pipes(self) -> None:
         """Copy the output of programs so far to the files."""
@@ -187,12 +181,12 @@ def end_job(*, keep: bool) -> Offsets:
     with _writing.lock:
         _writing.settle()
         _writing.between_jobs = keep
-        return _offsets()
+        return _written()
 
 
 def has_late_output() -> bool:
     """Whether threads have printed since the last job."""
-    return _writing.keeps
+    return bool(_writing.kept)
 
 
 class RankStream(io.TextIOWrapper):

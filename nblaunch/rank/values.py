@@ -24,18 +24,10 @@ class ValueNotSentError(TypeError):
     """The job succeeded, but its value cannot be pickled; the message names the part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """A value on its way; with `warning`, why it is only a stand-in for the job's own."""
-
-    outgoing: shared_memory.Outgoing
-    warning: str = ""
-
-
-def send(value: object, spill: Callable[[], Path]) -> Sent:
+def send(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
     """Send a value. Raises `ValueNotSentError` if it cannot be pickled."""
     try:
-        return Sent(_put(value, spill))
+        return shared_memory.put(pickling.dumps_home(value), spill)
     except (Exception, SystemExit) as error:
         msg = (
             f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {_text(error)}. "
@@ -46,30 +38,30 @@ def send(value: object, spill: Callable[[], Path]) -> Sent:
 
 def send_or_stand_in(
     value: object, spill: Callable[[], Path], *, shown: str, rank: int, asked_for: bool
-) -> Sent:
-    """Send the value of a cell, or a stand-in where it cannot be sent: the cell itself has succeeded.
+) -> tuple[shared_memory.Outgoing, str]:
+    """Send the value of a cell, or a stand-in and why: a cell whose value cannot be sent has succeeded.
 
     `shown` is the value's repr. A model, an optimizer or a data loader is sent only if it was `asked_for`: in
     most cells the last line that has such a value is `model.eval()` or `model.to(device)`.
     """
+
+    def stand_in(why: str) -> shared_memory.Outgoing:
+        reason = f"{kind} is shown and was not sent from rank {rank}: {why}."
+        return shared_memory.put(pickling.dumps_home(NotSent(shown, kind, reason)), spill)
+
     kind = _type_name(type(value))
     if not asked_for and _is_machinery(value):
-        reason = (
-            f"{kind} is shown and was not sent from rank {rank}: a cell sends a model, an optimizer or a "
-            "data loader only with --out NAME. Run the cell with --out, or bind it to a name on the ranks of "
-            "a session and pull that (%distributed pull NAME, session.pull('NAME'))."
+        why = (
+            "a cell sends a model, an optimizer or a data loader only with --out NAME. Run the cell with "
+            "--out, or bind it to a name on the ranks of a session and pull that (%distributed pull NAME, "
+            "session.pull('NAME'))"
         )
-        return Sent(_put(NotSent(shown, kind, reason), spill))
+        return stand_in(why), ""
     try:
-        return Sent(_put(value, spill))
+        return shared_memory.put(pickling.dumps_home(value), spill), ""
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the objects raise
-        why = _why(value, error)
-        reason = f"{kind} is shown and was not sent from rank {rank}: {why}. {_INSTEAD}."
-        return Sent(_put(NotSent(shown, kind, reason), spill), f"{why}. {_INSTEAD}.")
-
-
-def _put(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
-    return shared_memory.put(pickling.dumps_home(value), spill)
+        why = f"{_why(value, error)}. {_INSTEAD}"
+        return stand_in(why), f"{why}."
 
 
 def _is_machinery(value: object) -> bool:
@@ -85,11 +77,8 @@ def _why(value: object, error: BaseException) -> str:
     culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
     if culprit is None:
         return f"{_type_name(type(value))} cannot be sent: {_text(error)}"
-    path = culprit.path.removeprefix("value")
-    part = (
-        f"value{path}, {culprit.type_name}, cannot be sent" if path else f"{culprit.type_name} cannot be sent"
-    )
-    return f"{part}: {culprit.reason}"
+    part = f"{culprit.path}, {culprit.type_name}," if culprit.path != "value" else culprit.type_name
+    return f"{part} cannot be sent: {culprit.reason}"
 
 
 def _refusal(value: object) -> Exception | None:
@@ -142,11 +131,13 @@ def summarised(printers: dict[type, Printer]) -> Iterator[None]:
 
     `printers` are those of the text formatter; what the user has registered there stays.
     """
-    summaries = Summaries()
-    wanted: dict[type, Printer] = dict.fromkeys((torch.Tensor, torch.nn.Parameter), summaries.tensor)
+    summaries = _Summaries()
+    wanted: dict[type, Printer] = dict.fromkeys(
+        (torch.Tensor, torch.nn.Parameter), _printer(summaries.of_tensor)
+    )
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        wanted[numpy.ndarray] = summaries.array
+        wanted[numpy.ndarray] = _printer(summaries.of_array)
     added = {kind: printer for kind, printer in wanted.items() if kind not in printers}
     printers.update(added)
     try:
@@ -156,25 +147,27 @@ def summarised(printers: dict[type, Printer]) -> Iterator[None]:
             printers.pop(kind, None)
 
 
-class Summaries:
+def _printer(summary_of: Callable[[Any], str | None]) -> Printer:
+    """Return what writes an object's summary, or its own repr."""
+
+    def write(value: Any, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's
+        text = None
+        with contextlib.suppress(Exception):  # then its own repr
+            text = summary_of(value)
+        # A text of several lines is indented as its surroundings.
+        for number, line in enumerate((repr(value) if text is None else text).split("\n")):
+            if number:
+                printer.break_()
+            printer.text(line)
+
+    return write
+
+
+class _Summaries:
     """Texts of the tensors and arrays in one value, whose statistics together have a budget."""
 
     def __init__(self) -> None:
         self._spent = 0.0
-
-    def tensor(self, value: torch.Tensor, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
-        """Write a tensor's summary, or its own repr."""
-        text = None
-        with contextlib.suppress(Exception):  # then its own repr
-            text = self.of_tensor(value)
-        _write(repr(value) if text is None else text, printer)
-
-    def array(self, value: Any, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001 - IPython's
-        """Write an array's summary, or its own repr."""
-        text = None
-        with contextlib.suppress(Exception):  # then its own repr
-            text = self.of_array(value)
-        _write(repr(value) if text is None else text, printer)
 
     def of_tensor(self, value: torch.Tensor) -> str | None:
         """Return a large dense tensor in one line; None for any other, a subclass's among them."""
@@ -212,14 +205,6 @@ class Summaries:
             return False
         self._spent += share
         return True
-
-
-def _write(text: str, printer: Any) -> None:
-    """Write a text of several lines, indented as its surroundings."""
-    for number, line in enumerate(text.split("\n")):
-        if number:
-            printer.break_()
-        printer.text(line)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
