@@ -203,20 +203,20 @@ class DeviceBusyError(RuntimeError):
 @contextlib.contextmanager
 def unwaited() -> Iterator[None]:
     """Within the block, wait for no tensor longer than a moment."""
-    if not any(_is_initialized(kind) for kind in _KINDS):
+    if not any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in _KINDS):
         yield
         return
-    devices = _Devices()
+    refusing = _Refusing()
     printed: Callable[..., str] = _printing._str  # noqa: SLF001 - see above
 
     def _str(self: torch.Tensor, *, tensor_contents: str | None = None) -> str:
-        if devices.idle(self.device):
+        if refusing.idle(self.device):
             return printed(self, tensor_contents=tensor_contents)
         return by_shape(self)
 
     _printing._str = _str  # noqa: SLF001 - see above
     try:
-        with _Refusing(devices), tensors.only_from(devices.idle):
+        with refusing, tensors.only_from(refusing.idle):
             yield
     finally:
         _printing._str = printed  # noqa: SLF001 - see above
@@ -227,14 +227,14 @@ def by_shape(tensor: torch.Tensor) -> str:
     return f"tensor(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
 
 
-def _is_initialized(kind: str) -> bool:
-    return bool(getattr(getattr(torch, kind, None), "is_initialized", bool)())
+class _Refusing(TorchFunctionMode):
+    """Raises if a tensor of a busy device is read: by `.item()` in a user's `__repr__`, for example.
 
-
-class _Devices:
-    """The devices of this process: whether each has finished its work."""
+    Not a `TorchDispatchMode`, which would see every operator: the first one under it imports TorchDynamo.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self._left = _SECONDS
 
     def idle(self, device: torch.device) -> bool:
@@ -252,17 +252,6 @@ class _Devices:
             return False
         return True
 
-
-class _Refusing(TorchFunctionMode):
-    """Raises if a tensor of a busy device is read: by `.item()` in a user's `__repr__`, for example.
-
-    Not a `TorchDispatchMode`, which would see every operator: the first one under it imports TorchDynamo.
-    """
-
-    def __init__(self, devices: _Devices) -> None:
-        super().__init__()
-        self._devices = devices
-
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -272,7 +261,7 @@ class _Refusing(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in _READING:
             for each in args:
-                if isinstance(each, torch.Tensor) and not self._devices.idle(each.device):
+                if isinstance(each, torch.Tensor) and not self.idle(each.device):
                     msg = f"{by_shape(each)} cannot be read: its device is busy, or of no use any more"
                     raise DeviceBusyError(msg)
         return func(*args, **(kwargs or {}))

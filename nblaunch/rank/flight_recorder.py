@@ -100,18 +100,14 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
     return Recorded(tuple(recent), pending)
 
 
-def bury() -> None:
-    """Ignore all groups so far: the open operations of an aborted one stay open in the recorder."""
-    for backend in _DUMPS:
-        known = _statuses(backend).keys()
-        if known:
-            _oldest_alive[backend] = max(_oldest_alive[backend], max(known) + 1)
+def bury(*, but_the_newest: bool = False) -> None:
+    """Ignore all groups so far: the open operations of an aborted one stay open in the recorder.
 
-
-def bury_older_than_newest() -> None:
-    """Ignore all groups but the newest, which has just had a collective."""
+    The newest may be spared: the one that has just had a collective.
+    """
     for backend in _DUMPS:
-        _oldest_alive[backend] = max(_oldest_alive[backend], max(_statuses(backend), default=0))
+        newest = max(_statuses(backend), default=-1)
+        _oldest_alive[backend] = max(_oldest_alive[backend], newest if but_the_newest else newest + 1)
 
 
 def _statuses(backend: str) -> dict[int, tuple[int, int]]:
@@ -186,7 +182,8 @@ def _collectives(
             continue
         collective, number = _collective(entry, backend, members), int(entry.get("pg_id", 0))
         known = by_group.setdefault(collective.key, [])
-        if collective.operation == _COALESCED and collective.sequence <= _last(known):
+        last = known[-1].sequence if known else 0
+        if collective.operation == _COALESCED and collective.sequence <= last:
             continue  # a batch has the number of the collective before it
         if number < newest.setdefault(collective.key, number):
             continue  # a group of this name that is gone, used by an object that still refers to it
@@ -197,10 +194,6 @@ def _collectives(
         known.append(collective)
     for known in by_group.values():
         yield from known[-_RECENT:]
-
-
-def _last(known: list[Collective]) -> int:
-    return known[-1].sequence if known else 0
 
 
 def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:

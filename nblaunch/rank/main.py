@@ -42,7 +42,6 @@ from nblaunch.protocol.messages import (
     Arrived,
     CellJob,
     Colored,
-    DeadVariable,
     Dispatch,
     Entered,
     FailureRecord,
@@ -145,6 +144,7 @@ class Rank:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
+        self._spill = functools.partial(Path, orders.spill)
         self.device = torch.device("cpu")
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
@@ -154,7 +154,7 @@ class Rank:
         self._last_names = Names(rank=-1, names=())
         self._names_reported = False
         """Whether the job that runs has reported the rank's variables."""
-        self.dead_variables = DeadVariables(shell.namespace, frozenset(shell.namespace()))
+        self.dead_variables = DeadVariables()
         self.raised: BaseException | None = None
         """What the last job raised here."""
         self._internal = False
@@ -165,9 +165,7 @@ class Rank:
         stdio.capture_descriptors()
         stdio.install(self.link.switched)
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
-        questions = stdio.Questions(self.rank, self.link.send)
-        self.link.on_answer = questions.answers.put
-        questions.install()
+        self.link.on_answer = stdio.Questions(self.rank, self.link.send).install()
         self.link.start(
             Hello(
                 rank=self.rank,
@@ -317,8 +315,6 @@ class Rank:
                 self.variables.bring(dict(loaded.value[-1]))
             case PushJob():
                 self.variables.push(loaded.value)
-            case _:
-                pass
 
     def _do(self, job: AnyJob, loaded: Any) -> object:
         match job:
@@ -329,7 +325,9 @@ class Rank:
             case PullJob(names=names):
                 return self.variables.pull(names)
             case FunctionJob():
-                return self._call(*loaded)
+                function, args, kwargs, _ = loaded  # the function's globals have the variables already
+                value = function(*args, **dict(kwargs))
+                return asyncio.run(value) if inspect.iscoroutine(value) else value
             case ScriptJob():
                 return self._run_script(job)
 
@@ -363,19 +361,6 @@ class Rank:
         script.end()
         return pulled if job.pull else 0
 
-    @staticmethod
-    def _call(
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: tuple[tuple[str, Any], ...],
-        variables: tuple[tuple[str, Any], ...],  # noqa: ARG004 - the function's globals have them
-    ) -> object:
-        value = function(*args, **dict(kwargs))
-        return asyncio.run(_awaited(value)) if inspect.iscoroutine(value) else value
-
-    def _spill(self) -> Path:
-        return Path(self.orders.spill)
-
     def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
         self.phase, peak = Phase.VALUE, memory.peak()
         if self.orders.keep:
@@ -402,7 +387,7 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(not_sent),
                 offsets=stdio.end_job(keep=self.orders.keep),
-                open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
+                open=not self.orders.keep and process_group.groups().uses_nccl and flight_recorder.is_busy(),
                 peak_gpu_memory=peak,
             )
         )
@@ -451,24 +436,21 @@ class Rank:
 
     def _recover(self, order: Recover) -> None:
         """Make the rank ready for another job, and report whether it is."""
-        error = unusable = ""
-        dead: tuple[DeadVariable, ...] = ()
+        recovered = functools.partial(Recovered, rank=self.rank, number=order.number)
         cut = stacks.cutting(order.fds)
         try:
             if order.reform:
                 found = self.dead_variables.find()
                 process_group.form_again(order.number, self.device, cut)
-                dead = self.dead_variables.bury(found)
+                answer = recovered(dead=self.dead_variables.bury(found))
             else:
                 process_group.check_context(self.device)
-                dead = self.dead_variables.stumbled_over(self.raised)
+                answer = recovered(dead=self.dead_variables.stumbled_over(self.raised))
         except process_group.UnusableError as caught:
-            unusable = str(caught)[:_ERROR_CHARACTERS]
+            answer = recovered(unusable=str(caught)[:_ERROR_CHARACTERS])
         except Exception as caught:  # noqa: BLE001 - whatever torch raises: the hub then restarts the group
-            error = f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS]
-        self.link.send(
-            Recovered(rank=self.rank, number=order.number, error=error, dead=dead, unusable=unusable)
-        )
+            answer = recovered(error=f"{type(caught).__name__}: {caught}"[:_ERROR_CHARACTERS])
+        self.link.send(answer)
 
     def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = Phase.LEAVE
@@ -493,7 +475,3 @@ def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
     steps = traceback.walk_tb(error.__traceback__)
     reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
     return 0 if reached is None else reached - first_line + 1
-
-
-async def _awaited(value: Any) -> object:
-    return await value

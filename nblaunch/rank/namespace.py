@@ -13,7 +13,7 @@ import traceback
 import types
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -246,10 +246,9 @@ _Found = list[tuple[DeadVariable, "weakref.ref[Any]"]]
 class DeadVariables:
     """Variables that belong to process groups: `find` them before these end, `bury` them afterwards."""
 
-    def __init__(self, namespace: Callable[[], Mapping[str, Any]], hidden: frozenset[str]) -> None:
-        """`hidden` are the names of IPython's own."""
-        self._namespace = namespace
-        self._hidden = hidden
+    def __init__(self) -> None:
+        self._hidden = frozenset(shell.namespace())
+        """IPython's own names."""
         self._dead: _Found = []
 
     def find(self) -> _Found:
@@ -292,7 +291,7 @@ class DeadVariables:
 
     def _things(self) -> Iterator[tuple[str, object]]:
         """Yield the variables, their attributes and what they contain, one level down, by path."""
-        for name, value in list(self._namespace().items()):
+        for name, value in list(shell.namespace().items()):
             if name in self._hidden or name.startswith("_"):
                 continue
             yield name, value
@@ -310,16 +309,17 @@ class DeadVariables:
             return f"{path} = {self._mesh(thing)}"
         if isinstance(thing, dist.ProcessGroup):
             distributed = self._name_of(dist, "dist")
-            if process_group.is_default(thing):
+            groups = process_group.groups()
+            if thing is groups.default:
                 return f"{path} = {distributed}.group.WORLD"
-            ranks = process_group.ranks_of(thing)
+            ranks = groups.ranks.get(thing)
             return None if ranks is None else f"{path} = {distributed}.new_group(ranks={list(ranks)})"
         return None
 
     def _name_of(self, wanted: object, otherwise: str) -> str:
         """Return what the program calls a class or a module."""
         names = (
-            name for name, value in self._namespace().items() if value is wanted and not name.startswith("_")
+            name for name, value in shell.namespace().items() if value is wanted and not name.startswith("_")
         )
         return next(names, otherwise)
 
@@ -330,10 +330,10 @@ class DeadVariables:
             if (value := getattr(model, name, usual)) != usual
         ]
         if getattr(model, "device_ids", None):
-            own = model.device_ids == [getattr(self._namespace().get("device"), "index", None)]
+            own = model.device_ids == [getattr(shell.namespace().get("device"), "index", None)]
             # One line for all ranks, if all have done the same.
             chosen.insert(0, f", device_ids={'[device.index]' if own else model.device_ids}")
-        if not process_group.is_default(model.process_group):
+        if model.process_group is not process_group.groups().default:
             group = next((path for path, thing in self._things() if thing is model.process_group), "...")
             chosen.append(f", process_group={group}")
         return "".join(chosen)

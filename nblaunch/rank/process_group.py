@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -45,16 +45,18 @@ class UnusableError(RuntimeError):
     """The CUDA context of this process is broken: every call of CUDA fails from now on."""
 
 
-class _Groups:
-    """The groups of this process at some moment: their names and ranks."""
+class Groups:
+    """The groups of this process at some moment."""
 
     def __init__(self) -> None:
         # Copied at once: the control thread asks while the main thread may make or end groups.
         world = distributed_c10d._world  # noqa: SLF001 - what `get_process_group_ranks` reads, one by one
         self.default = dist.group.WORLD
         self.uses_nccl = _uses_nccl()
+        """Whether the default one uses NCCL."""
         self.ranks = {group: tuple(ranks) for group, ranks in list(world.pg_group_ranks.items())}
         self.names = {str(name): self.ranks.get(group, ()) for group, name in list(world.pg_names.items())}
+        """Name -> the group's ranks."""
 
 
 _original: Callable[..., None] = distributed_c10d.init_process_group
@@ -69,7 +71,7 @@ _timeout: timedelta | None = None
 _formed_with: dict[str, Any] | None = None
 """The arguments of the default group, with which another one can take its place."""
 _aborting: threading.Thread | None = None
-_aborted: _Groups | None = None
+_aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
 
 
@@ -117,8 +119,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _aborted = _ours = None
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
-    # Exceptions of the old group hold it in cycles: its threads and connections stay until these are
-    # collected.
+    # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
     if _formed_with is None:
         return
@@ -128,27 +129,12 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    flight_recorder.bury_older_than_newest()
+    flight_recorder.bury(but_the_newest=True)
 
 
-def uses_nccl() -> bool:
-    """Whether the default group uses NCCL, or did so until it was aborted."""
-    return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
-
-
-def members() -> Mapping[str, tuple[int, ...]]:
-    """Return the ranks of each group by its name."""
-    return (_aborted or _Groups()).names
-
-
-def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
-    """Return the ranks of a group, also of one that has been aborted since; None if it is gone otherwise."""
-    return (_aborted or _Groups()).ranks.get(group)
-
-
-def is_default(group: object) -> bool:
-    """Whether this is the default group, or was until it was aborted."""
-    return group is not None and group is (_aborted or _Groups()).default
+def groups() -> Groups:
+    """Return the groups of this process; once they are aborted, as they were before."""
+    return _aborted or Groups()
 
 
 def begin_abort(then: Callable[[], None] = lambda: None) -> None:
@@ -160,7 +146,7 @@ def begin_abort(then: Callable[[], None] = lambda: None) -> None:
     if _aborting is not None and _aborting.is_alive():
         return
     if _aborted is None and dist.is_initialized():
-        _aborted = _Groups()
+        _aborted = Groups()
     _aborting = threading.Thread(target=_abort, args=(then,), name="nblaunch-abort", daemon=True)
     _aborting.start()
 
@@ -316,21 +302,15 @@ def _store(where: str, number: int) -> dist.Store:
     """Return the agent's store under a prefix that no other group has had."""
     global _agent_store
     if _agent_store is None:
-        _agent_store = dist.TCPStore(
-            _agent_address[0], _agent_address[1], is_master=False, timeout=_STORE_TIMEOUT
-        )
+        _agent_store = dist.TCPStore(*_agent_address, is_master=False, timeout=_STORE_TIMEOUT)
     return dist.PrefixStore(f"nblaunch/{_attempt}/{where}/{number}", _agent_store)
 
 
-def agent_address() -> tuple[str, int]:
-    """Return where the agent's store is."""
-    return _agent_address
-
-
-def forget_store() -> None:
-    """Connect again when the next group is formed: this connection is about to be cut."""
+def forget_store() -> int:
+    """Connect again when the next group is formed: the connection to this port is about to be cut."""
     global _agent_store
     _agent_store = None
+    return _agent_address[1]
 
 
 def remember_agent_address(attempt: int) -> None:

@@ -38,9 +38,9 @@ class RankInspector:
 
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
-        nccl = process_group.uses_nccl()
+        groups = process_group.groups()
         status = flight_recorder.nccl_status()
-        known = flight_recorder.recorded(process_group.members())
+        known = flight_recorder.recorded(groups.names)
         return Where(
             rank=self._rank,
             frames=tuple(self._frames()),
@@ -49,8 +49,8 @@ class RankInspector:
             connections=tuple(_connections()),
             pending=known.pending,
             # The main thread waits for the device in any call that needs a result, such as `.item()`.
-            inside=(nccl and (status.busy or known.pending is None)) or self._inside(),
-            nccl=nccl,
+            inside=(groups.uses_nccl and (status.busy or known.pending is None)) or self._inside(),
+            nccl=groups.uses_nccl,
             done=status.done,
         )
 
@@ -68,7 +68,7 @@ class RankInspector:
 
     def abort(self, then: Callable[[], None]) -> None:
         """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
-        if process_group.uses_nccl():
+        if process_group.groups().uses_nccl:
             process_group.begin_abort(then)
         else:
             then()
@@ -76,9 +76,8 @@ class RankInspector:
     def _waiting_for_store(self) -> Iterator[int]:
         """Yield the connection to the agent's store, if the main thread waits there for a group to form."""
         if any(frame.f_code.co_name in _FORMING for frame, _ in self._stack()):
-            process_group.forget_store()
             # By its port alone: the address may be written as IPv6 has it.
-            port = process_group.agent_address()[1]
+            port = process_group.forget_store()
             yield from (each.fd for each in _connections() if each.remote[1] == port)
 
     def _inside(self) -> bool:

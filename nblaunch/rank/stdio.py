@@ -304,19 +304,20 @@ def _system(command: str | bytes | os.PathLike[Any]) -> int:
 
 
 class Questions:
-    """Asks one question after the other; the control thread fills `answers`."""
+    """Asks one question after the other."""
 
     def __init__(self, rank: int, send: Callable[[FromRank], None]) -> None:
-        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._rank = rank
         self._send = send
         self._number = 0
 
-    def install(self) -> None:
-        """Replace the functions that read from a terminal: a rank has none."""
+    def install(self) -> Callable[[Answer], None]:
+        """Replace the functions that read from a terminal: a rank has none. Return what takes answers."""
         builtins.input = self.input
         getpass.getpass = self.getpass
-        sys.breakpointhook = breakpoint_hook
+        sys.breakpointhook = _breakpoint_hook
+        return self._answers.put
 
     def input(self, prompt: object = "", /) -> str:
         """Return a line that the user types in the notebook.
@@ -341,16 +342,14 @@ class Questions:
                 offsets=offsets(),
             )
         )
-        while True:
-            answer = self.answers.get()
-            if answer.number == self._number:
-                break  # others answer questions that were interrupted
+        while (answer := self._answers.get()).number != self._number:
+            pass  # it answers a question that was interrupted
         if answer.error:
             raise EOFError(answer.error)
         return answer.text
 
 
-def breakpoint_hook(*arguments: Any, **keywords: Any) -> Any:
+def _breakpoint_hook(*arguments: Any, **keywords: Any) -> Any:
     """Start a debugger at the line that calls `breakpoint()`."""
     if os.environ.get("PYTHONBREAKPOINT", "pdb.set_trace") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*arguments, **keywords)  # noqa: T100 - as Python itself does
