@@ -159,7 +159,7 @@ class RankAgent(LocalElasticAgent):
 
     def run(self, *arguments: Any, **keywords: Any) -> RunResult:
         """Run to the end, and record how the agent itself ended, as torchrun does once its agent has run."""
-        with self._stream:
+        with self._stream.registered():
             try:
                 result: RunResult = super().run(*arguments, **keywords)
             except Exception:

@@ -26,48 +26,6 @@ from nblaunch._errors import LaunchError
 from nblaunch.elastic import descriptors, keeper
 from nblaunch.elastic.runtime_dir import RuntimeDirectory
 
-# What stands in for torchelastic's own ways of returning values and ending ranks: the hub does both.
-
-
-class Released:
-    """Stands in for the `Event` by which torchelastic lets finished ranks end.
-
-    Ranks end when the hub tells them to, so nobody waits here; and no semaphore file is made.
-    """
-
-    def set(self) -> None:
-        """Do nothing."""
-
-    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the signature of Event
-        """Return at once."""
-        return True
-
-
-class ReturnSlot:
-    """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
-
-    It is full once the hub has released the rank. A rank that ends before that has ended without a
-    word (`os._exit(0)`), for which torchelastic would wait for ever.
-    """
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self.released = False
-
-    def put(self, value: object) -> None:
-        """Do nothing: runs in the rank, whose value has been sent."""
-
-    def empty(self) -> bool:
-        """Return whether the rank is still wanted."""
-        return not self.released
-
-    def get(self) -> None:
-        """Return the value torchelastic is to see."""
-
-
-# The server, and how ranks are forked from it.
-
-
 START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
 
@@ -76,12 +34,12 @@ _ANSWER_TIMEOUT = 30.0
 _STOP_TIMEOUT = 5.0
 # Importing torch from a cold network disk takes minutes; longer than that nothing will come.
 _BOOT_SECONDS = 300.0
-# The stubs leave these two out.
+# The stubs leave these out.
 _private_util: Any = util
-
+_read_signed: Callable[[int], int] = forkserver.read_signed
 
 LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
-"""Why a rank ended whose exit code nobody can tell."""
+"""Why a rank ended whose exit code nobody can read."""
 
 _BOOT_STEP = 0.05
 _on_this_thread = threading.local()
@@ -104,7 +62,6 @@ class Server:
     """The keeper and its fork server, started on first use and again if they died."""
 
     def __init__(self, directory: RuntimeDirectory) -> None:
-        """Start nothing yet."""
         self.directory = directory
         self._lock = threading.RLock()
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -119,7 +76,7 @@ class Server:
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
         with self._lock:
-            if not self._answers():
+            if not self._answers(keeper.PING):
                 self.stop()
                 try:
                     self._start()
@@ -136,22 +93,19 @@ class Server:
     def _alive(self) -> bool:
         return self._keeper is not None and self._keeper.poll() is None
 
-    def _answers(self) -> bool:
-        """Return whether the keeper and the fork server are there, and can be reached.
+    def _answers(self, request: bytes) -> bool:
+        """Send the keeper a request; return whether it and the fork server are there, and can be reached.
 
         A fork server that has been killed takes its keeper along, a moment later.
         """
-        return self._alive() and self._asked(keeper.PING)
-
-    def _asked(self, request: bytes) -> bool:
-        if self._control is None:
+        if not self._alive() or self._control is None:
             return False
         self._control.settimeout(_ANSWER_TIMEOUT)
         try:
             self._count = self._count % 255 + 1
             self._control.sendall(request + bytes([self._count]))
             while (answer := self._control.recv(1)) and answer[0] != self._count:
-                pass  # to a question whose asker was interrupted
+                pass  # to a request that was interrupted
             return bool(answer)
         except OSError:
             return False
@@ -160,33 +114,29 @@ class Server:
         self.has_forked = False
         root = self.directory.root()
         self._log = root / "forkserver.log"
+        python = os.fsdecode(spawn.get_executable() or sys.executable)
+        flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
             asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            fds = asked.fileno(), theirs.fileno()
+            code = (
+                f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.elastic.keeper import main; "
+                f"main(*{fds}, {os.getpid()}, {os.fspath(root)!r})"
+            )
             self.environ = _environment()
             log = stack.enter_context(self._log.open("ab"))
             self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-                self._command(asked.fileno(), theirs.fileno(), root),
+                [python, *flags, "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=self.environ,
-                pass_fds=(asked.fileno(), theirs.fileno()),
+                pass_fds=fds,
                 # The stop button's SIGINT goes to the kernel's process group: we are not in it.
                 start_new_session=True,
             )
             self._control, self._requests = ours.dup(), asking.dup()
-
-    @staticmethod
-    def _command(requests_fd: int, control_fd: int, root: Path) -> list[str]:
-        executable = spawn.get_executable()
-        name = os.fsdecode(executable) if executable else sys.executable
-        code = (
-            f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.elastic.keeper import main; "
-            f"main({requests_fd}, {control_fd}, {os.getpid()}, {os.fspath(root)!r})"
-        )
-        flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
-        return [name, *flags, "-c", code]
 
     def loaded_under(self) -> dict[str, str]:
         """Return the environment under which the fork server has loaded torch, or will."""
@@ -237,8 +187,7 @@ class Server:
     def sweep(self) -> None:
         """Kill what ranks that are gone have left running."""
         with self._lock:
-            if self._alive():
-                self._asked(keeper.SWEEP)
+            self._answers(keeper.SWEEP)
 
     def log(self) -> str:
         """Return what the fork server has printed: why it did not start, if it did not."""
@@ -290,7 +239,7 @@ _CALLS_CUDA = "KINETO_USE_DAEMON"
 
 
 def _environment() -> dict[str, str]:
-    # torchrun's rule: more than one rank on a machine, and nobody said how many threads: one each.
+    # torchrun's rule for more than one rank on a machine: one thread each where no number is set.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     environ.pop(_CALLS_CUDA, None)
     return environ
@@ -340,7 +289,7 @@ class RankPopen(popen_forkserver.Popen):
         except (EOFError, OSError) as error:
             if descriptors.scarcity(error):
                 raise  # of this process: the server, and all ranks of other runs, go on
-            # Killed since it was last asked, for memory say: another one is as good.
+            # Killed since the last request, for memory for example: another one is as good.
             self._server.stop()
             self._fork(order_of_rank)
 
@@ -348,7 +297,7 @@ class RankPopen(popen_forkserver.Popen):
         self.sentinel, order_fd = self._server.ask_for_fork()
         # The orders' pipe stays open: by it the rank's `multiprocessing.parent_process()` knows of this one.
         self.finalizer = util.Finalize(self, _private_util.close_fds, (order_fd, self.sentinel))
-        # No orders before the fork: a rank that nobody wants any more finds none, and ends.
+        # No orders before the fork: a rank that is no longer wanted finds none, and ends.
         self._await_fork()
         pid = _read_signed(self.sentinel)
         if pid < 0:
@@ -401,11 +350,6 @@ def _refused(number: int) -> LaunchError:
     return LaunchError(msg, phase="fork")
 
 
-def _read_signed(fd: int) -> int:
-    read: Callable[[int], int] = forkserver.read_signed
-    return read(fd)
-
-
 class RankProcess(process.BaseProcess):
     """A process of our context; its own default start method stays the platform's."""
 
@@ -415,7 +359,7 @@ class RankProcess(process.BaseProcess):
 
     def start(self) -> None:
         """Fork the process from our server."""
-        # torch would have a rank that fails before it can say so write a file, which nobody reads or removes.
+        # A rank that fails too early to report it would write an error file, which nobody reads or removes.
         self._args = tuple(os.devnull if _is_error_file(each) else each for each in self._args)
         super().start()
         _on_this_thread.forked.append(self)
@@ -438,6 +382,35 @@ def _is_error_file(argument: object) -> bool:
     return isinstance(argument, str) and os.path.basename(argument).startswith("pytorch-errorfile-")
 
 
+class ReturnSlot:
+    """Stands in for the queue by which torchelastic receives a value: ours go through the hub.
+
+    It is full once the hub has released the rank. A rank that ends before that has ended without a result
+    (`os._exit(0)`), for which torchelastic would wait without a bound.
+    """
+
+    released = False
+
+    def put(self, value: object) -> None:
+        """Do nothing: runs in the rank, whose value has been sent."""
+
+    def empty(self) -> bool:
+        """Return whether the rank is still wanted."""
+        return not self.released
+
+    def get(self) -> None:
+        """Return the value torchelastic is to see."""
+
+
+class _Released:
+    """Stands in for the `Event` by which torchelastic lets finished ranks end: the hub does that."""
+
+    def set(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool:  # noqa: ARG002 - the signature of Event
+        return True
+
+
 class RankContext(context.BaseContext):
     """The `multiprocessing` context whose processes are forks of our server."""
 
@@ -452,15 +425,9 @@ class RankContext(context.BaseContext):
         """Return a slot that needs no descriptor: 128 ranks would pass the limit of 256."""
         return ReturnSlot()
 
-    def Event(self) -> Released:  # type: ignore[override]  # noqa: N802 - as inherited
+    def Event(self) -> _Released:  # type: ignore[override]  # noqa: N802 - as inherited
         """Return an event that needs no semaphore in /dev/shm."""
-        return Released()
-
-    def _check_available(self) -> None:
-        reduction_possible = reduction.HAVE_SEND_HANDLE
-        if not reduction_possible:
-            msg = "Ranks were to be forked from a server, but this system cannot send descriptors."
-            raise LaunchError(msg, phase="fork server")
+        return _Released()
 
 
 def register() -> str:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 
@@ -38,16 +38,13 @@ def check_handler(name: str) -> None:
     try:
         handlers.get_logging_handler(name)
     except KeyError:
-        known = ", ".join(sorted(_known_handlers()))
+        registered: Any = handlers._log_handlers  # noqa: SLF001 - see above
+        known = ", ".join(sorted(registered))
         msg = (
             f"event_log_handler={name!r} was asked for, but torchelastic has no such handler; there are: "
             f"{known}. Register yours in torch.distributed.elastic.events.handlers, or give one of these."
         )
         raise OptionError(msg) from None
-
-
-def _known_handlers() -> Any:
-    return handlers._log_handlers  # noqa: SLF001 - see above
 
 
 class EventStream:
@@ -63,13 +60,15 @@ class EventStream:
         self._handler = handler
         self._record = record
 
-    def __enter__(self) -> None:
-        """Register with torch while the block lasts."""
-        _loggers()[self.name] = self
-
-    def __exit__(self, *error: object) -> None:
-        """Unregister."""
-        _loggers().pop(self.name, None)
+    @contextlib.contextmanager
+    def registered(self) -> Iterator[None]:
+        """Receive the events while the block lasts."""
+        loggers: dict[str, Any] = vars(events)["_events_loggers"]
+        loggers[self.name] = self
+        try:
+            yield
+        finally:
+            del loggers[self.name]
 
     def info(self, text: str) -> None:
         """Take an event; called by torch, on any of the agent's threads."""
@@ -81,11 +80,6 @@ class EventStream:
         except Exception:  # noqa: BLE001 - logged
             # This is the user's own code, and must not end the run.
             _log.error("the event handler %r failed:\n%s", self._handler, traceback.format_exc())
-
-
-def _loggers() -> dict[str, Any]:
-    loggers: dict[str, Any] = vars(events)["_events_loggers"]
-    return loggers
 
 
 # torch's file-based expiration timers, run so that they can end a rank and no other process.
@@ -149,15 +143,7 @@ class Watchdog(FileTimerServer):
                 os.close(pipe)
         super().stop()
         # The server is in a cycle with itself, and refers to the agent: free that without the collector.
-        self._is_rank, self._forward = _no_rank, _ignore
-
-
-def _no_rank(pid: int) -> bool:  # noqa: ARG001 - called as `is_rank`
-    return False
-
-
-def _ignore(name: str, request: FileTimerRequest | None) -> None:
-    """Log nothing."""
+        self._is_rank, self._forward = lambda _: False, lambda *_: None
 
 
 def _why(request: FileTimerRequest) -> str:

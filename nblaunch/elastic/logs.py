@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import inspect
 import io
 import os
@@ -66,7 +67,16 @@ class KeptLogs(LogsSpecs):
         """Make an object of the class behind `name`, as torchrun does. Raises `OptionError`."""
         super().__init__(log_dir)
         self._name = name
-        self._chosen = _made(name, log_dir)
+        try:
+            self._chosen = find(name)(
+                log_dir=log_dir, redirects=Std.ALL, tee=Std.NONE, local_ranks_filter=None
+            )
+        except (TypeError, ValueError) as error:
+            msg = (
+                f"logs_specs={name!r} was asked for, but it cannot be made: {type(error).__name__}: {error}. "
+                "torchrun gives it log_dir, redirects, tee and local_ranks_filter, and so do we."
+            )
+            raise OptionError(msg) from error
         self._files: LogsDest | None = None
 
     @property
@@ -94,17 +104,6 @@ class KeptLogs(LogsSpecs):
         assert files is not None  # noqa: S101 - asked after the ranks have been started
         own: str = getattr(files, f"filtered_{stream}", "")
         return own or os.fspath(Path(files.stdouts[0]).parents[1] / f"filtered_{stream}.log")
-
-
-def _made(name: str | None, log_dir: str) -> LogsSpecs:
-    try:
-        return find(name)(log_dir=log_dir, redirects=Std.ALL, tee=Std.NONE, local_ranks_filter=None)
-    except (TypeError, ValueError) as error:
-        msg = (
-            f"logs_specs={name!r} was asked for, but it cannot be made: {type(error).__name__}: {error}. "
-            "torchrun gives it log_dir, redirects, tee and local_ranks_filter, and so do we."
-        )
-        raise OptionError(msg) from error
 
 
 class FilteredLines:
@@ -167,25 +166,20 @@ class _File:
     )
 
     def size(self) -> int:
-        try:
+        with contextlib.suppress(OSError):
             return os.stat(self.path).st_size
-        except OSError:
-            return 0
+        return 0
 
     def read(self, end: int) -> Iterator[str]:
         if end <= self.position:
             return
-        try:
+        with contextlib.suppress(OSError):
             if self.file is None:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `LogTail.close`
-            while self.position < end:
-                data = os.pread(self.file.fileno(), min(_STEP, end - self.position), self.position)
-                if not data:
-                    return
+            fd = self.file.fileno()
+            while data := os.pread(fd, min(_STEP, end - self.position), self.position):
                 self.position += len(data)
                 yield self.decoder.decode(data)
-        except OSError:
-            return
 
     def close(self) -> None:
         if self.file is not None:
@@ -238,21 +232,12 @@ class LogTail:
 
 def read_text(path: str, start: int = 0, end: int | None = None) -> str:
     """Return the text of a log file between two offsets; empty if it is gone."""
-    if end is not None and end <= start:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read() if end is None else file.read(max(end - start, 0))
-    except OSError:
-        return ""
-    return data.decode("utf-8", "replace")
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(start)
+        return file.read(-1 if end is None else max(end - start, 0)).decode("utf-8", "replace")
+    return ""
 
 
 def read_end(path: str, most: int) -> str:
     """Return the last `most` bytes of a log file as text; empty if it is gone."""
-    try:
-        size = os.stat(path).st_size
-    except OSError:
-        return ""
-    return read_text(path, max(size - most, 0))
+    return read_text(path, max(_File(path).size() - most, 0))

@@ -23,7 +23,6 @@ class RuntimeDirectory:
     """The private directory of one process, made on first use; its methods may be called on any thread."""
 
     def __init__(self) -> None:
-        """Make nothing yet."""
         self._lock = threading.Lock()
         self._root: Path | None = None
 
@@ -76,12 +75,12 @@ def _make() -> Path:
         if len(os.fsencode(base)) > _LONGEST_SOCKET_DIRECTORY:
             tried.append(f"{base} (too long for a unix socket)")
             continue
-        if not _is_text(base):
-            tried.append(f"{base!a} (not UTF-8, as the address of a socket must be)")
-            continue
         try:
+            base.encode()
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
             made.chmod(0o700)
+        except UnicodeEncodeError:
+            tried.append(f"{base!a} (not UTF-8, as the address of a socket must be)")
         except OSError as error:
             tried.append(f"{base} ({error.strerror})")
         else:
@@ -93,14 +92,6 @@ def _make() -> Path:
     raise LaunchError(msg, phase="fork server")
 
 
-def _is_text(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _candidates() -> Iterator[str]:
     yield tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -110,6 +101,6 @@ def _candidates() -> Iterator[str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove `path` and all below it; whatever is gone already is fine."""
+    """Remove `path` and all below it, as far as it is still there."""
     with contextlib.suppress(OSError):
         shutil.rmtree(path, ignore_errors=True)

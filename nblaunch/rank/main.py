@@ -212,7 +212,11 @@ class Rank:
         except SystemExit as error:
             self._exited(error)
         except script.ProgramEndedError as error:
-            self._program_ended(error.exitcode)
+            # As a rank that exits without a result or an error.
+            words, now = describe_exit(error.exitcode), time.time()
+            self._report_failure(
+                FailureRecord(type="ProcessExited", message=words, exitcode=error.exitcode, time=now)
+            )
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
 
@@ -410,18 +414,12 @@ class Rank:
                 shell.last_error = error
         else:
             failure.write_error_file(error)
-        ended = stdio.end_job(keep=self.orders.keep)
-        raised = Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak())
-        self.link.send(raised)
+        self._report_failure(record)
         self.link.send(Colored(rank=self.rank, text=failure.shown(error)))
 
-    def _program_ended(self, exitcode: int) -> None:
-        """Report a program's exit as that of a rank which exits without a result or an error."""
-        record = FailureRecord(
-            type="ProcessExited", message=describe_exit(exitcode), exitcode=exitcode, time=time.time()
-        )
+    def _report_failure(self, record: FailureRecord) -> None:
         ended = stdio.end_job(keep=self.orders.keep)
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended))
+        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak()))
 
     def _report_names(self) -> None:
         """Report the variables, once per job: objects that were reported stay until the next job."""
