@@ -20,7 +20,8 @@ KERNEL_PER_RANK = 7
 _PIPES = 2
 _RANK_AT_ALL = 64
 _RANK_PER_PEER = 2
-# Room for what the notebook opens while ranks come into being, in the limit that is asked for.
+_SCARCE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+# Room for what the notebook opens while ranks start, in the limit that is set.
 _MARGIN = 64
 # Programs that close all descriptors one by one take long over a limit of a billion.
 _ENOUGH = 65_536
@@ -104,18 +105,5 @@ def _raise(wanted: int, soft: int, hard: int) -> bool:
 
 def scarcity(error: BaseException) -> int:
     """Return the number of an error that says that nothing of a kind is left, 0 for any other error."""
-    scarce = {
-        errno.EAGAIN,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOMEM,
-        errno.ETOOMANYREFS,
-    }
     number = error.errno if isinstance(error, OSError) else None
-    return number if number in scarce else 0
-
-
-def describe(number: int) -> str:
-    """Return the name and the meaning of an error number."""
-    return f"{errno.errorcode.get(number, number)}, {os.strerror(number).lower()}"
+    return number if number in _SCARCE else 0

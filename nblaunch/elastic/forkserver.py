@@ -9,6 +9,7 @@ it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -342,8 +343,9 @@ class RankPopen(popen_forkserver.Popen):
 
 
 def _refused(number: int) -> LaunchError:
+    why = f"{errno.errorcode.get(number, number)}, {os.strerror(number).lower()}"
     msg = (
-        f"A rank was to be forked, and the system refused: {descriptors.describe(number)}. Use fewer ranks, "
+        f"A rank was to be forked, and the system refused: {why}. Use fewer ranks, "
         "or raise the limits on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or "
         "memory."
     )

@@ -277,11 +277,11 @@ class Rank:
             # The previous job's value: the notebook has it, or this job would not have been dispatched.
             self.outgoing.close()
             self.outgoing = None
-        late = not dispatch.internal and stdio.has_late_output()
-        started = Started(rank=self.rank, time=time.time(), offsets=stdio.offsets(), late=late)
+        late = not dispatch.internal and bool(stdio.output.kept)
+        started = Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
         self.link.send(started, urgent=False)
         if not dispatch.internal:
-            stdio.begin_job()
+            stdio.output.begin_job()
         self.link.begin_job()
 
     def _arrived(self, parts: Sequence[memoryview], objects: Objects, job: AnyJob) -> Any:
@@ -390,7 +390,7 @@ class Rank:
                 text=failure.encodable(text),
                 html=failure.encodable(html),
                 not_sent=failure.encodable(not_sent),
-                offsets=stdio.end_job(keep=self.orders.keep),
+                offsets=stdio.output.end_job(keep=self.orders.keep),
                 open=not self.orders.keep and process_group.groups().uses_nccl and flight_recorder.is_busy(),
                 peak_gpu_memory=peak,
             )
@@ -418,7 +418,7 @@ class Rank:
         self.link.send(Colored(rank=self.rank, text=failure.shown(error)))
 
     def _report_failure(self, record: FailureRecord) -> None:
-        ended = stdio.end_job(keep=self.orders.keep)
+        ended = stdio.output.end_job(keep=self.orders.keep)
         self.link.send(Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak()))
 
     def _report_names(self) -> None:
@@ -453,7 +453,7 @@ class Rank:
     def _leave(self, exitcode: int, *, abort: bool) -> None:
         self.phase = Phase.LEAVE
         try:
-            stdio.begin_job()
+            stdio.output.begin_job()
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.

@@ -98,9 +98,7 @@ class Variables:
 
     def _is_own(self, name: str) -> bool:
         namespace = shell.namespace()
-        return name in namespace and (
-            name not in self._came or self._came[name] is _REBOUND or namespace[name] is not self._came[name]
-        )
+        return name in namespace and namespace[name] is not self._came.get(name, _REBOUND)
 
     def push(self, given: Mapping[str, object]) -> None:
         """Take variables that the notebook has pushed, also in place of the rank's own."""
@@ -121,7 +119,13 @@ class Variables:
 
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
-        self._forget_replaced()
+        namespace = shell.namespace()
+        # No object is kept that came and is no longer there under its name.
+        self._came = {
+            name: value if namespace[name] is value else _REBOUND
+            for name, value in self._came.items()
+            if name in namespace
+        }
         self.release()
         lost = self._objects.lost()
         self._between_jobs = self._objects.alive()
@@ -130,15 +134,6 @@ class Variables:
     def release(self) -> None:
         """Release the objects that were kept for the notebook: from here on variables decide what lives."""
         self._between_jobs = []
-
-    def _forget_replaced(self) -> None:
-        """Keep no object that came and is no longer there under its name."""
-        namespace = shell.namespace()
-        for name, value in list(self._came.items()):
-            if name not in namespace:
-                del self._came[name]
-            elif namespace[name] is not value:
-                self._came[name] = _REBOUND
 
     def pull(self, names: tuple[str, ...]) -> tuple[object, ...]:
         """Return these variables. Raises `NameError` for a missing one, with the nearest name that exists."""

@@ -63,14 +63,11 @@ def end() -> None:
     shutdowns: tuple[Callable[[], object], ...] = tuple(getattr(threading, "_threading_atexits", ()))
     for shut_down in reversed(shutdowns):
         shut_down()
-    while threads := [each for each in threading.enumerate() if not each.daemon and each is not _main()]:
+    main = threading.main_thread()
+    while threads := [each for each in threading.enumerate() if not each.daemon and each is not main]:
         for thread in threads:
             thread.join()
     atexit._run_exitfuncs()  # noqa: SLF001 - no public way
-
-
-def _main() -> threading.Thread:
-    return threading.main_thread()
 
 
 def _file(path: str, main: types.ModuleType) -> types.CodeType:

@@ -66,14 +66,14 @@ class RankDisplayPublisher(DisplayPublisher):
                 metadata=_as_json(metadata or {}),
                 transient=_as_json(transient or {}),
                 update=update,
-                offsets=stdio.offsets(),
+                offsets=stdio.output.offsets(),
             )
         )
 
     def clear_output(self, wait: bool = False) -> None:  # noqa: FBT001, FBT002 - IPython's signature
         """Clear this rank's output, at once or when the next output comes."""
         if publisher.send is not None:
-            publisher.send(Cleared(rank=publisher.rank, wait=wait, offsets=stdio.offsets()))
+            publisher.send(Cleared(rank=publisher.rank, wait=wait, offsets=stdio.output.offsets()))
 
 
 def _as_json(value: Any) -> Any:

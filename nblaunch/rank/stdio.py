@@ -38,13 +38,6 @@ _CHUNK = 64 * 1024
 _NOT_THE_USERS = ("IPython.*", "nblaunch.*")
 
 
-def offsets() -> Offsets:
-    """Return how much all threads and processes have written so far to the two files."""
-    with _writing.lock:
-        _writing.settle()
-        return _written()
-
-
 def _written() -> Offsets:
     def position(fd: int) -> int:
         try:
@@ -56,7 +49,7 @@ def _written() -> Offsets:
     return Offsets(stdout=position(1), stderr=position(2))
 
 
-class _Writing:
+class _Output:
     """Puts the text of all threads into the two files, line by line, in order."""
 
     def __init__(self) -> None:
@@ -65,6 +58,7 @@ class _Writing:
         """Whether text of other threads than the main one is kept for the next job."""
         self._last = Stream.STDOUT
         self.kept: list[tuple[Stream, bytes]] = []
+        """What threads have printed since the last job."""
         self._begin()
 
     def _begin(self) -> None:
@@ -138,12 +132,26 @@ class _Writing:
             self._open.pop(stream, None)
         _write_all(_DESCRIPTORS[stream], text)
 
-    def release(self) -> None:
-        """Write the text that was kept for the job that begins now."""
-        self.between_jobs = False
-        kept, self.kept = self.kept, []
-        for stream, text in kept:
-            self._put(stream, text)
+    def begin_job(self) -> None:
+        """Write the text that was kept for this job; from now on threads write to the files."""
+        with self.lock:
+            self.between_jobs = False
+            kept, self.kept = self.kept, []
+            for stream, text in kept:
+                self._put(stream, text)
+
+    def end_job(self, *, keep: bool) -> Offsets:
+        """Return `offsets()`; with `keep`, text that threads print from now on waits for the next job."""
+        with self.lock:
+            self.settle()
+            self.between_jobs = keep
+            return _written()
+
+    def offsets(self) -> Offsets:
+        """Return how much all threads and processes have written so far to the two files."""
+        with self.lock:
+            self.settle()
+            return _written()
 
     def copy_pipes(self) -> None:
         """Copy the output of programs so far to the files."""
@@ -155,8 +163,8 @@ class _Writing:
                         break
 
 
-_writing = _Writing()
-os.register_at_fork(after_in_child=_writing.begin_in_child)
+output = _Output()
+os.register_at_fork(after_in_child=output.begin_in_child)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -168,25 +176,6 @@ def _write_all(fd: int, data: bytes) -> None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             error.strerror = f"{error.strerror}: the disk that takes what ranks print (TMPDIR, --log-dir)"
         raise
-
-
-def begin_job() -> None:
-    """Write the text that threads have printed since the last job; from now on they write to the files."""
-    with _writing.lock:
-        _writing.release()
-
-
-def end_job(*, keep: bool) -> Offsets:
-    """Return `offsets()`; with `keep`, text that threads print from now on waits for the next job."""
-    with _writing.lock:
-        _writing.settle()
-        _writing.between_jobs = keep
-        return _written()
-
-
-def has_late_output() -> bool:
-    """Whether threads have printed since the last job."""
-    return bool(_writing.kept)
 
 
 class RankStream(io.TextIOWrapper):
@@ -210,13 +199,13 @@ class RankStream(io.TextIOWrapper):
         """Write through to the file."""
         if self.closed or not isinstance(text, str):
             return super().write(text)
-        _writing.write(self._stream, text.encode("utf-8", self.errors or "strict"))
+        output.write(self._stream, text.encode("utf-8", self.errors or "strict"))
         return len(text)
 
     def flush(self) -> None:
         """Write this thread's unfinished line."""
-        with _writing.lock:
-            _writing.settle()
+        with output.lock:
+            output.settle()
         super().flush()
 
 
@@ -232,7 +221,7 @@ def capture_descriptors() -> None:
 
 def install(announce: Callable[[Offsets], None]) -> None:
     """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
-    _writing.announce = announce
+    output.announce = announce
     for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
         made = RankStream(stream)
         setattr(sys, name, made)
@@ -258,8 +247,8 @@ def _give_programs_pipes() -> None:
 
     def with_all_that_it_wrote(self: object, *status: Any, **keywords: Any) -> None:
         ended(self, *status, **keywords)
-        with _writing.lock:
-            _writing.copy_pipes()  # what the rank writes from here on comes after it
+        with output.lock:
+            output.copy_pipes()  # what the rank writes from here on comes after it
 
     popen._get_handles = with_pipes  # noqa: SLF001 - see above
     if ended is not None:
@@ -269,15 +258,15 @@ def _give_programs_pipes() -> None:
 
 def _pipe_for(stream: Stream) -> int:
     """Return the end of a pipe that a program may write to; earlier text is written first."""
-    with _writing.lock:
-        _writing.settle()
-        if stream not in _writing.pipes:
+    with output.lock:
+        output.settle()
+        if stream not in output.pipes:
             reading, writing = os.pipe()
             os.set_blocking(reading, False)
-            _writing.pipes[stream] = reading, writing
+            output.pipes[stream] = reading, writing
             name = f"nblaunch-programs-{stream}"
             threading.Thread(target=_copy, args=(reading,), name=name, daemon=True).start()
-        return _writing.pipes[stream][1]
+        return output.pipes[stream][1]
 
 
 def _copy(reading: int) -> None:
@@ -289,8 +278,8 @@ def _copy(reading: int) -> None:
     while True:
         waiting.poll()
         # Output that cannot be written, to a full disk for example, is lost.
-        with contextlib.suppress(OSError), _writing.lock:
-            _writing.copy_pipes()
+        with contextlib.suppress(OSError), output.lock:
+            output.copy_pipes()
 
 
 def _system(command: str | bytes | os.PathLike[Any]) -> int:
@@ -339,7 +328,7 @@ class Questions:
                 number=self._number,
                 prompt=prompt.encode("utf-8", "replace").decode(),
                 password=password,
-                offsets=offsets(),
+                offsets=output.offsets(),
             )
         )
         while (answer := self._answers.get()).number != self._number:
