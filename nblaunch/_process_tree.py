@@ -40,3 +40,11 @@ def children() -> set[int] | None:
             return {int(pid) for pid in listing.read().split()}
     except OSError:
         return None
+
+
+def this_python() -> list[str]:
+    """Return the command that starts this Python again with its flags, as `multiprocessing` does."""
+    from multiprocessing import spawn, util  # only here: the keeper is small
+
+    flags: list[str] = vars(util)["_args_from_interpreter_flags"]()  # the stubs leave it out
+    return [os.fsdecode(spawn.get_executable() or sys.executable), *flags]

@@ -19,11 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, spawn, util
+from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, util
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError
+from nblaunch._process_tree import this_python
 from nblaunch.elastic import descriptors, keeper
 from nblaunch.elastic.runtime_dir import RuntimeDirectory
 
@@ -49,14 +50,6 @@ _on_this_thread = threading.local()
 
 class AbandonedError(Exception):
     """The rank is not wanted any more, and has not been forked yet."""
-
-
-class _RefusedError(Exception):
-    """The system has refused the fork; the server goes on. Holds the number of the error."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 class Server:
@@ -115,8 +108,6 @@ class Server:
         self.has_forked = False
         root = self.directory.root()
         self._log = root / "forkserver.log"
-        python = os.fsdecode(spawn.get_executable() or sys.executable)
-        flags: list[str] = _private_util._args_from_interpreter_flags()  # noqa: SLF001 - as multiprocessing does
         with contextlib.ExitStack() as stack:
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
             asking, asked = (stack.enter_context(each) for each in socket.socketpair())
@@ -128,7 +119,7 @@ class Server:
             self.environ = _environment()
             log = stack.enter_context(self._log.open("ab"))
             self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-                [python, *flags, "-c", code],
+                [*this_python(), "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -190,12 +181,12 @@ class Server:
         with self._lock:
             self._answers(keeper.SWEEP)
 
-    def log(self) -> str:
+    def last_words(self) -> str:
         """Return what the fork server has printed: why it did not start, if it did not."""
-        try:
-            return self._log.read_text(errors="replace")[-4000:]
-        except OSError:
-            return ""
+        text = ""
+        with contextlib.suppress(OSError):
+            text = self._log.read_text(errors="replace")[-4000:]
+        return f"Its last words:\n{text or '(none)'}"
 
     def stop(self) -> None:
         """End the fork server and whatever is below it, and wait until it is gone."""
@@ -208,13 +199,10 @@ class Server:
                 if self._keeper.poll() is None:
                     self._keeper.kill()
                     self._keeper.wait()
-            self._forget()
-
-    def _forget(self) -> None:
-        for each in (self._control, self._requests):
-            if each is not None:
-                each.close()
-        self._keeper, self._control, self._requests = None, None, None
+            for each in (self._control, self._requests):
+                if each is not None:
+                    each.close()
+            self._keeper = self._control = self._requests = None
 
     def abandon(self) -> None:
         """Leave the keeper to the process that this one is a fork of."""
@@ -271,28 +259,20 @@ class RankPopen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         try:
-            self._fork_or_replace(buffer)
-        except _RefusedError as refused:
-            raise _refused(refused.number) from None
+            try:
+                self._fork(buffer)
+            except (EOFError, OSError) as error:
+                if descriptors.scarcity(error):
+                    raise  # of this process: the server, and all ranks of other runs, go on
+                # Killed since the last request, for memory for example: another one is as good.
+                self._server.stop()
+                self._fork(buffer)
         except (EOFError, OSError) as error:
             if number := descriptors.scarcity(error):
                 raise _refused(number) from error
             self._server.stop()
-            msg = (
-                "A rank was to be forked, and the fork server ended instead. Its last words:\n"
-                f"{self._server.log() or '(none)'}"
-            )
+            msg = f"A rank was to be forked, and the fork server ended instead. {self._server.last_words()}"
             raise LaunchError(msg, phase="fork server") from error
-
-    def _fork_or_replace(self, order_of_rank: io.BytesIO) -> None:
-        try:
-            self._fork(order_of_rank)
-        except (EOFError, OSError) as error:
-            if descriptors.scarcity(error):
-                raise  # of this process: the server, and all ranks of other runs, go on
-            # Killed since the last request, for memory for example: another one is as good.
-            self._server.stop()
-            self._fork(order_of_rank)
 
     def _fork(self, order_of_rank: io.BytesIO) -> None:
         self.sentinel, order_fd = self._server.ask_for_fork()
@@ -303,7 +283,7 @@ class RankPopen(popen_forkserver.Popen):
         pid = _read_signed(self.sentinel)
         if pid < 0:
             self.finalizer()
-            raise _RefusedError(-pid)
+            raise _refused(-pid)  # the server goes on
         self.pid = pid
         self._server.has_forked = True
         # A rank that is gone already is seen by its end, not by this.
@@ -322,8 +302,8 @@ class RankPopen(popen_forkserver.Popen):
                 server.stop()
                 msg = (
                     f"phase 'fork server' did not finish in {_BOOT_SECONDS:.0f} s: it has not forked a rank. "
-                    f"Its last words:\n{server.log() or '(none)'}"
                 )
+                msg += server.last_words()
                 raise LaunchError(msg, phase="fork server")
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:

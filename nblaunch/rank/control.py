@@ -63,7 +63,7 @@ class Link:
 
     def __init__(self, address: str, identity: bytes, inspector: RankInspector) -> None:
         """Connect to the hub at `address`; `start` sends the first message."""
-        self._inspector = inspector
+        self._inspector, self._rank = inspector, inspector.rank
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Leave] = queue.SimpleQueue()
         self.on_answer: Callable[[Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
@@ -71,9 +71,7 @@ class Link:
         """Set once the payload of the last job has arrived on every rank."""
         self.times_freed = 0
         """How often the control thread has ended collectives of the main thread."""
-        self._working = False
-        self._finishing = False
-        self._interrupted = False
+        self._working = self._finishing = self._interrupted = False
         self._attention = MainThread()
         self._unseen: int | None = None
         """The interrupt that the main thread has had no chance to handle yet."""
@@ -81,24 +79,20 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
         self._waker = Waker()
-        self._closing = False
-        self._looks_soon = False
+        self._closing = self._looks_soon = False
         self._reaper = Reaper()
-        self._rank = -1
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         # A burst of displays waits here; it never blocks the job and is never dropped.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.set_hwm(0)
         self._socket.connect(address)
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
     def start(self, hello: Hello) -> None:
         """Send `hello`, and start the control thread."""
-        self._rank = hello.rank
         self._socket.send(encode(hello))
         self._thread.start()
 
@@ -108,7 +102,7 @@ class Link:
         A message that is not `urgent` may wait a few milliseconds for the next one.
         """
         with self._lock:
-            self._collect_switches(message.rank)
+            self._collect_switches()
             self._outbox.append(encode(message))
             urgent = urgent or not self._looks_soon
         if urgent:
@@ -122,13 +116,13 @@ class Link:
         if first:
             self._waker.wake()
 
-    def _collect_switches(self, rank: int) -> None:
+    def _collect_switches(self) -> None:
         if self._switches:
             # Each moment costs the notebook. A rank that alternates without a pause keeps order by bunches.
             step = -(-len(self._switches) // _MOMENTS)
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
-            self._outbox.append(encode(Switched(rank=rank, moments=moments)))
+            self._outbox.append(encode(Switched(rank=self._rank, moments=moments)))
 
     def begin_job(self) -> None:
         """From here on an interrupt reaches the main thread; raise KeyboardInterrupt if one came already."""
@@ -164,7 +158,7 @@ class Link:
             self._reaper.look()
             if not ready:
                 with self._lock:
-                    self._collect_switches(self._rank)
+                    self._collect_switches()
                     self._looks_soon = False
             if self._waker.fileno() in ready:
                 self._waker.clear()
@@ -203,23 +197,21 @@ class Link:
             case Answer():
                 if self.on_answer is not None:
                     self.on_answer(message)
-            case FreeCollective():
+            case FreeCollective(fds=fds):
                 self.times_freed += 1
                 with contextlib.suppress(Exception):
-                    self._inspector.free(message.fds)
+                    self._inspector.free(fds)
             case Abort():
                 with contextlib.suppress(Exception):
                     self._inspector.abort(lambda: self.send(Aborted(rank=self._rank)))
             case Proceed():
                 self.proceed.set()
-            case Dispatch():
-                self.proceed.clear()
-                self._reaper.look(now=True)
-                with self._lock:
-                    self._interrupted = False
-                    self._looks_soon = True
-                self.inbox.put(message)
             case _:
+                if isinstance(message, Dispatch):
+                    self.proceed.clear()
+                    self._reaper.look(now=True)
+                    with self._lock:
+                        self._interrupted, self._looks_soon = False, True
                 self.inbox.put(message)
 
     def _interrupt(self, message: Interrupt) -> None:

@@ -30,13 +30,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from multiprocessing import spawn, util
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
+from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.protocol.messages import (
     Arrived,
@@ -80,11 +80,10 @@ from nblaunch.rank.isolate import isolate, keep_sockets_in, note_own_children
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
 _ERROR_CHARACTERS = 2000
-_CODE = (
+_RESUME = (
     "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
 )
-_flags: Any = vars(util)["_args_from_interpreter_flags"]  # as multiprocessing does; the stubs leave it out
 
 AnyJob = CellJob | FunctionJob | ScriptJob | PushJob | PullJob
 
@@ -95,18 +94,16 @@ def run_rank(orders: Orders) -> None:
     if orders.fresh is not None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
         exec_new_python(asdict(replace(orders, fresh=None)), orders.spill, environ)
-    exitcode = _live(orders)
-    if exitcode:
-        raise SystemExit(exitcode)
+    if exitcode := _live(orders):
+        sys.exit(exitcode)
 
 
 def resume(orders: dict[str, Any]) -> NoReturn:
     """Be a rank in a new Python; `orders` are the fields of `Orders`."""
     # What a fork finds loaded when torchelastic calls it: its error files.
     importlib.import_module("torch.distributed.elastic.multiprocessing.errors")
-    exitcode = _live(Orders(**orders))
     # As a fork ends: what runs at exit has run.
-    os._exit(exitcode)
+    os._exit(_live(Orders(**orders)))
 
 
 def _live(orders: Orders) -> int:
@@ -134,8 +131,8 @@ def exec_new_python(orders: dict[str, Any], directory: str, environ: Mapping[str
     file = Path(directory, f"orders-{os.getpid()}")
     file.touch(mode=0o600)
     file.write_text(json.dumps({"path": sys.path, "orders": orders}))
-    python = os.fsdecode(spawn.get_executable() or sys.executable)
-    os.execve(python, [python, *_flags(), "-c", _CODE, str(file)], environ)  # noqa: S606 - our own interpreter
+    command = this_python()
+    os.execve(command[0], [*command, "-c", _RESUME, str(file)], environ)  # noqa: S606 - our own interpreter
 
 
 class Rank:

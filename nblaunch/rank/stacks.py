@@ -32,7 +32,7 @@ class RankInspector:
 
     def __init__(self, rank: int, titles: Mapping[str, str]) -> None:
         """`titles` maps file names of cells to what the reader calls them; it may change later."""
-        self._rank = rank
+        self.rank = rank
         self._titles = titles
         self._main = threading.main_thread().ident
 
@@ -42,7 +42,7 @@ class RankInspector:
         status = flight_recorder.nccl_status()
         known = flight_recorder.recorded(groups.names)
         return Where(
-            rank=self._rank,
+            rank=self.rank,
             frames=tuple(self._frames()),
             collectives=tuple({each.key: each for each in known.recent}.values()),
             recent=known.recent,
