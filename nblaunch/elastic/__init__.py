@@ -34,8 +34,8 @@ its own, and `tests/unit/test_torch_names.py` says which torch release lacks whi
 Modules, each after those that it imports:
 
     descriptors        how many file descriptors a run needs; raises the soft limit
-    hooks              torchelastic's events of a run; the watchdog of expiration timers
-    logs               where ranks' output is written; reading log files as they grow
+    hooks              torchelastic's events of a run; the watchdog of expiration timers; layouts of log files
+    logs               reading log files as they grow
     placement          ranks, devices and backend for this machine; what it cannot do, by name
     preload            the fork server's own loop, and what its forks are given to call, by name
     runtime_dir        the private directory of this process

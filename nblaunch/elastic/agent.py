@@ -32,8 +32,7 @@ from nblaunch._errors import NblaunchError
 from nblaunch._waker import Waker
 from nblaunch.elastic import descriptors, forkserver, preload, rendezvous
 from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.hooks import FILE, EventStream, Watchdog
-from nblaunch.elastic.logs import FilteredLines, KeptLogs
+from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
 
 _LOOPBACK = "127.0.0.1"

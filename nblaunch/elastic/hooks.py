@@ -1,4 +1,4 @@
-"""What torchelastic offers beside the ranks themselves: events, and expiration timers.
+"""What torchelastic offers beside the ranks themselves: events, expiration timers, layouts of log files.
 
 An event is taken where torch hands it to a logger, and passed on to the user's handler.
 
@@ -10,6 +10,7 @@ for the text of an error.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
@@ -17,16 +18,21 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
 
+import torch
 from torch.distributed.elastic import events
 from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.tail_log import tail_logfile
 from torch.distributed.elastic.timer import FileTimerServer
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest
 
-from nblaunch._errors import OptionError
+from nblaunch._errors import LaunchError, OptionError
 from nblaunch._results import Event
 
 _log = logging.getLogger("nblaunch")
@@ -152,3 +158,129 @@ def _why(request: FileTimerRequest) -> str:
         f"was killed by {signal.Signals(request.signal).name}: scope {request.scope_id!r} was not left by "
         f"its deadline, {deadline:%H:%M:%S} (torch.distributed.elastic.timer.expires)"
     )
+
+
+# The files that torchelastic writes ranks' output to, and those for lines that pass a filter.
+
+_LOGS_SPECS = "torchrun.logs_specs"
+"""The entry points among which torchrun looks for `--logs-specs`."""
+
+
+def find_logs_specs(name: str | None) -> type[LogsSpecs]:
+    """Return the class behind an entry point of the group, torch's own for None. Raises `OptionError`."""
+    if name is None:
+        return DefaultLogsSpecs
+    known = metadata.entry_points(group=_LOGS_SPECS)
+    if name not in known.names:
+        there = f"there are: {', '.join(sorted(known.names))}" if known.names else "there is none"
+        msg = (
+            f"logs_specs={name!r} was asked for, but no installed package has an entry point of that name "
+            f"in the group {_LOGS_SPECS}; {there}. Leave it out for torchrun's own layout."
+        )
+        raise OptionError(msg)
+    try:
+        found: type[LogsSpecs] = known[name].load()
+    except Exception as error:
+        msg = (
+            f"logs_specs={name!r} was asked for, but it cannot be loaded: {type(error).__name__}: {error}. "
+            "Mend the package that has it, or leave it out."
+        )
+        raise OptionError(msg) from error
+    return found
+
+
+def check_line_filters(filters: Sequence[str]) -> None:
+    """Raise `OptionError` where this torch cannot filter lines."""
+    if filters and "log_line_filter" not in inspect.signature(tail_logfile).parameters:
+        msg = (
+            "duplicate_stdout_filters= or duplicate_stderr_filters= was asked for, but torch "
+            f"{torch.__version__} cannot filter lines of logs. Use a newer torch (2.13 can), or leave it out."
+        )
+        raise OptionError(msg)
+
+
+class KeptLogs(LogsSpecs):
+    """A `LogsSpecs` in which every stream has a file, and that remembers the files."""
+
+    def __init__(self, name: str | None, log_dir: str) -> None:
+        """Make an object of the class behind `name`, as torchrun does. Raises `OptionError`."""
+        super().__init__(log_dir)
+        self._name = name
+        try:
+            self._chosen = find_logs_specs(name)(
+                log_dir=log_dir, redirects=Std.ALL, tee=Std.NONE, local_ranks_filter=None
+            )
+        except (TypeError, ValueError) as error:
+            msg = (
+                f"logs_specs={name!r} was asked for, but it cannot be made: {type(error).__name__}: {error}. "
+                "torchrun gives it log_dir, redirects, tee and local_ranks_filter, and so do we."
+            )
+            raise OptionError(msg) from error
+        self._files: LogsDest | None = None
+
+    @property
+    def root_log_dir(self) -> str:
+        """Return the directory of all files."""
+        return str(self._chosen.root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the files of an attempt. Raises `LaunchError` where a stream has none."""
+        files = self._files = self._chosen.reify(envs)
+        for stream, paths in (("stdout", files.stdouts), ("stderr", files.stderrs)):
+            without = [rank for rank in envs if not paths.get(rank)]
+            if without:
+                msg = (
+                    f"logs_specs={self._name!r} was asked for, but it names no file for {stream} of local "
+                    f"rank {without[0]}, and what a rank prints is read from files. It is given "
+                    "redirects=Std.ALL, and must follow it."
+                )
+                raise LaunchError(msg, phase="fork")
+        return files
+
+    def filtered(self, stream: str) -> str:
+        """Return the file for lines of all ranks that pass a filter: `filtered_stdout.log` of the attempt."""
+        files = self._files
+        assert files is not None  # noqa: S101 - asked after the ranks have been started
+        own: str = getattr(files, f"filtered_{stream}", "")
+        return own or os.fspath(Path(files.stdouts[0]).parents[1] / f"filtered_{stream}.log")
+
+
+class FilteredLines:
+    """Copies lines with certain words from the ranks' logs to a file, as torchrun's tee does.
+
+    torch's own function runs on daemon threads: torch's thread pool would keep a notebook from ending while
+    its ranks live.
+    """
+
+    def __init__(
+        self, path: str, logs: Mapping[int, str], role: str, words: Sequence[str], thread: str
+    ) -> None:
+        """Begin; `logs` are the files by local rank."""
+        self._file: TextIO = open(path, "w", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115
+        self._finished = threading.Event()
+        follow: Any = tail_logfile
+        self._threads = [
+            threading.Thread(
+                target=follow,
+                name=f"{thread}-filter-{local_rank}",
+                kwargs={
+                    "header": f"[{role}{local_rank}]:",
+                    "file": log,
+                    "dst": self._file,
+                    "finished": self._finished,
+                    "interval_sec": _LOOK_SECONDS,
+                    "log_line_filter": lambda line: any(word in line for word in words),
+                },
+                daemon=True,
+            )
+            for local_rank, log in logs.items()
+        ]
+        for each in self._threads:
+            each.start()
+
+    def stop(self) -> None:
+        """Copy the remaining lines, and close the file."""
+        self._finished.set()
+        for each in self._threads:
+            each.join()
+        self._file.close()

@@ -22,7 +22,7 @@ from nblaunch.capture import shared_memory
 from nblaunch.capture.capture import Captured
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
-from nblaunch.elastic import descriptors, hooks, logs, rendezvous_config
+from nblaunch.elastic import descriptors, hooks, rendezvous_config
 from nblaunch.elastic.placement import (
     Placement,
     check_backend,
@@ -90,8 +90,8 @@ def check_process_options(options: LaunchOptions, placement: Placement, environ:
         check_backend(placement.backend, environ)
     check_start_method(options.start_method)
     hooks.check_handler(options.event_log_handler)
-    logs.find(options.logs_specs)
-    logs.check_filters((*options.duplicate_stdout_filters, *options.duplicate_stderr_filters))
+    hooks.find_logs_specs(options.logs_specs)
+    hooks.check_line_filters((*options.duplicate_stdout_filters, *options.duplicate_stderr_filters))
     if options.numa_binding is not None:
         check_numa_binding(
             options.numa_binding,
