@@ -29,7 +29,10 @@ AGENT_VARIABLES = (
 _OPENBLAS_FUNCTIONS = tuple(
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")
 )
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _DEFAULTS = {
+    "GLOO_SOCKET_IFNAME": _LOOPBACK,
+    "NCCL_SOCKET_IFNAME": _LOOPBACK,
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     # With these rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
     "TTY_COMPATIBLE": "1",

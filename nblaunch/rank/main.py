@@ -225,7 +225,6 @@ class Rank:
         if self.orders.numa_binding is not None:
             # After the environment is set: this asks CUDA, which reads it once.
             environment.bind_to_cpus(self.orders.numa_binding, int(os.environ["LOCAL_RANK"]))
-        process_group.prefer_loopback()
         flight_recorder.record_collectives()
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""

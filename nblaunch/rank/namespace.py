@@ -290,7 +290,7 @@ class DeadVariables:
             if name in self._hidden or name.startswith("_"):
                 continue
             yield name, value
-            for suffix, member in _members(value):
+            for suffix, member in _parts_of(value):
                 yield name + suffix, member
 
     def _remedy(self, path: str, thing: object) -> str | None:
@@ -341,7 +341,7 @@ class DeadVariables:
         return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"
 
 
-def _members(value: object) -> Iterator[tuple[str, object]]:
+def _parts_of(value: object) -> Iterator[tuple[str, object]]:
     with contextlib.suppress(Exception):  # a user's mapping or object may raise anything
         whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
         if whole or _is_sharded(value):

@@ -13,7 +13,6 @@ import functools
 import gc
 import inspect
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +33,6 @@ _ABORT_SECONDS = 10.0
 _SYNCHRONIZE_SECONDS = 5.0
 # The process ends in any case.
 _LEAVE_SECONDS = 3.0
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class AbortError(RuntimeError):
@@ -225,12 +223,6 @@ def _know_all_ranks() -> None:
             options = default._get_backend(kind).options  # noqa: SLF001
             if not options.global_ranks_in_group:
                 options.global_ranks_in_group = list(range(default.size()))
-
-
-def prefer_loopback() -> None:
-    """Keep gloo and NCCL on the loopback interface, unless the user chose another one."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, _LOOPBACK)
 
 
 def leave(*, abort: bool = False) -> None:

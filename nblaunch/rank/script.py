@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from string import Template
@@ -77,7 +77,7 @@ def _file(path: str, main: types.ModuleType) -> types.CodeType:
         sys.path.insert(0, path)
         return _code(importer.find_spec("__main__"), path, main)
     sys.path.insert(0, str(Path(path).resolve().parent))
-    _describe(main, file=path, loader=SourceFileLoader("__main__", path))
+    _set_attributes(main, file=path, loader=SourceFileLoader("__main__", path))
     with io.open_code(path) as file:
         compiled: types.CodeType | None = pkgutil.read_code(file)
     return compiled or compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
@@ -100,11 +100,11 @@ def _code(spec: ModuleSpec | None, name: str, main: types.ModuleType) -> types.C
     if spec is None or code is None:
         msg = f"there is no Python code to run in {name!r}"
         raise ImportError(msg)
-    _describe(main, file=spec.origin, loader=loader, spec=spec)
+    _set_attributes(main, file=spec.origin, loader=loader, spec=spec)
     return code
 
 
-def _describe(
+def _set_attributes(
     main: types.ModuleType, *, file: str | None, loader: object, spec: ModuleSpec | None = None
 ) -> None:
     """Give the module the attributes that Python gives `__main__`."""
@@ -119,11 +119,32 @@ def _describe(
 
 
 def _run_program(command: list[str]) -> None:
-    """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` after an interrupt."""
-    with _forwarding() as (received, started):
+    """Run a program to its end. Raises `ProgramEndedError`, or `KeyboardInterrupt` after an interrupt.
+
+    Signals of this process are forwarded to the program and its children, which have their own process group.
+    """
+    received: list[int] = []
+    groups: list[int] = []
+
+    def deliver(number: int) -> None:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, number)
+
+    def forward(number: int, _: object) -> None:
+        received.append(number)
+        deliver(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
         process = subprocess.Popen(command, process_group=0, stdout=1, stderr=2)  # noqa: S603 - to run it is what was asked for
-        started(process.pid)
+        groups.append(process.pid)
+        for number in tuple(received):
+            deliver(number)  # it came before the program was there
         exitcode = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if signal.SIGTERM in received:
         # The signal was for the rank, which has waited for the program only.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -132,34 +153,3 @@ def _run_program(command: list[str]) -> None:
         raise KeyboardInterrupt
     if exitcode:
         raise ProgramEndedError(exitcode)
-
-
-@contextlib.contextmanager
-def _forwarding() -> Iterator[tuple[list[int], Callable[[int], None]]]:
-    """Forward signals of this process to a program and its children, which have their own process group.
-
-    Yields the signals so far, and a function to call with the group's id.
-    """
-    received: list[int] = []
-    groups: list[int] = []
-
-    def forward(number: int, _: object = None) -> None:
-        received.append(number)
-        deliver(number)
-
-    def deliver(number: int) -> None:
-        for group in groups:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, number)
-
-    def started(group: int) -> None:
-        groups.append(group)
-        for number in tuple(received):
-            deliver(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received, started
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

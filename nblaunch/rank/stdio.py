@@ -49,7 +49,7 @@ def _written() -> Offsets:
     return Offsets(stdout=position(1), stderr=position(2))
 
 
-class _Output:
+class _RankOutput:
     """Puts the text of all threads into the two files, line by line, in order."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _Output:
                         break
 
 
-output = _Output()
+output = _RankOutput()
 os.register_at_fork(after_in_child=output.begin_in_child)
 
 
@@ -178,7 +178,7 @@ def _write_all(fd: int, data: bytes) -> None:
         raise
 
 
-class RankStream(io.TextIOWrapper):
+class _RankStream(io.TextIOWrapper):
     """A standard stream without a buffer of its own; never fails for a character it cannot encode.
 
     Lines of several threads do not run together: while more than one writes, each thread's line is written
@@ -196,7 +196,6 @@ class RankStream(io.TextIOWrapper):
         self._stream = stream
 
     def write(self, text: str, /) -> int:
-        """Write through to the file."""
         if self.closed or not isinstance(text, str):
             return super().write(text)
         output.write(self._stream, text.encode("utf-8", self.errors or "strict"))
@@ -223,7 +222,7 @@ def install(announce: Callable[[Offsets], None]) -> None:
     """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
     output.announce = announce
     for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
-        made = RankStream(stream)
+        made = _RankStream(stream)
         setattr(sys, name, made)
         setattr(sys, f"__{name}__", made)
     _give_programs_pipes()
