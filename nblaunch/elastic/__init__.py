@@ -29,7 +29,7 @@ Invariants:
   * Nothing listens but the rendezvous store; private files are in one directory of mode 0700.
 
 This package, `rank/`, and the pickling of tensors use names of torch that are not public. Each module lists
-its own, and `tests/unit/test_torch_names.py` says which torch release lacks which.
+its own, and `tests/unit/test_torch_names.py` lists which torch release lacks which.
 
 Modules, each after those that it imports:
 

@@ -1,7 +1,7 @@
 """torchelastic's own agent, as nblaunch runs it, and the thread that it runs on.
 
-Names of torch's that are not public, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` says which
-torch broke them; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
+Names of torch's that are not public, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` finds
+those that a release has broken; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
 `._monitor_workers`, `._restart_workers`, `._shutdown`, `._setup_healthcheck`, `._remaining_restarts`,
 `._worker_group`, `._pcontext`, `._setup_local_watchdog`, `._worker_watchdog`, `._log_watchdog_event`;
 `MultiprocessContext._pc`, `._ret_vals`.
@@ -455,7 +455,7 @@ class AgentThread:
         except BaseException as caught:  # noqa: BLE001 - it becomes the run's error
             error = caught
             if isinstance(caught, NblaunchError):
-                # It says all there is; its frames would hold the agent and its sockets with the user's error.
+                # Its text is complete; its frames would hold the agent and its sockets with the user's error.
                 error = caught.with_traceback(None)
                 error.__context__ = None
         with contextlib.suppress(Exception):  # of a rendezvous that is over, nobody waits for a good end

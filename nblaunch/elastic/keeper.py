@@ -114,20 +114,19 @@ def process_end(pid: int) -> int:
     # Missing in a Python built on old headers (conda's, some of uv's), before Linux 5.3, in some sandboxes.
     with contextlib.suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
-    ended, tell = os.pipe()
-    threading.Thread(target=_await_end, args=(pid, tell), name="nblaunch-await-end", daemon=True).start()
+    ended, writing = os.pipe()
+    threading.Thread(target=_await_end, args=(pid, writing), name="nblaunch-await-end", daemon=True).start()
     return ended
 
 
-def _await_end(pid: int, tell: int) -> None:
-    """Close `tell` once process `pid` has ended; leaves a child to be reaped by others."""
-    with contextlib.suppress(ChildProcessError):
+def _await_end(pid: int, writing: int) -> None:
+    """Close `writing` once process `pid` has ended; leaves a child to be reaped by others."""
+    try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        os.close(tell)
-        return
-    while os.getppid() == pid:
-        time.sleep(_PARENT_STEP)
-    os.close(tell)
+    except ChildProcessError:  # it is the parent
+        while os.getppid() == pid:
+            time.sleep(_PARENT_STEP)
+    os.close(writing)
 
 
 def freshen(root: str) -> None:

@@ -300,7 +300,7 @@ def _instances_of(nvml: ctypes.CDLL, index: int) -> int | None:
     card, mode, pending, most = ctypes.c_void_p(), ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_uint(0)
     if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(card)):
         return None
-    # Not supported, say: then it is no card that has MIG.
+    # An error, such as "not supported": then it is no card that has MIG.
     if nvml.nvmlDeviceGetMigMode(card, ctypes.byref(mode), ctypes.byref(pending)) or not mode.value:
         return None
     if nvml.nvmlDeviceGetMaxMigDeviceCount(card, ctypes.byref(most)):

@@ -35,7 +35,7 @@ Output goes straight into two log files; what was written survives SIGKILL. Orde
 text and displays, travels as `Switched` and as `Offsets` in messages.
 
 Invariants:
-  * A rank ends when the hub says so. One that failed stays until its peers have reported.
+  * A rank ends when the hub sends Leave. One that failed stays until its peers have reported.
   * Whatever a job raises becomes `Raised`; a rank that cannot even report writes to stderr and exits 1.
   * The user's code sees what torchrun's would: environment, signals, `__main__`, process groups.
   * Only this process is touched: children of the job are reaped here, and end with it.

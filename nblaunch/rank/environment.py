@@ -54,7 +54,7 @@ _SESSION_DEFAULTS = {
 def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     """Return a rank's environment: the notebook's, as `NAME=VALUE`, under what the agent has set here.
 
-    `keep` says whether the rank is a session's.
+    `keep` is true for a session's rank.
     """
     agent = {name: os.environ[name] for name in AGENT_VARIABLES if name in os.environ}
     sent = (os.fsdecode(entry).partition("=") for entry in entries)

@@ -73,7 +73,7 @@ def nccl_status() -> Status:
 
 
 def is_busy() -> bool:
-    """Whether NCCL has operations that have not ended, as far as can be told."""
+    """Whether NCCL has operations that have not ended, as far as is known."""
     if not nccl_status().busy:
         return False
     # The status is from its watchdog, which looks ten times a second; the events are exact.

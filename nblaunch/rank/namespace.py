@@ -57,7 +57,7 @@ class Variables:
     """
 
     def __init__(self, *, kept: bool) -> None:
-        """`kept` says whether the rank is a session's: only then are variables its own."""
+        """`kept` is true for a session's rank: only then are variables its own."""
         self._kept = kept
         self._objects = ObjectTable()
         self._came: dict[str, object] = {}
@@ -199,7 +199,7 @@ _DISTRIBUTED = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
 
 
 class DeadModelError(RuntimeError):
-    """A wrapped model was used whose process group is gone; the message says what revives it."""
+    """A wrapped model was used whose process group is gone; the message has the statement that revives it."""
 
 
 class _Refusal:
@@ -364,7 +364,7 @@ def _is_sharded(value: object) -> bool:
 
 def _is_about_groups(error: BaseException) -> bool:
     if isinstance(error, DeadModelError):
-        return False  # its message says so
+        return False  # its message has the remedy
     if _ABOUT_GROUPS.search(f"{type(error).__name__}: {error}"):
         return True
     frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -122,7 +122,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     if _formed_with is None:
         return
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    _original(**arguments, store=_store("healed", number))
+    _original(**arguments, store=_store("recovered", number))
     _know_all_ranks()
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
@@ -278,7 +278,7 @@ def _address(arguments: dict[str, Any]) -> tuple[str, int, int] | None:
         rank = _number(arguments.get("rank", -1), query.get("rank"), "RANK")
         world_size = _number(arguments.get("world_size", -1), query.get("world_size"), "WORLD_SIZE")
     except (KeyError, ValueError):
-        return None  # torch says what is missing
+        return None  # torch's own error names what is missing
     if scheme == "tcp":
         return method.partition("?")[0], rank, world_size
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", rank, world_size
