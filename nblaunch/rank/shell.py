@@ -6,7 +6,6 @@ It is quiet, keeps no history, and runs each cell under the cell's own file name
 from __future__ import annotations
 
 import base64
-import contextlib
 import importlib.abc
 import importlib.machinery
 import linecache
@@ -14,7 +13,7 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -150,14 +149,9 @@ _NO_MAGIC = (
 )
 
 
-@contextlib.contextmanager
-def _explained(find: Callable[[str], object], mark: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except UsageError as error:
-        if find(name) is None:
-            raise UsageError(_NO_MAGIC.format(name=f"{mark}{name}")) from error
-        raise
+def _explain(error: UsageError, magic: object, name: str) -> None:
+    if magic is None:
+        raise UsageError(_NO_MAGIC.format(name=name)) from error
 
 
 class QuietDisplayHook(DisplayHook):
@@ -223,13 +217,19 @@ class RankShell(InteractiveShell):
 
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
         """Run a line magic; explain why one of the notebook's is not here."""
-        with _explained(self.find_line_magic, "%", magic_name):
+        try:
             return super().run_line_magic(magic_name, line, _stack_depth + 1)
+        except UsageError as error:
+            _explain(error, self.find_line_magic(magic_name), f"%{magic_name}")
+            raise
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
         """Run a cell magic; explain why one of the notebook's is not here."""
-        with _explained(self.find_cell_magic, "%%", magic_name):
+        try:
             return super().run_cell_magic(magic_name, line, cell)
+        except UsageError as error:
+            _explain(error, self.find_cell_magic(magic_name), f"%%{magic_name}")
+            raise
 
     def showtraceback(self, *_: object, **__: object) -> None:
         """Print nothing: the failure goes to the notebook."""

@@ -14,7 +14,7 @@ import torch
 
 from nblaunch._results import NotSent
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.capture.unpicklable import find_culprit
+from nblaunch.capture.unpicklable import find_culprit, type_name
 
 _SEARCH_SECONDS = 2.0
 _INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
@@ -49,7 +49,7 @@ def send_or_stand_in(
         reason = f"{kind} is shown and was not sent from rank {rank}: {why}."
         return shared_memory.put(pickling.dumps_home(NotSent(shown, kind, reason)), spill)
 
-    kind = _type_name(type(value))
+    kind = type_name(value)
     if not asked_for and _is_machinery(value):
         why = (
             "a cell sends a model, an optimizer or a data loader only with --out NAME. Run the cell with "
@@ -76,7 +76,7 @@ def _why(value: object, error: BaseException) -> str:
     """Return which part of a value cannot be pickled, and why."""
     culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
     if culprit is None:
-        return f"{_type_name(type(value))} cannot be sent: {_text(error)}"
+        return f"{type_name(value)} cannot be sent: {_text(error)}"
     part = f"{culprit.path}, {culprit.type_name}," if culprit.path != "value" else culprit.type_name
     return f"{part} cannot be sent: {culprit.reason}"
 
@@ -97,10 +97,6 @@ def _unsendable(value: object) -> str:
         if _refusal(each) is not None:
             return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
     return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _type_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _text(error: BaseException) -> str:
