@@ -259,24 +259,19 @@ class FilteredLines:
         self._file: TextIO = open(path, "w", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115
         self._finished = threading.Event()
         follow: Any = tail_logfile
-        self._threads = [
-            threading.Thread(
-                target=follow,
-                name=f"{thread}-filter-{local_rank}",
-                kwargs={
-                    "header": f"[{role}{local_rank}]:",
-                    "file": log,
-                    "dst": self._file,
-                    "finished": self._finished,
-                    "interval_sec": _LOOK_SECONDS,
-                    "log_line_filter": lambda line: any(word in line for word in words),
-                },
-                daemon=True,
-            )
-            for local_rank, log in logs.items()
-        ]
-        for each in self._threads:
-            each.start()
+        self._threads = []
+        for local_rank, log in logs.items():
+            keywords = {
+                "header": f"[{role}{local_rank}]:",
+                "file": log,
+                "dst": self._file,
+                "finished": self._finished,
+                "interval_sec": _LOOK_SECONDS,
+                "log_line_filter": lambda line: any(word in line for word in words),
+            }
+            name = f"{thread}-filter-{local_rank}"
+            self._threads.append(threading.Thread(target=follow, name=name, kwargs=keywords, daemon=True))
+            self._threads[-1].start()
 
     def stop(self) -> None:
         """Copy the remaining lines, and close the file."""

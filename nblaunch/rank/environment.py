@@ -111,8 +111,7 @@ def see_one_device_only(accelerators: int = 0) -> None:
 def _read_again() -> None:
     """Have torch and the C library read again what they read in the fork server."""
     time.tzset()
-    if dist.is_available():
-        dist.set_debug_level_from_env()
+    dist.set_debug_level_from_env()
     if "TORCH_LOGS" in os.environ:
         with contextlib.suppress(Exception):  # a private name, for a convenience
             torch._logging._internal._init_logs()  # noqa: SLF001

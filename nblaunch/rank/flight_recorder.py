@@ -7,6 +7,7 @@ control thread waits with a bound.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -87,17 +88,13 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
     `members` has the ranks of each group by its name.
     """
     recent: list[Collective] = []
-    pending: int | None = 0
-    for backend in _DUMPS:
-        entries = _entries(backend) if backend == GLOO else _nccl_entries()
-        if entries is None:
-            pending = None
-            continue
-        entries = _alive(entries, backend)
-        recent += _collectives(entries, backend, members)
-        if pending is not None:
-            pending += _open(entries)
-    return Recorded(tuple(recent), pending)
+    pending: list[int] = []
+    for backend, found in ((GLOO, _entries(GLOO)), (NCCL, _nccl_entries())):
+        if found is not None:
+            entries = _alive(found, backend)
+            recent += _collectives(entries, backend, members)
+            pending.append(_open(entries))
+    return Recorded(tuple(recent), sum(pending) if len(pending) == len(_DUMPS) else None)
 
 
 def bury(*, but_the_newest: bool = False) -> None:
@@ -112,24 +109,21 @@ def bury(*, but_the_newest: bool = False) -> None:
 
 def _statuses(backend: str) -> dict[int, tuple[int, int]]:
     """Return (last enqueued, last completed) for the number of each group that has had a collective."""
-    try:
+    with contextlib.suppress(Exception):  # a torch without NCCL, an older one: the stacks are enough
         dump = getattr(_distributed_c10d, _DUMPS[backend])
         status: dict[str, dict[str, str]] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
         return {
             int(number): (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
             for number, each in status.items()
         }
-    except Exception:  # noqa: BLE001 - a torch without NCCL, an older one: the stacks are enough
-        return {}
+    return {}
 
 
 def _entries(backend: str) -> list[dict[str, Any]] | None:
     """Return a recorder's entries, oldest first; None where there is no such recorder."""
-    try:
-        found: dict[str, Any] = json.loads(getattr(_distributed_c10d, _DUMPS[backend])())
-    except Exception:  # noqa: BLE001 - as above; or the CUDA context is broken
-        return None
-    return list(found.get("entries", ()))
+    with contextlib.suppress(Exception):  # as above; or the CUDA context is broken
+        return list(json.loads(getattr(_distributed_c10d, _DUMPS[backend])()).get("entries", ()))
+    return None
 
 
 def _nccl_entries() -> list[dict[str, Any]] | None:

@@ -34,10 +34,8 @@ def on_gpu() -> bool:
 
 def reset_peak() -> None:
     """Reset the peak: it is that of the job that begins."""
-    if not on_gpu():
-        return
     with contextlib.suppress(RuntimeError):  # an allocator of the program's own, which keeps no statistics
-        for index in range(torch.cuda.device_count()):
+        for index in range(torch.cuda.device_count() if on_gpu() else 0):
             torch.cuda.reset_peak_memory_stats(index)
 
 
@@ -84,7 +82,8 @@ def shortage(error: BaseException) -> DeviceMemory | None:
         return None  # then torch's message must do
     return DeviceMemory(
         device=f"cuda:{device}",
-        uuid=_uuid(device),
+        # Older drivers have none.
+        uuid=str(getattr(torch.cuda.get_device_properties(device), "uuid", "")),
         asked=asked,
         free=free,
         total=total,
@@ -94,11 +93,6 @@ def shortage(error: BaseException) -> DeviceMemory | None:
         own=_bytes(_OWN.search(text)),
         others={int(each["pid"]): _bytes(each) or 0 for each in _OTHER.finditer(text)},
     )
-
-
-def _uuid(device: int) -> str:
-    # Older drivers have none.
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

@@ -227,12 +227,10 @@ def _know_all_ranks() -> None:
 
 def leave(*, abort: bool = False) -> None:
     """Leave the default process group, if there is one; with `abort`, abort NCCL's open operations first."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return
     if abort and _uses_nccl():
         begin_abort()
         end_abort(_LEAVE_SECONDS)
-    elif not abort:
+    elif dist.is_initialized() and not abort:
         dist.destroy_process_group()
 
 
