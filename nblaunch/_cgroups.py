@@ -1,4 +1,7 @@
-"""What the control groups around this process allow: memory and processes, of both versions of cgroups."""
+"""What the control groups around this process allow: memory and processes, of both versions of cgroups.
+
+Read where payloads are placed, by the diagnosis, by worker groups and by the doctor.
+"""
 
 from __future__ import annotations
 
@@ -42,29 +45,24 @@ def directories(controller: str, *, root: Path = _ROOT, own: Path = _OWN) -> Ite
 
 def tightest_memory(within: Iterable[Path] | None = None) -> tuple[int, int] | None:
     """Return the limit of the cgroup with the least left, and what is left of it, in bytes."""
-    tightest: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []
     for directory in directories("memory") if within is None else within:
         for limit_file, usage_file in _MEMORY:
             limit, used = number(directory / limit_file), number(directory / usage_file)
-            if limit is None or used is None:
-                continue
-            # Pages of files that nobody uses count as used, and go when others need the memory.
-            left = min(max(limit - used + _reclaimable(directory), 0), limit)
-            if tightest is None or left < tightest[1]:
-                tightest = limit, left
-    return tightest
+            if limit is not None and used is not None:
+                # Pages of files that nobody uses count as used, and go when others need the memory.
+                found.append((limit, min(max(limit - used + _reclaimable(directory), 0), limit)))
+    return min(found, key=lambda each: each[1], default=None)
 
 
 def tightest_tasks(within: Iterable[Path] | None = None) -> tuple[int, int] | None:
     """Return how many processes and threads the tightest cgroup has, and its limit."""
-    tightest: tuple[int, int] | None = None
+    found: list[tuple[int, int]] = []
     for directory in directories("pids") if within is None else within:
         limit, used = number(directory / "pids.max"), number(directory / "pids.current")
-        if limit is None or used is None:
-            continue
-        if tightest is None or limit - used < tightest[1] - tightest[0]:
-            tightest = used, limit
-    return tightest
+        if limit is not None and used is not None:
+            found.append((used, limit))
+    return min(found, key=lambda each: each[1] - each[0], default=None)
 
 
 def oom_kills(within: Iterable[Path] | None = None) -> int | None:

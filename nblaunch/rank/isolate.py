@@ -5,6 +5,7 @@ Standard library only: `isolate` runs first, before the rank can leave anything 
 
 from __future__ import annotations
 
+import _posixsubprocess
 import contextlib
 import functools
 import os
@@ -28,8 +29,8 @@ _started: set[int] = set()
 _STARTERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (os, ("fork", "forkpty", "posix_spawn", "posix_spawnp")),
     (subprocess, ("_fork_exec",)),
+    (_posixsubprocess, ("fork_exec",)),
 )
-
 
 server_pid = 0
 """The fork server's process id, which it sets before it forks."""
@@ -102,9 +103,7 @@ def _reseed() -> None:
 
 def note_own_children() -> None:
     """Have this process note which children it starts itself."""
-    import _posixsubprocess
-
-    for module, names in (*_STARTERS, (_posixsubprocess, ("fork_exec",))):
+    for module, names in _STARTERS:
         for name in names:
             start = getattr(module, name, None)
             if start is not None:
