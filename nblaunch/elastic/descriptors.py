@@ -47,7 +47,7 @@ def make_room(nproc: int, *, replaced: int = 0) -> None:
         raise LaunchError(_too_few(nproc, what, hard), phase="fork")
 
 
-def for_rank(nproc: int, soft: int, hard: int) -> int:
+def soft_limit_of_rank(nproc: int, soft: int, hard: int) -> int:
     """Return the soft limit of a rank with `nproc` on this machine: the notebook's, if that suffices."""
     wanted = _needed_by_rank(nproc)
     if _allows(soft, wanted):

@@ -212,11 +212,11 @@ class Server:
 
 
 def _absolute_path() -> list[str]:
-    here = _working_directory()
+    here = _directory_or_root()
     return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
 
 
-def _working_directory() -> str:
+def _directory_or_root() -> str:
     try:
         return os.getcwd()
     except OSError:
@@ -250,7 +250,7 @@ class RankPopen(popen_forkserver.Popen):
             "authkey": bytes(process.current_process().authkey),
             "log_to_stderr": False,
             "sys_path": _absolute_path(),
-            "orig_dir": _working_directory(),
+            "orig_dir": _directory_or_root(),
         }
         context.set_spawning_popen(self)
         try:

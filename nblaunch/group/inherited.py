@@ -64,7 +64,7 @@ def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
     for name in sorted(each for each in dir(resource) if each.startswith("RLIMIT_")):
         soft, hard = resource.getrlimit(getattr(resource, name))
         if name == "RLIMIT_NOFILE":
-            soft = descriptors.for_rank(nproc, soft, hard)
+            soft = descriptors.soft_limit_of_rank(nproc, soft, hard)
         found.append((name, soft, hard))
     return tuple(found)
 
