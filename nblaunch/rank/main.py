@@ -95,7 +95,7 @@ def run_rank(orders: Orders) -> None:
         environ = environment.for_rank(orders.fresh, keep=orders.keep)
         exec_new_python(asdict(replace(orders, fresh=None)), orders.spill, environ)
     if exitcode := _live(orders):
-        sys.exit(exitcode)
+        raise SystemExit(exitcode)
 
 
 def resume(orders: dict[str, Any]) -> NoReturn:
