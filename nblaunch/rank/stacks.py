@@ -90,7 +90,8 @@ class RankInspector:
     def _stack(self) -> list[tuple[FrameType, int]]:
         """Return the main thread's frames with their lines, innermost first."""
         frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
-        return list(traceback.walk_stack(frame)) if frame is not None else []
+        walked = traceback.walk_stack(frame) if frame is not None else ()
+        return [(each, line or 0) for each, line in walked]
 
     def _frames(self) -> Iterator[FrameRecord]:
         for summary in traceback.StackSummary.extract(self._stack(), limit=_FRAMES)[::-1]:
