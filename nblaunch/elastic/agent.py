@@ -132,7 +132,7 @@ class RankAgent(ObservedAgent):
     ) -> None:
         """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks."""
         self._stop = threading.Event()
-        self.rendezvous = rendezvous.make(settings, self._stop)
+        self.rendezvous = rendezvous.make_rendezvous(settings, self._stop)
         spec = WorkerSpec(
             role=settings.role,
             local_world_size=settings.nproc,
@@ -231,7 +231,7 @@ class RankAgent(ObservedAgent):
         if self._stop.is_set():
             self._interrupted()
         # The nodes that join start theirs once the notebook's are there, under the same number.
-        store = worker_group.store
+        store: Any = worker_group.store
         self._attempt = (
             self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
         )

@@ -28,10 +28,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError
-from nblaunch.group import listener
+from nblaunch.nodes import listener
+from nblaunch.nodes import messages as _node_protocol
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line
-from nblaunch.protocol import nodes as _node_protocol
 from nblaunch.protocol.messages import ProtocolError
 
 HERE = Path(__file__).parent
@@ -425,9 +425,9 @@ def opened(meeting):
 
 def gate_port(meeting):
     """Return where nodes report to, as a node finds it."""
-    from nblaunch.elastic import rendezvous, rendezvous_config
+    from nblaunch.elastic import rendezvous
 
-    where = rendezvous_config.rdzv_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
+    where = rendezvous.config_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
     assert where is not None
     return rendezvous.read_listener(where, meeting.name, threading.Event())
 
