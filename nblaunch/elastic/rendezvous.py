@@ -1,6 +1,7 @@
 """torch's rendezvous, from the options to the handlers: of one node in memory, of several at an endpoint.
 
-It stays below `nodes`: the agent makes it, and a run with an endpoint may have a single node.
+It is not in `nodes/`: only this package imports torchelastic, the agent makes its own rendezvous, and a run
+of a single node may have an endpoint.
 
 The store of an endpoint is bound to one address. torch keeps the state of a c10d rendezvous as a pickle in
 it, and anybody who reaches the port can write there. So each state carries a code made with the run's key,

@@ -513,8 +513,7 @@ class WorkerGroup:
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
-        if self._peers is not None:
-            self.log_directory = Path(workers[0].stdout).parents[1]
+        self.log_directory = Path(workers[0].stdout).parent.parent
         self._forked(number, world_size, workers)
 
     def _forked(

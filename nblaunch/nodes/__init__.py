@@ -30,7 +30,7 @@ Invariants:
   * The node ends by itself: with the run (status 0 if it succeeded), with the connection, or after a signal,
     for which the kernel first goes on without it; a second signal ends it at once. It leaves no process.
 
-The rendezvous is `elastic.rendezvous`: the agents make it, and a run of a single node may have an endpoint.
+The rendezvous is `elastic.rendezvous`: the agents make it, and only that package imports torchelastic.
 
 Modules, each after those that it imports:
 

@@ -17,6 +17,7 @@ import msgspec
 
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
+from nblaunch.group.group import Peers
 from nblaunch.group.hub import Hub
 from nblaunch.group.runtime import local
 from nblaunch.nodes import key
@@ -95,7 +96,7 @@ class Node:
     """The last dispatch to this node, and its form with a ticket for the payload."""
 
 
-class Nodes:
+class Nodes(Peers):
     """The nodes of one group."""
 
     def __init__(

@@ -423,8 +423,8 @@ def opened(meeting):
 # --- strangers -------------------------------------------------------------------------------------
 
 
-def gate_port(meeting):
-    """Return where nodes report to, as a node finds it."""
+def listener_address(meeting):
+    """Return the address of the listener, as a node finds it."""
     from nblaunch.elastic import rendezvous
 
     where = rendezvous.config_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
@@ -433,7 +433,7 @@ def gate_port(meeting):
 
 
 def knock(address, **keys):
-    """Send a hello that is none to the gate; return whether anybody answered."""
+    """Send a hello that is none to the listener; return whether anybody answered."""
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     for name, value in keys.items():
@@ -449,7 +449,7 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
     answered = []
 
     def disturb():
-        address = gate_port(meeting)
+        address = listener_address(meeting)
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
         for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
             for door in (int(port), meeting.port):
