@@ -201,12 +201,11 @@ def _conf(text: str) -> tuple[tuple[str, str], ...]:
                 f"rdzv_conf has {name}={conf[name]!r}, which must be a whole number above 0. Write {name}=60."
             )
             raise OptionError(msg)
-    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout", "is_host", "rank"})
-    if unknown or "is_host" in conf or "rank" in conf:
-        name = [*unknown, "is_host", "rank"][0]
+    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout"})
+    if unknown:
         msg = (
-            f"rdzv_conf has {name!r}, which has no meaning here: the notebook hosts the rendezvous. It takes "
-            f"{', '.join(_WHOLE_SECONDS)}."
+            f"rdzv_conf has {unknown[0]!r}, which has no meaning here: the notebook hosts the rendezvous. It "
+            f"takes {', '.join(_WHOLE_SECONDS)}."
         )
         raise OptionError(msg)
     return tuple(conf.items())

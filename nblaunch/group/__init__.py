@@ -28,8 +28,8 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
     recovery, in a session: if all sequence numbers agree, go on; else Recover forms the process group again,
       or the agent restarts all ranks
 
-A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. `launcher` and `session` are
-given the function that connects them (`nodes.members.connect_peers`).
+A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. `launcher` and `session`
+are given the function that connects them (`nodes.members.connect_peers`).
 
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.

@@ -23,6 +23,7 @@ values in pieces; messages from the kernel go to its ranks with this machine's e
 devices filled in.
 
 Invariants:
+  * A node without the key, or with another protocol, Python or torch, is refused; the run goes on.
   * What the kernel knows of a remote rank, it knows in the same messages and files as of a local one.
   * A rank's exit is reported after all that it has sent and printed.
   * A payload for several ranks of a node crosses the network once.

@@ -29,7 +29,7 @@ from nblaunch.elastic.settings import JOIN_KEY, AgentSettings, RendezvousConfig
 from nblaunch.group import launcher
 from nblaunch.group.runtime import LocalRuntime, local
 from nblaunch.nodes import messages as wire
-from nblaunch.nodes.key import KEY_FILE, read, versions
+from nblaunch.nodes.key import KEY_FILE, read_key, versions
 from nblaunch.nodes.listener import REFUSALS, encrypted
 from nblaunch.nodes.node import NodeRelay, of_this_machine
 from nblaunch.options.launch import OPTIONS, LaunchOptions
@@ -91,7 +91,7 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
 
 
 def _join_run(options: LaunchOptions) -> int:
-    key = read(os.environ)
+    key = read_key(os.environ)
     if key is None:
         msg = (
             f"the notebook's key is needed, and neither {KEY_FILE} nor {JOIN_KEY} is set. "

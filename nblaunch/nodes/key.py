@@ -27,7 +27,7 @@ KEY_FILE = "NBLAUNCH_JOIN_KEY_FILE"
 _LEAST_CHARACTERS = 32
 
 
-def read(environ: Mapping[str, str]) -> bytes | None:
+def read_key(environ: Mapping[str, str]) -> bytes | None:
     """Return the key that the environment has, or names a file of; None if neither is set.
 
     Raises `OptionError` for a file that cannot be read, or that others can, and for a key too short.
@@ -53,7 +53,7 @@ def read(environ: Mapping[str, str]) -> bytes | None:
     return _valid(text, file)
 
 
-def read_or_make(environ: Mapping[str, str], root: Callable[[], Path]) -> tuple[bytes, str]:
+def read_or_make_key(environ: Mapping[str, str], root: Callable[[], Path]) -> tuple[bytes, str]:
     """Return the notebook's key, and the file that was made for it ("" if the user has it already)."""
     file = environ.get(KEY_FILE, "")
     made = ""
@@ -64,7 +64,7 @@ def read_or_make(environ: Mapping[str, str], root: Callable[[], Path]) -> tuple[
             with os.fdopen(fd, "w") as opened:
                 opened.write(secrets.token_hex(32) + "\n")
         environ = {KEY_FILE: made}
-    key = read(environ)
+    key = read_key(environ)
     assert key is not None  # noqa: S101 - one of them is set
     return key, made
 
@@ -79,7 +79,7 @@ def _valid(text: str, source: str) -> bytes:
     return text.encode()
 
 
-def secret(key: bytes, side: str) -> bytes:
+def curve_secret(key: bytes, side: str) -> bytes:
     """Return the 32 bytes that are the CURVE secret key of one side: `notebook` or `node`."""
     return hashlib.blake2b(key, digest_size=32, person=f"nblaunch-{side[:4]}".encode()).digest()
 

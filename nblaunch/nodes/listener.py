@@ -10,6 +10,7 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -18,7 +19,7 @@ from zmq.utils import monitor, z85
 
 from nblaunch._errors import LaunchError
 from nblaunch.group.hub import Hub
-from nblaunch.nodes.key import refusal_of, secret
+from nblaunch.nodes.key import curve_secret, refusal_of
 from nblaunch.nodes.messages import FromNode, Joining, Ping, Refused, ToNode, decode_from_node, encode
 from nblaunch.protocol.messages import ProtocolError
 
@@ -35,23 +36,12 @@ REFUSALS = (
 )
 
 
-class _OneClient:
-    """Accepts the clients that have the secret key of this public one."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 - as pyzmq calls it
-        """Return whether to accept a client; `key` is in the form of `zmq.curve_public`."""
-        return hmac.compare_digest(key, self._public)
-
-
 def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str) -> bytes:
     """Give a socket the keys of one `side` (`notebook` or `node`); return the other side's public key."""
     other = "node" if side == "notebook" else "notebook"
-    own = z85.encode(secret(key, side))
+    own = z85.encode(curve_secret(key, side))
     socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
-    theirs = zmq.curve_public(z85.encode(secret(key, other)))
+    theirs = zmq.curve_public(z85.encode(curve_secret(key, other)))
     if side == "notebook":
         socket.curve_server = True
     else:
@@ -85,11 +75,15 @@ class Listener:
         """
         self._hub, self._receive, self._lost = hub, receive, lost
         self._context = zmq.Context()
-        self._authenticator = ThreadAuthenticator(self._context, log=_silent_logger())
+        # pyzmq would log each connection; a refusal is logged once, here.
+        silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
+        self._authenticator = ThreadAuthenticator(self._context, log=silent)
         self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
         theirs = encrypted(self._socket, key, "notebook")
-        self._authenticator.configure_curve_callback("*", _OneClient(theirs))
+        # Only nodes with this run's key have the secret key of `theirs`.
+        accept = SimpleNamespace(callback=lambda _domain, key: hmac.compare_digest(key, theirs))
+        self._authenticator.configure_curve_callback("*", accept)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -187,12 +181,3 @@ class Listener:
                 # A node that came back under this id would have missed messages.
                 self._refused.add(node)
                 self._lost(node)
-
-
-def _silent_logger() -> logging.Logger:
-    """Return a logger for pyzmq, which would log each connection: a refusal is logged once, here."""
-    logger = logging.getLogger("nblaunch.listener")
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(logging.NullHandler())
-    return logger

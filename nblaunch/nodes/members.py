@@ -74,7 +74,7 @@ def connect_peers(
     """
     if settings.rdzv is None:
         return settings, None
-    secret, file = key.read_or_make(os.environ, local().directory.root)
+    secret, file = key.read_or_make_key(os.environ, local().directory.root)
     rdzv = replace(settings.rdzv, key=secret)
     if rdzv.most == 1:
         return replace(settings, rdzv=rdzv), None

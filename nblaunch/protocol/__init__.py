@@ -19,7 +19,7 @@ Invariants:
   * Times come inside messages. A fold of the same messages gives the same state.
   * Output has two sources, a text file for each stream and messages beside it. `Offsets` in a message say how
     many bytes of each file precede it; that is how the order is restored.
-  * Every change of a message raises `PROTOCOL_VERSION`. A node of another version is refused.
+  * Every change of a message raises `PROTOCOL_VERSION`.
 
 Modules, each after those that it imports:
 
