@@ -19,6 +19,7 @@ from nblaunch.group.scripts import Script, is_script
 from nblaunch.group.session import LiveSession, silent
 from nblaunch.group.usage import SessionStatus
 from nblaunch.group.wait import SilentWatcher, Watcher
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import CellJob, FunctionJob
 from nblaunch.protocol.reports import HangReport
@@ -102,7 +103,8 @@ def call(  # noqa: PLR0913 - the options of a run
         launch = scripts.launch(fn, args, kwargs, options)
     else:
         launch = _launch(fn, args, kwargs, options)
-    finished = launcher.run_fresh(launch, watch(launch.title, launch.backend, launch.placement.note))
+    shown_by = watch(launch.title, launch.backend, launch.placement.note)
+    finished = launcher.run_fresh(launch, shown_by, connect_peers)
     failed = isinstance(finished.error, RunFailedError) and finished.result is not None
     if finished.error is not None and (check or not failed):
         raise finished.error
@@ -163,7 +165,10 @@ class Session:
             options["nproc"] = nproc
         shown = _notebook.shell() is not None if display is None else display
         self._live = LiveSession(
-            LaunchOptions.from_keywords(**options), name=name, watch=watcher if shown else silent
+            LaunchOptions.from_keywords(**options),
+            connect_peers,
+            name=name,
+            watch=watcher if shown else silent,
         )
         self._numbers = itertools.count(1)
 

@@ -9,8 +9,7 @@ functions and classes of the notebook by value (cloudpickle). A value comes back
                         │ refused: unpicklable finds the part, its path and size: CaptureError
 
 Large buffers (arrays, tensors) are not copied into the pickle. They are written once into a memory file,
-which every rank maps; another machine gets them in pieces (`transfer`). A small payload travels inside its
-message.
+which every rank maps. A small payload travels inside its message.
 
 For a session both ends keep an object table (`identity`): a key for each object that has been sent. What the
 ranks have is sent as its key (`persistent_id`), so one object stays one object under any name. `changes`
@@ -34,5 +33,4 @@ Modules, each after those that it imports:
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
     capture        a cell, a call, a push: what is sent for it, ready to be written
     shared_memory  payloads in memory files (or files), written once and mapped
-    transfer       payloads in pieces, to and from another machine
 """

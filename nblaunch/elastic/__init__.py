@@ -41,8 +41,7 @@ Modules, each after those that it imports:
     runtime_dir        the private directory of this process
     settings           what an agent needs to know, and what it reports
     keeper             the keeper's own program
-    rendezvous         the stores and the rendezvous handlers
-    rendezvous_config  from options to a rendezvous; contradictions are found before a process starts
+    rendezvous   from options to torch's rendezvous: configuration, stores, handlers
     forkserver         starts keeper and fork server; a multiprocessing context whose processes it forks
     agent              `RankAgent`, and the thread that it runs on
 """

@@ -69,7 +69,7 @@ class RankAgent(LocalElasticAgent):
         self._events = events
         self._server = server
         self._stop = threading.Event()
-        self.rendezvous = rendezvous.make(settings, self._stop)
+        self.rendezvous = rendezvous.make_rendezvous(settings, self._stop)
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
@@ -174,7 +174,7 @@ class RankAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._raise_if_stopped()
         # The nodes that join start theirs once the notebook's are there, under the same number.
-        store = worker_group.store
+        store: Any = worker_group.store
         self._attempt = (
             self.rendezvous.read_attempt(store, self._stop) if self._follows else self._attempt + 1
         )

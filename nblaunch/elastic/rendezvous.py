@@ -1,7 +1,11 @@
-"""The rendezvous of nodes: torch's own, bound to one address, its state signed with the join key.
+"""torch's rendezvous, from the options to the handlers: of one node in memory, of several at an endpoint.
 
-torch keeps the state of a c10d rendezvous as a pickle in a store that anybody who reaches its port can
-write to. Here each state carries a code made with the join key, and none without it is unpickled.
+It is not in `nodes/`: only this package imports torchelastic, the agent makes its own rendezvous, and a run
+of a single node may have an endpoint.
+
+The store of an endpoint is bound to one address. torch keeps the state of a c10d rendezvous as a pickle in
+it, and anybody who reaches the port can write there. So each state carries a code made with the run's key,
+and none without it is unpickled.
 
 Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
@@ -18,9 +22,11 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Container
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -36,12 +42,178 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from nblaunch._errors import LaunchError
+from nblaunch._errors import LaunchError, OptionError
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.options.launch import LaunchOptions
+
+# From the options to the configuration; every contradiction is found before a process starts.
+
+_DEFAULT_PORT = 29400
+_LOOPBACK_NETWORK = "127."
+_WHOLE_SECONDS = (
+    *("join_timeout", "last_call_timeout", "close_timeout", "timeout"),
+    *("keep_alive_interval", "keep_alive_max_attempt"),
+)
+
+
+def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousConfig | None:
+    """Return where the nodes meet, None for a single node without an endpoint.
+
+    `joining` is for a node that joins: the notebook decides how many there are. Raises `OptionError`.
+    """
+    static = options.rdzv_backend == "static"
+    _refuse_contradictions(options, joining=joining)
+    endpoint = options.rdzv_endpoint
+    if static and not endpoint:
+        endpoint = f"{_bracketed(options.master_addr or '127.0.0.1')}:{options.master_port or 0}"
+    if not endpoint:
+        if joining:
+            msg = "A node was to join, but not where. Give the notebook's --rdzv-endpoint HOST:PORT."
+            raise OptionError(msg)
+        return None
+    host, port = _host_and_port(endpoint)
+    least, most = options.nodes
+    if (joining or most > 1) and port == 0:
+        msg = (
+            f"{endpoint!r} was given for nodes to meet at, but they cannot know a port that is yet to "
+            "be found. "
+        )
+        raise OptionError(msg + "Give one: 29400, say.")
+    return RendezvousConfig(
+        backend=options.rdzv_backend,
+        host=host,
+        port=port,
+        least=least,
+        most=most,
+        local_addr=options.local_addr or _own_address(host, port),
+        hosting=not joining,
+        node_rank=options.node_rank,
+        conf=_conf(options.rdzv_conf),
+        env=tuple(options.env.items()),
+    )
+
+
+def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
+    static, alone = options.rdzv_backend == "static", options.nnodes == "1" and not joining
+    if options.rdzv_backend not in ("c10d", "static"):
+        etcd = options.rdzv_backend.startswith("etcd")
+        msg = (
+            f"rdzv_backend={options.rdzv_backend!r} was asked for, but nodes reach the notebook through c10d "
+            "or static "
+            f"here{'; etcd needs a server of its own, which nblaunch does not use' if etcd else ''}. Leave "
+            "it out: c10d needs no server."
+        )
+    elif not static and (options.master_addr is not None or options.master_port is not None):
+        msg = (
+            "master_addr and master_port were given, but a c10d rendezvous finds the master by itself. Add "
+            "rdzv_backend='static', or give rdzv_endpoint in their place."
+        )
+    elif not static and options.node_rank:
+        msg = (
+            f"node_rank={options.node_rank} was given, but a c10d rendezvous numbers the nodes by itself. "
+            "Leave it out, or add rdzv_backend='static'."
+        )
+    elif not static and not alone and not joining and not options.rdzv_endpoint:
+        msg = (
+            f"nnodes={options.nnodes!r} was asked for, but the nodes have no place to meet. Give one on this "
+            "machine: rdzv_endpoint='HOST:29400' (127.0.0.1:29400 for nodes on this machine alone)."
+        )
+    elif static and options.rdzv_endpoint and (options.master_addr or options.master_port is not None):
+        msg = (
+            "rdzv_endpoint and master_addr/master_port were given, which are the same place. Give one "
+            "of them."
+        )
+    elif static and options.nodes[0] != options.nodes[1]:
+        msg = (
+            f"nnodes={options.nnodes!r} was asked for, but a static rendezvous has a fixed number. Take c10d."
+        )
+    elif static and not joining and options.node_rank:
+        msg = (
+            f"node_rank={options.node_rank} was given, but the notebook is node 0, to which the others "
+            "report. Leave it out here; they join with --node-rank 1 and so on."
+        )
+    elif static and joining and not options.node_rank:
+        msg = "A static rendezvous was asked for without a number for this node. Give --node-rank 1, or more."
+    else:
+        return
+    raise OptionError(msg)
+
+
+def refuse_taken(rdzv: RendezvousConfig) -> None:
+    """Raise `OptionError` where the endpoint is not this machine's, or its port is taken."""
+    try:
+        family, *_, address = socket.getaddrinfo(rdzv.host, rdzv.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            trial.listen(1)
+    except OSError as error:
+        msg = (
+            f"the nodes were to meet at {rdzv.host}:{rdzv.port}, but the notebook cannot listen there: "
+            f"{error.strerror}. Give an address of this machine, and a port that is free."
+        )
+        raise OptionError(msg) from error
+
+
+def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[str, str]:
+    """Return what keeps gloo and NCCL on the network of the nodes; a variable in `environ` is the user's."""
+    address = rdzv.local_addr
+    if address.startswith(_LOOPBACK_NETWORK) or address == "::1":
+        return {}
+    interfaces = psutil.net_if_addrs().items()
+    having = [name for name, addresses in interfaces if address in [each.address for each in addresses]]
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: having[0] for name in names if having and name not in environ}
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address from which this machine reaches `host`."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as trial:
+            trial.connect(address)  # sends nothing
+            return str(trial.getsockname()[0])
+    except OSError as error:
+        msg = (
+            f"the nodes were to meet at {host!r}, which cannot be found: {error.strerror}. Correct the "
+            "endpoint."
+        )
+        raise OptionError(msg) from error
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]"):
+        return endpoint.strip("[]"), _DEFAULT_PORT
+    return host.strip("[]"), int(port)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _conf(text: str) -> tuple[tuple[str, str], ...]:
+    pairs = [part.partition("=") for part in text.split(",")] if text else []
+    conf = {key.strip(): value.strip() for key, _, value in pairs}
+    for name in _WHOLE_SECONDS:
+        if name in conf and not (conf[name].isdecimal() and int(conf[name])):
+            msg = (
+                f"rdzv_conf has {name}={conf[name]!r}, which must be a whole number above 0. Write {name}=60."
+            )
+            raise OptionError(msg)
+    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout"})
+    if unknown:
+        msg = (
+            f"rdzv_conf has {unknown[0]!r}, which has no meaning here: the notebook hosts the rendezvous. It "
+            f"takes {', '.join(_WHOLE_SECONDS)}."
+        )
+        raise OptionError(msg)
+    return tuple(conf.items())
+
 
 # The stores through which nodes find each other: hosted on one address, or reached.
 
-_STEP = 0.2
+_LOOK_SECONDS = 0.2
 _STORE_SECONDS = 60.0
 _JOIN_SECONDS = 600
 
@@ -75,19 +247,15 @@ def host_store(host: str, port: int) -> dist.TCPStore:
     )
 
 
-def reach_store(rdzv: RendezvousConfig) -> dist.TCPStore:
+def connect_store(rdzv: RendezvousConfig) -> dist.TCPStore:
     """Connect to a store that another node hosts."""
-    wait_for_port(rdzv.host, rdzv.port, _STORE_SECONDS, threading.Event())
-    return dist.TCPStore(
-        host_name=rdzv.host,
-        port=rdzv.port,
-        is_master=False,
-        timeout=timedelta(seconds=_STORE_SECONDS),
-    )
+    _wait_for_port(rdzv.host, rdzv.port, _STORE_SECONDS, threading.Event())
+    seconds = timedelta(seconds=_STORE_SECONDS)
+    return dist.TCPStore(host_name=rdzv.host, port=rdzv.port, is_master=False, timeout=seconds)
 
 
-def wait_for_port(host: str, port: int, seconds: float, stopped: threading.Event) -> None:
-    """Wait until somebody listens there. Raises `LaunchError` if nobody does in time."""
+def _wait_for_port(host: str, port: int, seconds: float, stopped: threading.Event) -> None:
+    """Wait until a process listens there. Raises `LaunchError` if none does in time."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -99,18 +267,18 @@ def wait_for_port(host: str, port: int, seconds: float, stopped: threading.Event
                     "while its cell runs. Run the cell, or correct --rdzv-endpoint."
                 )
                 raise LaunchError(msg, phase="rendezvous") from error
-            stopped.wait(_STEP)
+            stopped.wait(_LOOK_SECONDS)
         else:
             return
 
 
 def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event) -> str:
-    """Wait until the notebook has told where its nodes report to, and return that address."""
+    """Wait until the notebook has published the address of its listener, and return it."""
     seconds = float(dict(rdzv.conf).get("join_timeout", _JOIN_SECONDS))
     deadline = time.monotonic() + seconds
-    wait_for_port(rdzv.host, rdzv.port, seconds, stopped)
-    store = reach_store(rdzv)
-    key = bulletin_key(run_id)
+    _wait_for_port(rdzv.host, rdzv.port, seconds, stopped)
+    store = connect_store(rdzv)
+    key = _listener_key(run_id)
     while not store.check([key]):
         if time.monotonic() > deadline or stopped.is_set():
             msg = (
@@ -118,64 +286,45 @@ def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event)
                 f"name {run_id!r} there. Give --rdzv-id as the notebook has it."
             )
             raise LaunchError(msg, phase="rendezvous")
-        stopped.wait(_STEP)
+        stopped.wait(_LOOK_SECONDS)
     try:
-        told = json.loads(store.get(key))
-        return str(told["gate"])
+        return str(json.loads(store.get(key))["gate"])
     except (ValueError, KeyError, TypeError) as error:
         msg = f"the store at {rdzv.host}:{rdzv.port} holds no valid nblaunch entry for run {run_id!r}"
         raise LaunchError(msg, phase="rendezvous") from error
 
 
-def bulletin_key(run_id: str) -> str:
-    """Return under which name the notebook tells where nodes report to."""
+def _listener_key(run_id: str) -> str:
+    """Return under which name the store has the address of the notebook's listener."""
     return f"nblaunch/{run_id}/gate"
 
 
-# The rendezvous itself.
-
+# The rendezvous handlers.
 
 _LOOPBACK = "127.0.0.1"
 # Where NCCL's watchdog notes in a store that a collective has timed out, without the prefix of a group.
 _NCCL_TIMED_OUT = "exception_dump"
-# torch's own 5 s and 3 attempts: a node that was killed would hold up the others for a quarter of a minute.
+# With torch's own 5 s and 3 attempts a node that was killed would hold up the others for 15 s.
 _KEEP_ALIVE_SECONDS = 1
 _KEEP_ALIVE_ATTEMPTS = 4
+_LEAVE_SECONDS = 2.0
 
 
-class Rendezvous(Protocol):
-    """What the agent wants of a rendezvous, over and above what torch's agent does."""
+def make_rendezvous(
+    settings: AgentSettings, stopped: threading.Event
+) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous:
+    """Return the rendezvous of the settings; it gives up waiting once `stopped` is set.
 
-    def next_rendezvous(self) -> Any:
-        """Meet the other nodes."""
-
-    def leave(self) -> None:
-        """Make room at once, so that nobody waits for this node."""
-
-    def shutdown(self) -> bool:
-        """End."""
-
-    def rejoin(self) -> None:
-        """Have the agent believe that a node waits: it starts the ranks anew, and counts no failure."""
-
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Tell the other nodes the number of the attempt that is being started."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until that is told, and return it."""
-
-
-def make(settings: AgentSettings, stopped: threading.Event) -> Any:
-    """Return the rendezvous that the settings ask for; it gives up waiting once `stopped` is set.
-
-    Raises `LaunchError` if its store can be neither hosted nor reached.
+    Beside torch's methods, each has `rejoin` (pretend that a node waits: the agent restarts the ranks, and
+    counts no failure), and `post_attempt` and `read_attempt` for the number of an attempt, which the
+    notebook's node decides. Raises `LaunchError` if the store can be neither hosted nor reached.
     """
     rdzv = settings.rdzv
     if rdzv is None:
         return LoopbackRendezvous.standalone(settings.run_id)
-    store = host_store(rdzv.host, rdzv.port) if rdzv.hosting else reach_store(rdzv)
+    store = host_store(rdzv.host, rdzv.port) if rdzv.hosting else connect_store(rdzv)
     if rdzv.hosting:
-        store.set(bulletin_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
+        store.set(_listener_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
     if rdzv.backend == "static":
         return StaticRendezvous(rdzv, settings.run_id, store)
     return NodesRendezvous.at(rdzv, settings.run_id, store, stopped)
@@ -191,7 +340,7 @@ class _Handler(DynamicRendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Say that the agent hosts the ranks' store: it does, whatever the environment says."""
+        """Whether the agent hosts the ranks' store: always, whatever the environment says."""
         return True
 
     def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
@@ -202,8 +351,8 @@ class _Handler(DynamicRendezvousHandler):
         self._asked_to_rejoin = False
         info: Any = super().next_rendezvous()
         if info.rank == 0 and self._shared_tcp_store_server is None:
-            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. What it
-            # is set for (addresses of a dead attempt) the ranks' own prefixes see to.
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks would wait for a store that nobody hosts. Users set
+            # it against addresses of a dead attempt; here the prefixes of the ranks' store prevent these.
             where = info.bootstrap_store_info
             server = self._create_tcp_store_server(self._address(), self._free_port(where.master_port))
             self._shared_tcp_store_server = server
@@ -211,32 +360,25 @@ class _Handler(DynamicRendezvousHandler):
         return info
 
     def _free_port(self, announced: int) -> int:
-        """Return the port for a store that torch has not made: the other nodes know which was announced."""
+        """Return the port for a store that torch has not made: the other nodes know the announced one."""
         return announced
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to be let in."""
+        """Return how many nodes wait to join."""
         return 1 if self._asked_to_rejoin else int(super().num_nodes_waiting())
 
     def rejoin(self) -> None:
-        """Have the agent believe that a node waits."""
+        """Pretend that a node waits."""
         self._asked_to_rejoin = True
 
-    def leave(self) -> None:
-        """Make room at once."""
-
-    def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Tell nobody: there is one node."""
-
-    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Never called: the one node counts by itself."""
-        raise NotImplementedError
+    def _forget_store(self) -> None:
+        """Refer to the ranks' store no more; its server and its threads end."""
+        self._shared_tcp_store_server = self._bootstrap_store_info = None
 
     def shutdown(self) -> bool:
-        """Close, and let go of the store's server and its threads."""
+        """Close, and end the store's server and its threads."""
         closed = super().shutdown()
-        self._shared_tcp_store_server = None
-        self._bootstrap_store_info = None
+        self._forget_store()
         return bool(closed)
 
 
@@ -261,16 +403,22 @@ class LoopbackRendezvous(_Handler):
             holder.state.round = 1
         # A new store for each attempt. NCCL's watchdog notes a timeout there under a name of its own, and the
         # monitors of a later attempt would take that for theirs, and end healthy ranks.
-        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        self._forget_store()
         return super().next_rendezvous()
 
-    def _free_port(self, announced: int) -> int:
-        del announced
+    def _free_port(self, announced: int) -> int:  # noqa: ARG002 - no other node knows it
         return 0
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Do nothing: no other node reads it."""
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Never called: a single node decides by itself."""
+        raise NotImplementedError
 
 
 class _Signed(C10dRendezvousBackend):
-    """Keeps torch's state in the store, signed; whoever waits on it can be told to stop."""
+    """Keeps torch's state in the store, signed; `stopped` ends the wait of `waiting_thread` for it."""
 
     def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
         super().__init__(store, run_id)
@@ -279,7 +427,7 @@ class _Signed(C10dRendezvousBackend):
         self.waiting_thread = 0
 
     def get_state(self) -> Any:
-        """Return the state, if it is one of ours."""
+        """Return the state. Raises `RendezvousStateError` for one without the code."""
         if self._stopped.is_set() and threading.get_ident() == self.waiting_thread:
             msg = "the run was stopped"
             raise SignalException(msg, 15)  # type: ignore[arg-type]
@@ -328,8 +476,8 @@ class NodesRendezvous(_Handler):
 
     def next_rendezvous(self) -> Any:
         """Meet the other nodes; raises `LaunchError` if they do not come in time."""
-        # Of each round anew: the node that hosted the last one may be gone.
-        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        # A new store for each round: the node that hosted the last one may be gone.
+        self._forget_store()
         self._signed.waiting_thread = threading.get_ident()
         try:
             return super().next_rendezvous()
@@ -345,29 +493,26 @@ class NodesRendezvous(_Handler):
             self._signed.waiting_thread = 0
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to be let in: the notebook's agent sees to these, for all."""
+        """Return how many nodes wait to join: only the notebook's agent acts on these, for all nodes."""
         return super().num_nodes_waiting() if self.rdzv.hosting else int(self._asked_to_rejoin)
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Tell the other nodes of this round which attempt it is."""
+        """Publish the number of the attempt, in the store of this round."""
         store.set("nblaunch/attempt", str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks are there, and return the number of the attempt."""
+        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
         return _wait_for_attempt(store, "nblaunch/attempt", stopped)
 
-    def leave(self) -> None:
-        """Make room at once."""
-        with contextlib.suppress(RendezvousError):
-            self._stop_heartbeats()
-            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + _STEP * 10)
-
     def shutdown(self) -> bool:
-        """Close the rendezvous, if this is the notebook's; a node that leaves closes nothing."""
+        """Close the rendezvous, if this is the notebook's node; another one only leaves."""
         if self.rdzv.hosting:
             return super().shutdown()
-        self.leave()
-        self._shared_tcp_store_server = self._bootstrap_store_info = None
+        # At once: the others would wait for the heartbeats of this node.
+        with contextlib.suppress(RendezvousError):
+            self._stop_heartbeats()
+            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVE_SECONDS)
+        self._forget_store()
         return True
 
 
@@ -375,7 +520,7 @@ class StaticRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous, over a store that listens on the address of node 0 only."""
 
     def __init__(self, rdzv: RendezvousConfig, run_id: str, store: dist.TCPStore) -> None:
-        """Take part as node `rdzv.node_rank`."""
+        """Join as node `rdzv.node_rank`."""
         seconds = int(dict(rdzv.conf).get("timeout", _JOIN_SECONDS))
         super().__init__(rdzv.host, store.port, rdzv.node_rank, rdzv.most, run_id, seconds)
         store.set_timeout(timedelta(seconds=seconds))
@@ -384,7 +529,7 @@ class StaticRendezvous(StaticTCPRendezvous):
         self._posted = self._read = 0
 
     def next_rendezvous(self) -> Any:
-        """Meet the other nodes, in a store without what NCCL's watchdog has noted in an earlier attempt."""
+        """Meet the other nodes, in a store without what NCCL's watchdog noted in an earlier attempt."""
         if self._hosting and self._store is not None:
             self._store.delete_key(_NCCL_TIMED_OUT)
         return super().next_rendezvous()
@@ -392,21 +537,18 @@ class StaticRendezvous(StaticTCPRendezvous):
     def rejoin(self) -> None:
         """Do nothing: its nodes never change."""
 
-    def leave(self) -> None:
-        """Do nothing: its nodes never change."""
-
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
-        """Tell the other nodes."""
+        """Publish the number of the attempt, under a name for each round: the store stays the same."""
         self._posted += 1
         store.set(f"nblaunch/attempt/{self._posted}", str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
-        """Wait until the notebook's ranks are there, and return the number of the attempt."""
+        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
         self._read += 1
         return _wait_for_attempt(store, f"nblaunch/attempt/{self._read}", stopped)
 
     def shutdown(self) -> bool:
-        """Let go of the store."""
+        """Refer to the store no more."""
         self._store = None
         return True
 

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from nblaunch._results import Event
 
+JOIN_KEY = "NBLAUNCH_JOIN_KEY"
+"""A variable that may hold the key of a rendezvous; ranks do not get it."""
+
 
 class AgentEvents(Protocol):
     """The agent's events; called on the agent's thread."""

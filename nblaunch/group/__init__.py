@@ -28,6 +28,9 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
     recovery, in a session: if all sequence numbers agree, go on; else Recover forms the process group again,
       or the agent restarts all ranks
 
+A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. `launcher` and `session`
+are given the function that connects them (`nodes.members.connect_peers`).
+
 Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
   * A message counts only after `Hello` with the group's token, and only in the present attempt.
@@ -39,14 +42,11 @@ Modules, each after those that it imports:
 
     hub         the socket and its thread
     inherited   what ranks take over from this process: directory, umask, limits, environment
-    key         the join key of a run, and the command that joins it
     knowledge   which objects and names a session's ranks have
     stacks      asks ranks where they are; faulthandler for those that do not answer
     usage       CPU, memory and GPU of ranks, measured on a thread; the status of a session
     job         one job: its state, values and log files
-    listener    the socket for nodes (TCP, CURVE)
     recovery    interrupts, and making ranks fit for another job: two pure machines
-    members     nodes that have joined; their ranks
     prompts     questions of ranks, put to the user
     result      a finished job as a result, and as the error to raise
     lifecycle   `step`: what becomes of jobs and ranks, stage by stage

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, TypeAlias, assert_never
 
 import msgspec
 
@@ -31,12 +31,11 @@ from nblaunch.diagnose import failures
 from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
+from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import GroupState, step
-from nblaunch.group.members import Nodes
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
 from nblaunch.group.usage import alive
@@ -70,16 +69,56 @@ _JOIN_SECONDS = 5.0
 _ABORT_SECONDS = 2.0
 
 
+class Peers(Protocol):
+    """The processes elsewhere that run the rest of a group's ranks; called on the hub's thread."""
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+
+    def send(self, rank: int, message: ToRank) -> bool:
+        """Send to a rank that runs elsewhere; return whether this one does."""
+
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
+        """Release the ranks, and stop the `others`, as the agent does here."""
+
+    def rejoin(self) -> None:
+        """Re-run the rendezvous, as the agent is about to do here."""
+
+    def skip_grace(self) -> None:
+        """Skip what is left of the grace period."""
+
+    def tick(self, now: float) -> None:
+        """Detect peers that are gone; `now` is monotonic."""
+
+    def close(self, *, succeeded: bool) -> None:
+        """End the peers: the run is over."""
+
+
+ConnectPeers: TypeAlias = Callable[
+    [Hub, AgentSettings, "WorkerGroup", Path], tuple[AgentSettings, Peers | None]
+]
+"""Opens a group to peers, which use its private directory; returns the settings with what these need."""
+
+
 class WorkerGroup:
     """N ranks under one agent; `keep` says whether they outlive a job."""
 
-    def __init__(self, hub: Hub, server: Server, settings: AgentSettings, *, keep: bool = False) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        server: Server,
+        settings: AgentSettings,
+        connect_peers: ConnectPeers,
+        *,
+        keep: bool = False,
+    ) -> None:
         """Prepare a group; `start` starts it."""
         self.group = secrets.token_hex(4)
         self.token = secrets.token_hex(16)
         self.attempt = 0
         self.keep = keep
-        self.settings = settings
+        self.log_directory = Path()
+        """Where peers keep the logs of the present attempt."""
         self.job: Job | None = None
         self.names: dict[int, Names] = {}
         """Of a kept group: the variables that each rank has."""
@@ -96,25 +135,18 @@ class WorkerGroup:
         self._stack_requests: list[StackRequest] = []
         self._error: BaseException | None = None
         self._let_go = threading.Event()
-        self._nodes: Nodes | None = None
+        self._peers: Peers | None = None
         self._started = False
         self._kept: object = None
         self._directory = server.directory.make("group-")
         self._exit_reasons = ExitReasons(self._directory)
-        if settings.rdzv is not None and settings.rdzv.most > 1:
-            settings = self._open_listener(settings.rdzv, self._directory)
         try:
-            self._agent = AgentThread(settings, self._rank_arguments, self, server)
+            self.settings, self._peers = connect_peers(hub, settings, self, self._directory)
+            self._agent = AgentThread(self.settings, self._rank_arguments, self, server)
         except BaseException:
-            hub.call(lambda: self._close_nodes(succeeded=False))
+            hub.call(lambda: self._close_peers(succeeded=False))
             runtime_dir.remove_tree(self._directory)
             raise
-
-    def _open_listener(self, rdzv: RendezvousConfig, directory: Path) -> AgentSettings:
-        """Let nodes report to this process; return the settings with the address at which they do."""
-        self._nodes = Nodes(self._hub, self.settings, self, directory)
-        self.settings = replace(self.settings, rdzv=replace(rdzv, listener=self._nodes.listener.address))
-        return self.settings
 
     @property
     def state(self) -> RunState:
@@ -342,7 +374,13 @@ class WorkerGroup:
 
     def membership_changing(self) -> None:
         """Expect the end of all ranks before the first is ended: what peers make of that is no failure."""
-        self._noted(lambda: self._feed(lifecycle.MembershipChanging()))
+
+        def change() -> None:
+            self._feed(lifecycle.MembershipChanging())
+            if self._peers is not None:
+                self._peers.rejoin()
+
+        self._noted(change)
 
     def ranks_ending(self) -> None:
         """Have NCCL let go on every rank before the first is killed; waits for that with a bound.
@@ -385,17 +423,15 @@ class WorkerGroup:
         """Let those of these ranks that have failed go: none is at work any more."""
         self._feed(lifecycle.OthersStopped(frozenset(ranks)))
 
-    def node_leaves(self, name: str, *, asked: bool) -> bool:
-        """Go on without a node, if there are nodes enough; those that stay begin again."""
-        nodes, rdzv = self._nodes, self.settings.rdzv
-        enough = nodes is not None and rdzv is not None and 1 + nodes.count >= rdzv.least < rdzv.most
+    def node_leaves(self, name: str, *, asked: bool, enough: bool) -> bool:
+        """Go on without a node, if there are enough; those that stay begin again."""
         self._feed(lifecycle.NodeLeaving(name, asked=asked, enough=enough))
         return self._life.changing
 
-    def _close_nodes(self, *, succeeded: bool) -> None:
-        nodes, self._nodes = self._nodes, None
-        if nodes is not None:
-            nodes.close(succeeded=succeeded)
+    def _close_peers(self, *, succeeded: bool) -> None:
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close(succeeded=succeeded)
 
     # --- on the hub's thread: what the ranks say -------------------------------------------------
 
@@ -453,8 +489,8 @@ class WorkerGroup:
         job = self.job
         if job is not None and not job.ended.is_set():
             self._observe(self._logs.news(job.state.ranks))
-        if self._nodes is not None:
-            self._nodes.tick(now)
+        if self._peers is not None:
+            self._peers.tick(now)
         self._feed(lifecycle.Tick(), now)
 
     def lost(self, error: Exception) -> None:
@@ -471,14 +507,13 @@ class WorkerGroup:
         self._logs.close()
         self.names, self._lost_keys = {}, {}
         self._let_go.clear()
-        if self._nodes is not None:
-            self._nodes.begin()
+        if self._peers is not None:
+            self._peers.begin_attempt()
         self._feed(lifecycle.AttemptStarting(message))
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
-        if self._nodes is not None:
-            self._nodes.keep_logs_at(Path(workers[0].stdout).parents[1])
+        self.log_directory = Path(workers[0].stdout).parent.parent
         self._forked(number, world_size, workers)
 
     def _forked(
@@ -502,7 +537,7 @@ class WorkerGroup:
     def _close(self, *, succeeded: bool) -> None:
         # Here and not in `close`: a caller who is interrupted once more may never come that far.
         self._hub.remove(self)
-        self._close_nodes(succeeded=succeeded)
+        self._close_peers(succeeded=succeeded)
         self._logs.close()
         runtime_dir.remove_tree(self._directory)
         self.closed.set()
@@ -527,9 +562,6 @@ class WorkerGroup:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
-            case lifecycle.TellNodes(message):
-                if self._nodes is not None:
-                    self._nodes.tell(message)
             case lifecycle.Explain(exited):
                 self._observe(self._logs.rest(exited.rank))
                 stderr = self._logs.stderr_of(exited.rank)
@@ -560,10 +592,12 @@ class WorkerGroup:
         | lifecycle.RejoinNodes
         | lifecycle.SkipGrace,
     ) -> None:
-        """Have the agent do something."""
+        """Have the agent do something, and the peers follow."""
         match action:
             case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
+                if self._peers is not None:
+                    self._peers.release(succeeded=succeeded, others=others)
             case lifecycle.StopAgent():
                 self._agent.stop()
             case lifecycle.RestartAgent():
@@ -572,6 +606,8 @@ class WorkerGroup:
                 self._agent.rejoin()
             case lifecycle.SkipGrace():
                 self._agent.skip_grace()
+                if self._peers is not None:
+                    self._peers.skip_grace()
             case _:
                 assert_never(action)
 
@@ -604,5 +640,5 @@ class WorkerGroup:
         job.end(time.time())
 
     def _send(self, rank: int, message: ToRank) -> None:
-        if self._nodes is None or not self._nodes.send(rank, message):
+        if self._peers is None or not self._peers.send(rank, message):
             self._hub.send(self, rank, message)

@@ -8,9 +8,9 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
-from nblaunch import _join_key
 from nblaunch._errors import LaunchError
 from nblaunch.elastic import descriptors
+from nblaunch.elastic.settings import JOIN_KEY
 
 READ_WHEN_LOADED = frozenset(
     {
@@ -70,8 +70,8 @@ def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
 
 
 def encoded(environ: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Return an environment as ranks are told it: without the key of a rendezvous."""
-    return tuple(os.fsencode(f"{name}={value}") for name, value in _join_key.without(environ).items())
+    """Return an environment as ranks get it: without the key of a rendezvous."""
+    return tuple(os.fsencode(f"{name}={value}") for name, value in environ.items() if name != JOIN_KEY)
 
 
 _ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

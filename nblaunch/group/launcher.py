@@ -22,7 +22,7 @@ from nblaunch.capture import shared_memory
 from nblaunch.capture.capture import Captured
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
-from nblaunch.elastic import descriptors, hooks, rendezvous_config
+from nblaunch.elastic import descriptors, hooks, rendezvous
 from nblaunch.elastic.placement import (
     Placement,
     check_backend,
@@ -32,8 +32,8 @@ from nblaunch.elastic.placement import (
     visible_gpus,
 )
 from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
-from nblaunch.group import inherited, key
-from nblaunch.group.group import WorkerGroup
+from nblaunch.group import inherited
+from nblaunch.group.group import ConnectPeers, WorkerGroup
 from nblaunch.group.job import Job, OutputFilter
 from nblaunch.group.result import LogDirectory, collect, error_of
 from nblaunch.group.runtime import LocalRuntime, local
@@ -181,11 +181,11 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
         raise LaunchError(msg, phase=Phase.FORK.value)
     inherited.working_directory()
     environ = {**os.environ, **options.env}
-    rdzv = rendezvous_config.rdzv_of(options)
+    rdzv = rendezvous.config_of(options)
     if rdzv is not None:
         local().wait_until_left(lambda group: _leaves(group, rdzv))
-        rendezvous_config.refuse_taken(rdzv)
-        environ |= rendezvous_config.network_variables(rdzv, environ.__contains__)
+        rendezvous.refuse_taken(rdzv)
+        environ |= rendezvous.network_variables(rdzv, environ)
     placement = place_ranks(
         options.nproc_per_node, options.backend, environ, virtual_local_rank=options.virtual_local_rank
     )
@@ -193,7 +193,7 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     return placement, environ
 
 
-def run_fresh(launch: Launch, watcher: Watcher) -> Outcome:
+def run_fresh(launch: Launch, watcher: Watcher, connect_peers: ConnectPeers) -> Outcome:
     """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
     runtime = local()
     runtime.server.ensure_running()
@@ -201,7 +201,7 @@ def run_fresh(launch: Launch, watcher: Watcher) -> Outcome:
     if launch.placement.warning:
         launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
     options = launch.options
-    settings = key.with_key(settings_of(options, launch.placement), runtime.directory)
+    settings = settings_of(options, launch.placement)
     # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
     ahead = options.log_dir is None and options.numa_binding is None and settings.rdzv is None
     shape = replace(settings, grace=0.0) if ahead else None
@@ -213,12 +213,12 @@ def run_fresh(launch: Launch, watcher: Watcher) -> Outcome:
             standby_group.group.adopt(settings)
         else:
             descriptors.make_room(settings.nproc)
-            standby_group = new_group(runtime, settings, options.log_dir)
+            standby_group = new_group(runtime, settings, connect_peers, options.log_dir)
         warn_of_unheeded(standby_group.group, launch.environ)
         runtime.will_leave(standby_group.group)
         return run_job(standby_group.group, launch, prepare, watcher, private=standby_group.private)
     finally:
-        runtime.standby.used(shape, functools.partial(_ahead, runtime))
+        runtime.standby.used(shape, functools.partial(_ahead, runtime, connect_peers))
 
 
 def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
@@ -230,7 +230,12 @@ def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
 
 
 def new_group(
-    runtime: LocalRuntime, settings: AgentSettings, log_dir: str | None = None, *, keep: bool = False
+    runtime: LocalRuntime,
+    settings: AgentSettings,
+    connect_peers: ConnectPeers,
+    log_dir: str | None = None,
+    *,
+    keep: bool = False,
 ) -> StandbyGroup:
     """Make a group, which is not started yet; its logs lie below `log_dir`, or are its own.
 
@@ -238,16 +243,16 @@ def new_group(
     """
     settings = _with_logs(settings, log_dir or runtime.directory.make("logs-"))
     private = None if log_dir else LogDirectory(settings.log_dir, runtime.remove)
-    group = WorkerGroup(runtime.hub, runtime.server, settings, keep=keep)
+    group = WorkerGroup(runtime.hub, runtime.server, settings, connect_peers, keep=keep)
     runtime.keep(group)
     return StandbyGroup(group, private)
 
 
-def _ahead(runtime: LocalRuntime, shape: AgentSettings) -> StandbyGroup:
+def _ahead(runtime: LocalRuntime, connect_peers: ConnectPeers, shape: AgentSettings) -> StandbyGroup:
     """Start a group before it is asked for."""
     descriptors.make_room(shape.nproc)
     runtime.server.ensure_running()
-    standby_group = new_group(runtime, shape)
+    standby_group = new_group(runtime, shape, connect_peers)
     standby_group.group.start()
     return standby_group
 
@@ -323,7 +328,7 @@ def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> R
 
 def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
     """Return what the agent needs to know, but for what each group has for itself."""
-    rdzv = rendezvous_config.rdzv_of(options)
+    rdzv = rendezvous.config_of(options)
     if rdzv is not None:
         rdzv = replace(rdzv, ranks_backend=placement.backend)
     return AgentSettings(

@@ -46,7 +46,6 @@ import msgspec
 
 from nblaunch.diagnose import hang
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
-from nblaunch.protocol import nodes as wire
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
@@ -495,13 +494,6 @@ class CloseGroup:
     succeeded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TellNodes:
-    """Send a message to all other nodes."""
-
-    message: wire.ToNode
-
-
 Action: TypeAlias = (
     Send
     | Dispatch
@@ -517,7 +509,6 @@ Action: TypeAlias = (
     | SkipGrace
     | LetGo
     | CloseGroup
-    | TellNodes
 )
 
 
@@ -841,8 +832,6 @@ class _Step:
             how = "left" if event.asked else "was lost"
             self._note(f"node {event.name} {how}; the others begin again without it")
             self.act(RejoinNodes())
-        else:
-            self.act(TellNodes(wire.Rejoin(attempt=self.state.attempt)))
         self.set(changing=True)
         self.set_job(settle_at=None)
 
@@ -923,7 +912,6 @@ class _Step:
 
     def _skip_grace(self) -> None:
         self.act(SkipGrace())
-        self.act(TellNodes(wire.SkipGrace()))
         waited_for = self.state.interruption.waited_for
         if not self.state.kept:
             self.act(StopAgent())
@@ -1000,10 +988,6 @@ class _Step:
         self.set_job(settled=True, settle_at=None)
         others = frozenset(rank.rank for rank in job.run.ranks.values() if not rank.state.final)
         self.act(ReleaseWorkers(job.succeeded, others))
-        release = wire.Release(
-            attempt=self.state.attempt, succeeded=job.succeeded, others=tuple(sorted(others))
-        )
-        self.act(TellNodes(release))
         if not others:
             self._send_leave()
         if self.state.interruption.begun:

@@ -31,8 +31,7 @@ from nblaunch.capture.capture import (
 )
 from nblaunch.elastic import descriptors
 from nblaunch.elastic.preload import ask_shell
-from nblaunch.group import key
-from nblaunch.group.group import WorkerGroup
+from nblaunch.group.group import ConnectPeers, WorkerGroup
 from nblaunch.group.knowledge import Knowledge, Sent, View, notices
 from nblaunch.group.launcher import (
     Launch,
@@ -159,7 +158,14 @@ class JobOptions:
 class LiveSession:
     """Ranks that are kept; one job at a time."""
 
-    def __init__(self, options: LaunchOptions, *, name: str = "default", watch: Watch = silent) -> None:
+    def __init__(
+        self,
+        options: LaunchOptions,
+        connect_peers: ConnectPeers,
+        *,
+        name: str = "default",
+        watch: Watch = silent,
+    ) -> None:
         """Start the ranks and wait until they are ready; raises `LaunchError` if that cannot be."""
         self.name = name
         self.options = options
@@ -184,10 +190,10 @@ class LiveSession:
         runtime.server.ensure_running()
         wait_for_gpus(self.placement)
         settings = dataclasses.replace(
-            key.with_key(settings_of(options, self.placement), runtime.directory),
+            settings_of(options, self.placement),
             max_restarts=options.max_restarts or _UNLIMITED,
         )
-        made = new_group(runtime, settings, options.log_dir, keep=True)
+        made = new_group(runtime, settings, connect_peers, options.log_dir, keep=True)
         self.group, self._private = made.group, made.private
         warn_of_unheeded(self.group, environ)
         if self.placement.warning:

@@ -23,6 +23,7 @@ from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions
 from nblaunch.magic.completion import make_matcher
 from nblaunch.magic.scripts import hand_over, with_macros_kept
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.protocol.messages import CellJob
@@ -119,7 +120,7 @@ class DistributedMagics(Magics):
                 cancelled=cancelled,
                 notices=noticed,
             )
-            return launcher.run_fresh(launch, watch)
+            return launcher.run_fresh(launch, watch, connect_peers)
 
         return perform
 

@@ -17,6 +17,7 @@ from nblaunch.group import launcher
 from nblaunch.group import scripts as session_scripts
 from nblaunch.group.background import Handle
 from nblaunch.group.launcher import Outcome
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.view.display import watcher
@@ -44,7 +45,7 @@ def run(line: str, namespace: dict[str, Any]) -> object:
     watch = watcher(launch.title, launch.backend, launch.placement.note)
 
     def perform(cancelled: threading.Event | None) -> Outcome:
-        return launcher.run_fresh(dataclasses.replace(launch, cancelled=cancelled), watch)
+        return launcher.run_fresh(dataclasses.replace(launch, cancelled=cancelled), watch, connect_peers)
 
     if options.background:
         handle = Handle(perform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.group.session import LiveSession
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.table import nearest
 from nblaunch.view.display import watcher
@@ -42,7 +43,7 @@ def start(options: LaunchOptions) -> LiveSession:
             )
             raise OptionError(msg)
     _lost.discard(name)
-    session = LiveSession(options, name=name, watch=watcher)
+    session = LiveSession(options, connect_peers, name=name, watch=watcher)
     _sessions[name] = session
     return session
 

@@ -1,23 +1,29 @@
-"""Ranks on other machines: the program that a user starts there, `python -m nblaunch join`.
+"""Runs on several machines: both ends of what a kernel and a node, `python -m nblaunch join`, exchange.
 
 The kernel's worker group has one node of its own, and with `--nnodes` those that join. Every node has its own
 agent, fork server and ranks; torch's rendezvous gives them one world. The kernel's agent alone decides about
 restarts and membership changes; a node's agent follows it.
 
-    kernel                                            node (this package)
+    kernel                                            node
       agent thread ──────── torch's rendezvous ────────── agent thread
       hub thread                                          hub thread ── ipc ── ranks
-        group.listener <── TCP, CURVE: FromNode, ToNode ──> NodeRelay
-        group.members                                     main thread: signals, exit status
+        Nodes, Listener <── TCP, CURVE: FromNode, ToNode ──> NodeRelay
+        WorkerGroup                                       main thread: signals, exit status
+
+A worker group knows other nodes only as `group.group.Peers`. `connect_peers` makes them: `_api` and the
+magics give it to each group that they start. It reads or makes the run's key, prints the command that joins,
+and opens the listener. The group sends through its peers the messages for ranks elsewhere, and the orders
+that its own agent gets; `Nodes` reports by the calls of `NodeEvents`, as the agent does by `AgentEvents`.
 
 `join` proves that it has the run's key before it joins the rendezvous, so a stranger disturbs nobody: it
 reads the listener's address from the rendezvous store, connects with CURVE, sends `Joining`, and gets
-`Welcome` with the settings of the run, or `Refused` with a reason. Then `NodeRelay` is a hub's member as a
-worker group is one: it passes on what its ranks send, new bytes of their log files before each message, and
-values in pieces; orders from the kernel go to its ranks with this machine's environment, directory and
+`Welcome` with the settings of the run, or `Refused` with a reason. Then `NodeRelay` is a member of the hub,
+as a worker group is: it sends on what its ranks send, new bytes of their log files before each message, and
+values in pieces; messages from the kernel go to its ranks with this machine's environment, directory and
 devices filled in.
 
 Invariants:
+  * A node without the key, or with another protocol, Python or torch, is refused; the run goes on.
   * What the kernel knows of a remote rank, it knows in the same messages and files as of a local one.
   * A rank's exit is reported after all that it has sent and printed.
   * A payload for several ranks of a node crosses the network once.
@@ -25,10 +31,15 @@ Invariants:
   * The node ends by itself: with the run (status 0 if it succeeded), with the connection, or after a signal,
     for which the kernel first goes on without it; a second signal ends it at once. It leaves no process.
 
-The kernel's side of this is `group.listener`, `group.members` and `elastic.rendezvous`.
+The rendezvous is `elastic.rendezvous`: the agents make it, and only that package imports torchelastic.
 
 Modules, each after those that it imports:
 
-    node  `NodeRelay`: this node's ranks to the kernel, and its orders to them; hub thread and agent thread
-    join  the command: options, key, admission, signals, exit status; main thread
+    messages  between the kernel and a node: the structs, and their encoding
+    key       who may join: the run's key, the versions, and the command
+    transfer  payloads in pieces, to and from another machine
+    listener  the kernel's socket for nodes (TCP, CURVE)
+    members   `connect_peers`; the nodes that have joined, and their ranks
+    node      `NodeRelay`: between a node's ranks and the kernel
+    join      the command: options, key, admission, signals, exit status; main thread
 """

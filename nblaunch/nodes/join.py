@@ -1,7 +1,7 @@
 """`python -m nblaunch join`: this machine's ranks for a run that a notebook elsewhere has begun.
 
-First it proves to the notebook that it has the key, and only then it joins the rendezvous: whoever has
-another key disturbs nobody.
+It joins the rendezvous only after it has proved to the notebook that it has the key: so a node with another
+key disturbs no run.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import zmq
 from zmq.utils import monitor
 
-from nblaunch import _join_key
 from nblaunch._errors import LaunchError, NblaunchError, OptionError
-from nblaunch.elastic import rendezvous, rendezvous_config
+from nblaunch.elastic import rendezvous
 from nblaunch.elastic.placement import place_ranks
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.elastic.settings import JOIN_KEY, AgentSettings, RendezvousConfig
 from nblaunch.group import launcher
-from nblaunch.group.key import versions
-from nblaunch.group.listener import REFUSALS, encrypted
 from nblaunch.group.runtime import LocalRuntime, local
+from nblaunch.nodes import messages as wire
+from nblaunch.nodes.key import KEY_FILE, read_key, versions
+from nblaunch.nodes.listener import REFUSALS, encrypted
 from nblaunch.nodes.node import NodeRelay, of_this_machine
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.options.table import plain_help
-from nblaunch.protocol import nodes as wire
 
 USAGE = """\
 usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N] [options]
@@ -56,16 +55,16 @@ def join(arguments: Sequence[str]) -> int:
         if parsed.help_wanted:
             print(USAGE + plain_help(_OF_A_NODE))  # noqa: T201 - a command line
             return 0
-        return _take_part(_checked(parsed.options))
+        return _join_run(_checked(parsed.options))
     except OptionError as error:
-        return _say(str(error), 2)
+        return _failed(str(error), 2)
     except NblaunchError as error:
-        return _say(str(error), 1)
+        return _failed(str(error), 1)
     except KeyboardInterrupt:
-        return _say("interrupted before it had joined", 1)
+        return _failed("interrupted before it had joined", 1)
 
 
-def _say(why: str, status: int) -> int:
+def _failed(why: str, status: int) -> int:
     print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
     return status
 
@@ -91,20 +90,20 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
     return options
 
 
-def _take_part(options: LaunchOptions) -> int:
-    key = _join_key.read(os.environ)
+def _join_run(options: LaunchOptions) -> int:
+    key = read_key(os.environ)
     if key is None:
         msg = (
-            f"the notebook's key is needed, and neither {_join_key.KEY_FILE} nor {_join_key.KEY} is set. "
+            f"the notebook's key is needed, and neither {KEY_FILE} nor {JOIN_KEY} is set. "
             "Copy the file that the notebook names, and set the first to its path."
         )
         raise OptionError(msg)
-    rdzv = rendezvous_config.rdzv_of(options, joining=True)
+    rdzv = rendezvous.config_of(options, joining=True)
     assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
     rdzv = replace(rdzv, key=key)
     run_id = options.rdzv_id or ""
     stopped = threading.Event()
-    with _signals(options.signals_to_handle, stopped.set) as heard:
+    with _signals(options.signals_to_handle, stopped) as signals:
         listener = rendezvous.read_listener(rdzv, run_id, stopped)
         runtime = local()
         runtime.server.ensure_running()
@@ -112,8 +111,10 @@ def _take_part(options: LaunchOptions) -> int:
         socket = context.socket(zmq.DEALER)
         events = _connect(socket, listener, key)
         try:
-            welcome = _ask_in(socket, events, options, stopped)
-            return _run(runtime, options, rdzv, welcome, socket, events, heard)
+            welcome = _request(socket, events, options, stopped)
+            relay = _relay(runtime, options, rdzv, welcome, socket)
+            relay.start()
+            return _wait(relay, events, signals)
         finally:
             socket.disable_monitor()
             events.close(0)
@@ -122,7 +123,7 @@ def _take_part(options: LaunchOptions) -> int:
 
 
 def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket[bytes]:
-    """Connect, once; return where what becomes of the connection is told."""
+    """Connect, once; return the socket that reports the end of the connection."""
     encrypted(socket, key, "node")
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -132,13 +133,13 @@ def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket
     return events
 
 
-def _ask_in(
+def _request(
     socket: zmq.Socket[bytes],
     events: zmq.Socket[bytes],
     options: LaunchOptions,
     stopped: threading.Event,
 ) -> wire.Welcome:
-    """Say who is there, and wait to be let in. Raises `LaunchError` with the reason if that is refused."""
+    """Ask to join, and wait for the answer. Raises `LaunchError` with the reason if it is no."""
     nproc = place_ranks(options.nproc_per_node, "gloo", os.environ).nproc
     python, torch = versions()
     hello = wire.Joining(name=platform.node(), nproc=nproc, python=python, torch=torch)
@@ -160,7 +161,7 @@ def _ask_in(
             monitor.recv_monitor_message(events)
             msg = (
                 "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
-                f"and set {_join_key.KEY_FILE} to its path."
+                f"and set {KEY_FILE} to its path."
             )
             raise LaunchError(msg, phase="connect")
     msg = (
@@ -171,66 +172,69 @@ def _ask_in(
     raise LaunchError(msg, phase="connect")
 
 
-def _run(  # noqa: PLR0913, PLR0917 - what a node is, and its two sockets
+def _relay(
     runtime: LocalRuntime,
     options: LaunchOptions,
     rdzv: RendezvousConfig,
     welcome: wire.Welcome,
     socket: zmq.Socket[bytes],
-    events: zmq.Socket[bytes],
-    heard: list[int],
-) -> int:
+) -> NodeRelay:
     env = dict(welcome.env)
-    env |= rendezvous_config.network_variables(rdzv, lambda name: name in env or name in os.environ)
-    placement = place_ranks(options.nproc_per_node, welcome.backend, {**os.environ, **env})
+    env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
+    environ = {**os.environ, **env}
+    placement = place_ranks(options.nproc_per_node, welcome.backend, environ)
     directory = Path(options.log_dir).absolute() if options.log_dir else runtime.directory.make("logs-")
     directory.mkdir(parents=True, exist_ok=True)
     settings = AgentSettings(
         nproc=placement.nproc,
         role=options.role,
-        # When to give up is for the notebook's agent to say.
+        # The notebook's agent decides when to give up.
         max_restarts=_UNLIMITED,
         monitor_interval=welcome.monitor_interval,
         grace=welcome.grace,
         shutdown_timeout=welcome.shutdown_timeout,
         run_id=options.rdzv_id or "",
         log_dir=directory,
-        processes=launcher.process_settings(options, {**os.environ, **env}),
+        processes=launcher.process_settings(options, environ),
         rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
     )
     relay = NodeRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
     print(  # noqa: T201 - a command line
         f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
     )
-    relay.start()
+    return relay
+
+
+def _wait(relay: NodeRelay, events: zmq.Socket[bytes], signals: list[int]) -> int:
+    """Wait for the end of the run, of the connection, or for signals; return the exit status."""
     leaving = False
     while not relay.ended.wait(0.05):
-        if heard and not leaving:
+        if signals and not leaving:
             leaving = True
-            relay.left = f"left after {signal.Signals(heard[0]).name}"
+            relay.left = f"left after {signal.Signals(signals[0]).name}"
             relay.leave()
-        elif len(heard) > 1:
+        elif len(signals) > 1:
             relay.stop(relay.left)
         if events.poll(0):
             monitor.recv_monitor_message(events)
             if not relay.succeeded:
                 relay.stop("the notebook is gone, or out of reach")
     relay.join()
-    return 0 if relay.succeeded and not relay.left else _say(relay.left or "the run did not succeed", 1)
+    return 0 if relay.succeeded and not relay.left else _failed(relay.left or "the run did not succeed", 1)
 
 
 @contextlib.contextmanager
-def _signals(names: str, tell: Callable[[], None]) -> Iterator[list[int]]:
-    """Collect signals instead of dying of them."""
-    heard: list[int] = []
+def _signals(names: str, stopped: threading.Event) -> Iterator[list[int]]:
+    """Collect signals instead of dying of them; the first sets `stopped`."""
+    received: list[int] = []
 
-    def note(number: int, _: object) -> None:
-        heard.append(number)
-        tell()
+    def handle(number: int, _: object) -> None:
+        received.append(number)
+        stopped.set()
 
-    before = {signal.Signals[name]: signal.signal(signal.Signals[name], note) for name in names.split(",")}
+    before = {signal.Signals[name]: signal.signal(signal.Signals[name], handle) for name in names.split(",")}
     try:
-        yield heard
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,7 +1,7 @@
-"""A node's ranks, as the notebook's group sees them: what they say goes there, their orders come from there.
+"""A node: relays between its ranks and the notebook's worker group.
 
-To the ranks this is a hub like the notebook's; to the agent it is whoever hears what happens. The log files
-are read here, and each new byte is sent before what the rank said next.
+It is a member of this process's hub, and handles the events of its agent. It reads the ranks' log files, and
+sends the new bytes of a rank before the rank's next message.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import os
 import secrets
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
 
 from nblaunch._errors import LaunchError
 from nblaunch._results import Event
-from nblaunch.capture.transfer import Arrival, OutgoingTransfer
 from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.placement import Placement
 from nblaunch.elastic.runtime_dir import remove_tree
@@ -26,7 +25,8 @@ from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group import inherited
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.stacks import ExitReasons
-from nblaunch.protocol import nodes as wire
+from nblaunch.nodes import messages as wire
+from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer
 from nblaunch.protocol.messages import (
     CellJob,
     Dispatch,
@@ -37,6 +37,7 @@ from nblaunch.protocol.messages import (
     Prepare,
     Returned,
     Stream,
+    ToRank,
     decode_to_rank,
     encode,
 )
@@ -46,7 +47,7 @@ _END_SECONDS = 5.0
 
 
 class NodeRelay:
-    """Stands between this node's ranks and the notebook; on the hub's thread but for what the agent calls."""
+    """Relays between this node's ranks and the notebook; on the hub's thread but for the agent's calls."""
 
     quiet = False
 
@@ -57,31 +58,33 @@ class NodeRelay:
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
     ) -> None:
-        """Prepare; `start` starts the ranks. `prepare` makes the notebook's words fit this machine."""
+        """Prepare; `start` starts the ranks. `prepare` adapts the notebook's `Prepare` to this machine."""
         self.group, self.token = secrets.token_hex(4), secrets.token_hex(16)
         self.attempt = -1
         self.ended = threading.Event()
         self.succeeded = False
-        """Whether the notebook has let the ranks go with all of their values."""
+        """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
-        """Why this node went before the run was over."""
+        """Why this node left before the run was over."""
         self._hub, self._socket, self._prepare = runtime.hub, socket, prepare
         self._directory = runtime.directory.make("group-")
         self._exit_reasons = ExitReasons(self._directory)
-        self._outgoing, self._arrival = OutgoingTransfer(wire.PIECE_BYTES), Arrival(self._directory)
-        self._present: tuple[Payload, Payload] | None = None
+        self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
+        self._payload: tuple[Payload, Payload] | None = None
+        """The ticket of the present job's payload, and the payload."""
         self._titles: dict[str, str] = {}
         self._logs: dict[int, list[_Log]] = {}
         self._early: list[FromRank] = []
+        """Messages of an attempt whose processes the notebook does not know yet."""
         self._started = False
-        self._over = False
+        self._finished = False
         self._processes = settings.processes
         self._agent = AgentThread(settings, self._rank_arguments, self, runtime.server)
 
     def start(self) -> None:
         """Meet the other nodes, and start the ranks."""
         self._hub.add(self)
-        self._hub.call(lambda: self._hub.watch(self._socket, self._listen))
+        self._hub.call(lambda: self._hub.watch(self._socket, self._receive_orders))
         self._agent.start()
 
     def leave(self) -> None:
@@ -89,37 +92,36 @@ class NodeRelay:
         self._hub.call(lambda: self._send(wire.Leaving()))
 
     def stop(self, why: str) -> None:
-        """End the ranks, and then this; from any thread."""
+        """End the ranks, and then this node; from any thread."""
         self.left = self.left or why
         self._agent.stop()
 
     def join(self) -> None:
-        """Wait for the last of the agent, and say goodbye."""
+        """Wait for the agent's thread, and close."""
         self._agent.join(_END_SECONDS)
-        with contextlib.suppress(LaunchError):  # the hub has ended before: it does nothing more with these
+        with contextlib.suppress(LaunchError):  # the hub has ended, and uses neither any more
             self._hub.run(self._close, _END_SECONDS)
         remove_tree(self._directory)
 
     def _close(self) -> None:
         self._hub.watch(self._socket, None)
         self._hub.remove(self)
-        self._arrival.close()
+        self._incoming.close()
 
-    # --- what the notebook says ----------------------------------------------------------------------
+    # --- from the notebook -------------------------------------------------------------------------
 
-    def _listen(self) -> None:
+    def _receive_orders(self) -> None:
         while self._socket.poll(0):
             frames = self._socket.recv_multipart(copy=False)
-            self._take(
-                wire.decode_to_node(frames[0].bytes), frames[1].buffer if len(frames) > 1 else memoryview(b"")
-            )
+            data = frames[1].buffer if len(frames) > 1 else memoryview(b"")
+            self._obey(wire.decode_to_node(frames[0].bytes), data)
 
-    def _take(self, message: wire.ToNode, data: memoryview) -> None:
+    def _obey(self, message: wire.ToNode, data: memoryview) -> None:
         match message:
-            case wire.ForRank(attempt=attempt, rank=rank, data=said) if attempt == self.attempt:
-                self._tell(rank, said)
-            case wire.Piece(number=number, offset=offset, total=total):
-                self._arrival.take(number, offset, total, data)
+            case wire.ForRank(attempt=attempt, rank=rank, data=encoded) if attempt == self.attempt:
+                self._hub.send(self, rank, self._adapted(decode_to_rank(encoded, "the notebook")))
+            case wire.Piece():
+                self._incoming.receive(message, data)
             case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
                 self.succeeded = succeeded
                 self._agent.release(succeeded=succeeded, others=frozenset(others))
@@ -128,47 +130,43 @@ class NodeRelay:
             case wire.SkipGrace():
                 self._agent.skip_grace()
             case wire.Finish(succeeded=succeeded):
-                self._finish(succeeded=succeeded)
+                self.succeeded, self._finished = succeeded or self.succeeded, True
+                if not self.succeeded:
+                    self.stop("the run is over, and did not succeed")
             case wire.Refused(why=why):
                 self.stop(why)
             case _:
                 pass
 
-    def _finish(self, *, succeeded: bool) -> None:
-        self.succeeded, self._over = succeeded or self.succeeded, True
-        if not self.succeeded:
-            self.stop("the run is over, and did not succeed")
-
-    def _tell(self, rank: int, said: bytes) -> None:
-        message = decode_to_rank(said, "the notebook")
+    def _adapted(self, message: ToRank) -> ToRank:
+        """Return a message as a rank of this machine gets it."""
         match message:
             case Prepare():
-                message = self._prepare(message)
+                return self._prepare(message)
             case Dispatch():
-                message = self._dispatched(message)
+                return self._with_payload(message)
             case _:
-                pass
-        self._hub.send(self, rank, message)
+                return message
 
-    def _dispatched(self, dispatch: Dispatch) -> Dispatch:
+    def _with_payload(self, dispatch: Dispatch) -> Dispatch:
         self._titles = {name: title for name, (title, _) in dispatch.sources.items()}
         if isinstance(dispatch.job, CellJob):
             self._titles[dispatch.job.filename] = dispatch.job.title
-        if self._present is None or self._present[0] != dispatch.payload:
-            if self._present is not None:
-                self._arrival.drop(self._present[0])
-            self._present = dispatch.payload, self._arrival.claim(dispatch.payload)
-        return msgspec.structs.replace(dispatch, payload=self._present[1])
+        if self._payload is None or self._payload[0] != dispatch.payload:
+            if self._payload is not None:
+                self._incoming.drop(self._payload[0])
+            self._payload = dispatch.payload, self._incoming.claim(dispatch.payload)
+        return msgspec.structs.replace(dispatch, payload=self._payload[1])
 
     def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
         frames = [wire.encode(message), *([] if data is None else [data])]
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart(frames, copy=data is None)
 
-    # --- what the ranks say --------------------------------------------------------------------------
+    # --- from the ranks ----------------------------------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
-        """Pass a rank's message on, after the output that came before it."""
+        """Send a rank's message on, after the output that came before it."""
         if not self._started:
             self._early.append(message)
             return
@@ -177,27 +175,27 @@ class NodeRelay:
             try:
                 ticket, pieces = self._outgoing.pieces(message.value)
             except OSError:
-                return  # its process is gone: its exit says so
-            for number, offset, total, data in pieces:
-                self._send(wire.Piece(number=number, offset=offset, total=total), data)
+                return  # the process is gone, and its exit will be reported
+            for piece, data in pieces:
+                self._send(piece, data)
             message = msgspec.structs.replace(message, value=ticket)
         self._send(wire.RankMessage(attempt=self.attempt, data=encode(message)))
 
     def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
-        """Pass new output on."""
+        """Send new output."""
         for rank in self._logs:
             self._send_logs(rank)
 
     def lost(self, error: Exception) -> None:
-        """End: nobody hears the ranks any more."""
+        """End: no message of a rank arrives any more."""
         self.stop(f"the ranks' socket broke: {error}")
 
     def _send_logs(self, rank: int) -> None:
         for log in self._logs.get(rank, ()):
-            for data in log.news():
+            for data in log.unread():
                 self._send(wire.Wrote(attempt=self.attempt, rank=rank, stream=log.stream), data)
 
-    # --- what the agent says, on its thread ------------------------------------------------------------
+    # --- from the agent, on its thread -------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         orders = Orders(
@@ -213,20 +211,20 @@ class NodeRelay:
         return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
-        """Record the attempt before the first process is forked: it may speak before the last one is."""
+        """Record the attempt before the first process is forked: it may send before the last one is."""
 
         def begin() -> None:
             self._close_logs()
             self.attempt, self._started, self._early = number, False, []
-            # On this thread, so that an order for the attempt that begins is not forgotten with the others.
+            # On this thread: an order for the new attempt must not be forgotten with the others.
             self._agent.forget_orders()
 
         self._hub.run(begin)
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
-        """Tell the notebook, and pass on what the first of them have said meanwhile."""
+        """Report the processes, and then what the first of them have sent meanwhile."""
 
-        def note() -> None:
+        def report() -> None:
             records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
             self._send(wire.Workers(attempt=number, workers=records))
             self._logs = {
@@ -238,54 +236,53 @@ class NodeRelay:
             for message in early:
                 self.receive(message)
 
-        self._hub.call(note)
+        self._hub.call(report)
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
-        """Tell the notebook, after all that the rank has said and printed."""
+        """Report the exit, after all that the rank has sent and printed."""
 
-        def note() -> None:
+        def report() -> None:
             self._hub.drain()
             self._send_logs(rank)
             exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
             exited = self._exit_reasons.explained(exited, self._titles)
-            self._send(
-                wire.Gone(
-                    attempt=self.attempt,
-                    rank=rank,
-                    exitcode=exitcode,
-                    expected=expected,
-                    reason=exited.reason,
-                    details=exited.details,
-                )
+            gone = wire.Gone(
+                attempt=self.attempt,
+                rank=rank,
+                exitcode=exitcode,
+                expected=expected,
+                reason=exited.reason,
+                details=exited.details,
             )
+            self._send(gone)
 
-        self._hub.call(note)
+        self._hub.call(report)
 
     def membership_changing(self) -> None:
-        """Do nothing: the notebook knows, it has said so."""
+        """Do nothing: the notebook has ordered it."""
 
     def ranks_ending(self) -> None:
-        """Do nothing: the notebook has all ranks told, those of other nodes too."""
+        """Do nothing: the notebook sends `Abort` to all ranks, those of other nodes too."""
 
     def others_stopped(self) -> None:
-        """Tell the notebook."""
+        """Report it."""
         self._hub.call(lambda: self._send(wire.OthersStopped()))
 
     def recorded(self, event: Event) -> None:
         """Do nothing: a result has the events of the notebook's own agent, as torchrun's log has its own."""
 
     def agent_ended(self, error: BaseException | None) -> None:
-        """Tell the notebook, and end."""
+        """Report it, and end."""
         if error is not None:
             self.left = self.left or f"{type(error).__name__}: {error}"
 
-        def note() -> None:
+        def report() -> None:
             self._close_logs()
-            if not self._over:
+            if not self._finished:
                 self._send(wire.NodeEnded(self.left))
             self.ended.set()
 
-        self._hub.call(note)
+        self._hub.call(report)
 
     def _close_logs(self) -> None:
         for rank, logs in self._logs.items():
@@ -296,26 +293,24 @@ class NodeRelay:
 
 
 class _Log:
-    """One log file, sent so far up to `_position`."""
+    """A growing log file, sent up to `_position`."""
 
     def __init__(self, stream: Stream, path: str) -> None:
         self.stream = stream
         self._fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)
         self._position = 0
 
-    def news(self) -> list[bytes]:
-        found = []
+    def unread(self) -> Iterator[bytes]:
         while data := os.pread(self._fd, _LOG_BYTES, self._position):
             self._position += len(data)
-            found.append(data)
-        return found
+            yield data
 
     def close(self) -> None:
         os.close(self._fd)
 
 
 def of_this_machine(prepare: Prepare, env: dict[str, str], placement: Placement) -> Prepare:
-    """Return what makes processes ranks of this machine: its own environment, directory and path."""
+    """Return a `Prepare` with this machine's environment, directory and path."""
     return msgspec.structs.replace(
         prepare,
         environ=inherited.encoded({**os.environ, **env}),

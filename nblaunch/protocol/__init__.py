@@ -1,9 +1,7 @@
 """The messages between processes, and the pure folds over them. Nothing here does I/O or reads a clock.
 
-Three parties exchange messages. A rank sends `FromRank`, and receives `ToRank`. The kernel adds what it sees
-of a rank itself: `AboutRank` (a process that exited, text in a log file, a measurement). A node, which is a
-process on another machine with ranks of its own, exchanges `FromNode` and `ToNode` with the kernel, and
-carries the messages of its ranks as they are.
+A rank sends `FromRank`, and receives `ToRank`. The kernel adds what it sees of a rank itself: `AboutRank` (a
+process that exited, text in a log file, a measurement).
 
     rank ── FromRank ──> hub ──> advance(state, message) ──> RunState ──> views, result, error
          <── ToRank ───       ^
@@ -21,12 +19,11 @@ Invariants:
   * Times come inside messages. A fold of the same messages gives the same state.
   * Output has two sources, a text file for each stream and messages beside it. `Offsets` in a message say how
     many bytes of each file precede it; that is how the order is restored.
-  * Every change of a message raises `PROTOCOL_VERSION`. A node of another version is refused.
+  * Every change of a message raises `PROTOCOL_VERSION`.
 
 Modules, each after those that it imports:
 
     messages    between the kernel and its ranks: the structs, and their encoding
-    nodes       between the kernel and a node: the structs, and their encoding
     reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
     transcript  one rank's output, bounded: its beginning, its end, and the amount between
     state       `RunState` and `advance`, the fold

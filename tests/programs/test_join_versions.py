@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import nblaunch
-from nblaunch.group.key import versions
+from nblaunch.nodes.key import versions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
 # The command, but for what it says of itself.
 NODE = """
 import sys
-from nblaunch.group import key
+from nblaunch.nodes import key
 versions = key.versions()
 key.versions = lambda: tuple(given or own for given, own in zip(sys.argv[1:3], versions))
 from nblaunch.nodes.join import join

@@ -28,10 +28,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError
-from nblaunch.group import listener
+from nblaunch.nodes import listener
+from nblaunch.nodes import messages as _node_protocol
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line
-from nblaunch.protocol import nodes as _node_protocol
 from nblaunch.protocol.messages import ProtocolError
 
 HERE = Path(__file__).parent
@@ -423,17 +423,17 @@ def opened(meeting):
 # --- strangers -------------------------------------------------------------------------------------
 
 
-def gate_port(meeting):
-    """Return where nodes report to, as a node finds it."""
-    from nblaunch.elastic import rendezvous, rendezvous_config
+def listener_address(meeting):
+    """Return the address of the listener, as a node finds it."""
+    from nblaunch.elastic import rendezvous
 
-    where = rendezvous_config.rdzv_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
+    where = rendezvous.config_of(LaunchOptions(rdzv_endpoint=meeting.endpoint), joining=True)
     assert where is not None
     return rendezvous.read_listener(where, meeting.name, threading.Event())
 
 
 def knock(address, **keys):
-    """Send a hello that is none to the gate; return whether anybody answered."""
+    """Send a hello that is none to the listener; return whether anybody answered."""
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
     for name, value in keys.items():
@@ -449,7 +449,7 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
     answered = []
 
     def disturb():
-        address = gate_port(meeting)
+        address = listener_address(meeting)
         host, port = address.removeprefix("tcp://").rsplit(":", 1)
         for data in (b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096)):
             for door in (int(port), meeting.port):

@@ -179,6 +179,18 @@ def test_what_runs_in_a_rank_never_imports_what_runs_in_the_kernel():
     assert [str(each) for each in below if layer_of(each.imported) in kernel] == []
 
 
+GIVES_PEERS = {"nblaunch._api", "nblaunch.magic.magics", "nblaunch.magic.scripts", "nblaunch.magic.sessions"}
+"""What starts worker groups hands each of them the function that connects its peers."""
+
+
+def test_a_worker_group_knows_other_nodes_only_as_its_peers():
+    importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.nodes")}
+    assert {each for each in importers if layer_of(each) != "nodes"} == GIVES_PEERS | {"nblaunch.__main__"}
+    group = ast.parse((PACKAGE / "group" / "group.py").read_text())
+    (peers,) = [each for each in group.body if isinstance(each, ast.ClassDef) and each.name == "Peers"]
+    assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
+
+
 def test_the_lowest_layers_import_little_from_outside():
     allowed = {"nblaunch", *sys.stdlib_module_names}
     outside = []
@@ -279,7 +291,7 @@ RANKS_DOORS = {
 SOCKETS = {
     "nblaunch.rank.control",
     "nblaunch.group.hub",
-    "nblaunch.group.listener",
+    "nblaunch.nodes.listener",
     "nblaunch.nodes.join",
     "nblaunch.nodes.node",
 }
@@ -289,7 +301,7 @@ SPEAKERS = {
     "nblaunch._demo",
     "nblaunch.nodes.join",
     "nblaunch.group.prompts",  # what ranks ask is answered while the run waits
-    "nblaunch.group.key",  # the command by which other nodes join, for which the run waits
+    "nblaunch.nodes.key",  # the command by which other nodes join, for which the run waits
 }
 
 TORCHS_PRIVATE = {

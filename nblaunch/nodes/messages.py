@@ -6,12 +6,11 @@ to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from nblaunch.protocol.messages import PROTOCOL_VERSION, ProtocolError, Stream
-
-PIECE_BYTES = 8 * 1024 * 1024
-"""Payloads travel in pieces of this size, so that an interrupt waits for no more than one of them."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -150,6 +149,8 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 FromNode = Joining | Workers | RankMessage | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
 ToNode = Welcome | Refused | ForRank | Piece | Release | Rejoin | SkipGrace | Finish | Ping
 
+M = TypeVar("M")
+
 _encoder = msgspec.msgpack.Encoder()
 _from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)
@@ -162,17 +163,17 @@ def encode(message: FromNode | ToNode) -> bytes:
 
 def decode_from_node(data: bytes) -> FromNode:
     """Return the message in `data`; raise `ProtocolError` if there is none."""
-    try:
-        return _from_node.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        msg = f"{len(data)} bytes from a node are no message of nblaunch's protocol: {error}"
-        raise ProtocolError(msg) from error
+    return _decoded(_from_node, data, "a node")
 
 
 def decode_to_node(data: bytes) -> ToNode:
     """Return the message in `data`; raise `ProtocolError` if there is none."""
+    return _decoded(_to_node, data, "the notebook")
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[M], data: bytes, sender: str) -> M:
     try:
-        return _to_node.decode(data)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        msg = f"{len(data)} bytes from the notebook are no message of nblaunch's protocol: {error}"
+        msg = f"{len(data)} bytes from {sender} are no message of nblaunch's protocol: {error}"
         raise ProtocolError(msg) from error
