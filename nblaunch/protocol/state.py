@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from nblaunch.protocol.messages import (
-    Aborted,
-    Arrived,
-    Asked,
     AttemptStarted,
     Cleared,
     Colored,
@@ -26,25 +23,20 @@ from nblaunch.protocol.messages import (
     Exited,
     FailureRecord,
     Hello,
-    InterruptSeen,
     Measured,
     Message,
-    Names,
     Noticed,
     Payload,
     Phase,
     Printed,
     Raised,
     Reached,
-    Recovered,
     Returned,
     RunEnded,
     Started,
-    Switched,
     Unreadable,
     Usage,
     Waiting,
-    Where,
 )
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
@@ -74,8 +66,7 @@ _NOTICES = 20
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
+class RankState(msgspec.Struct, frozen=True):
     """All that is known of one rank in one attempt."""
 
     rank: int
@@ -85,7 +76,7 @@ class RankState:
     pid: int | None = None
     state: State = State.INIT
     phase: Phase = Phase.FORK
-    transcript: Transcript = field(default_factory=Transcript)
+    transcript: Transcript = Transcript()
     value: Payload | None = None
     value_text: str = ""
     value_html: str = ""
@@ -106,8 +97,7 @@ class RankState:
     """Of a rank that has been interrupted and does not end: since when, and in what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptState:
+class AttemptState(msgspec.Struct, frozen=True):
     """One attempt of the worker group, numbered from 0; `reason` says why it was started."""
 
     number: int
@@ -115,11 +105,10 @@ class AttemptState:
     reason: str
     started: float
     ended: float | None = None
-    ranks: Mapping[int, RankState] = field(default_factory=dict)
+    ranks: Mapping[int, RankState] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True):
     """A run: its present ranks, and the attempts before this one."""
 
     world_size: int
@@ -300,31 +289,7 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
-_OfOneRank: TypeAlias = (
-    Hello
-    | Entered
-    | Started
-    | Displayed
-    | Cleared
-    | Switched
-    | Returned
-    | Raised
-    | Printed
-    | Exited
-    | Unreadable
-    | Colored
-    | Where
-    | Names
-    | Reached
-    | Arrived
-    | Aborted
-    | Asked
-    | Recovered
-    | InterruptSeen
-)
-
-
-def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
+def _advance_rank(known: RankState, message: Message) -> RankState:
     match message:
         case Hello():
             return replace(
@@ -347,8 +312,6 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():
             return replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Arrived() | Aborted() | Asked() | Recovered() | InterruptSeen():
-            return known
         case Returned():
             return replace(
                 known,
@@ -371,12 +334,14 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 ended=failure.time,
                 peak_gpu_memory=message.peak_gpu_memory,
             )
-        case Colored() | Unreadable():
-            return _after_the_end(known, message)
+        case Colored() if known.failure is not None:
+            return replace(known, failure=replace(known.failure, colored=message.text))
+        case Unreadable() if known.state is State.SUCCEEDED:
+            return replace(known, state=State.FAILED, failure=message.failure)
         case Exited():
             return _exited(known, message)
         case _:
-            assert_never(message)
+            return known  # it is about the group's process groups and interrupts, not about the run
 
 
 def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
@@ -389,16 +354,6 @@ def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> 
             return cleared(transcript, wait=message.wait)
         case _:
             assert_never(message)
-
-
-def _after_the_end(known: RankState, message: Colored | Unreadable) -> RankState:
-    match message:
-        case Colored() if known.failure is not None:
-            return replace(known, failure=msgspec.structs.replace(known.failure, colored=message.text))
-        case Unreadable() if known.state is State.SUCCEEDED:
-            return replace(known, state=State.FAILED, failure=message.failure)
-        case _:
-            return known
 
 
 def _exited(known: RankState, message: Exited) -> RankState:

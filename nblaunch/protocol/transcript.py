@@ -7,8 +7,11 @@ view can show. All functions return a new transcript and leave the old one alone
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from nblaunch.protocol.messages import Displayed, Stream
 
@@ -22,8 +25,7 @@ _ENTRY_COST = 16
 _DISPLAY_COST = 320
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """Consecutive text of one stream."""
 
     stream: Stream
@@ -42,8 +44,7 @@ class Display:
 Entry = Text | Display
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
+class Transcript(msgspec.Struct, frozen=True):
     """Entries in order: `head`, then `omitted` characters in `omitted_lines` lines, then `tail`."""
 
     head: tuple[Entry, ...] = ()
