@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import assert_never
 
 import msgspec
 
@@ -40,7 +39,6 @@ from nblaunch.group.lifecycle import (
     CloseGroup,
     ExitExplained,
     Explain,
-    FinishJob,
     GroupEvent,
     GroupState,
     JobGiven,
@@ -496,9 +494,8 @@ class WorkerGroup:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
-            case TellNodes(message):
-                if self._nodes is not None:
-                    self._nodes.tell(message)
+            case TellNodes(message) if self._nodes is not None:
+                self._nodes.tell(message)
             case Explain(exited):
                 self._observe(self._logs.rest(exited.rank))
                 stderr = self._logs.stderr_of(exited.rank)
@@ -509,17 +506,22 @@ class WorkerGroup:
                 self._close(succeeded=succeeded)
             case SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case FinishJob(launch_failure) if job is not None:
-                job.launch_failure = launch_failure
-                self._end(job)
             case Warn(text) if job is not None:
                 job.late.append(text)
+            case Order.FINISH_JOB if job is not None:
+                job.launch_failure = self._life.launch_failure
+                self._end(job)
+            case Order.KEEP_PAYLOAD if job is not None:
+                job.whole()
+            case Order.FORGET_VALUES if job is not None:
+                job.values = {}
             case Order():
-                self._carry_out(action, job)
+                self._give_order(action)
             case _:
                 pass
 
-    def _carry_out(self, order: Order, job: Job | None) -> None:
+    def _give_order(self, order: Order) -> None:
+        """Have the agent do something."""
         match order:
             case Order.STOP_AGENT:
                 self._agent.stop()
@@ -531,14 +533,8 @@ class WorkerGroup:
                 self._agent.skip_grace()
             case Order.END_RANKS:
                 self._may_end.set()
-            case Order.KEEP_PAYLOAD:
-                if job is not None:
-                    job.whole()
-            case Order.FORGET_VALUES:
-                if job is not None:
-                    job.values = {}
             case _:
-                assert_never(order)
+                pass  # it concerns a job, and there is none
 
     def _end(self, job: Job) -> None:
         job.error = job.error or self._error

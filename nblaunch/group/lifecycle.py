@@ -172,6 +172,7 @@ class GroupState(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     """What has happened to the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
+    """The phase that exceeded its limit, and what happened."""
     closed: bool = False
 
     @property
@@ -333,6 +334,7 @@ class Order(enum.Enum):
     SKIP_GRACE = "kill ranks that are being ended"
     END_RANKS = "no rank is inside NCCL any more: the agent may end them"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
+    FINISH_JOB = "end the job: its result can be made"
     FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
 
@@ -340,12 +342,6 @@ class SendJob(msgspec.Struct, frozen=True):
     """Dispatch the job to one of its ranks."""
 
     rank: int
-
-
-class FinishJob(msgspec.Struct, frozen=True):
-    """End the job: its result can be made."""
-
-    launch_failure: tuple[str, str] | None = None
 
 
 class Warn(msgspec.Struct, frozen=True):
@@ -379,9 +375,7 @@ class TellNodes(msgspec.Struct, frozen=True):
     message: wire.ToNode
 
 
-Action: TypeAlias = (
-    Send | SendJob | FinishJob | Warn | Explain | ReleaseWorkers | CloseGroup | TellNodes | Order
-)
+Action: TypeAlias = Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | TellNodes | Order
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -780,7 +774,7 @@ class _Step:
         if self.state.working is not None:
             self.set_job(ended=True, settle_at=None)
             self.set(interruption=self.state.interruption.over())
-            self.act(FinishJob(self.state.launch_failure))
+            self.act(Order.FINISH_JOB)
 
     # --- interrupts, recovery, replacement -------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Group:
         for each in actions:
             if isinstance(each, Send | life.SendJob):
                 assert each.rank not in after.exited, f"{each} to a rank that is gone"
-            if isinstance(each, life.FinishJob):
+            if each is Order.FINISH_JOB:
                 self.open_jobs -= 1
                 assert self.open_jobs == 0, "a job ends once"
                 assert after.working is None
@@ -177,7 +177,7 @@ def sent(actions: list[Action], kind: type[ToRank]) -> list[int]:
 
 
 def finished(actions: list[Action]) -> bool:
-    return any(isinstance(each, life.FinishJob) for each in actions)
+    return any(each is Order.FINISH_JOB for each in actions)
 
 
 # --- coming into being -----------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def test_ranks_that_are_not_heard_of_within_a_minute_end_the_launch():
     group.feed(hello(0))
     assert group.after(59) == []
     assert Order.STOP_AGENT in group.after(2)
-    (finish,) = [each for each in group.feed(Trigger.AGENT_ENDED) if isinstance(each, life.FinishJob)]
-    assert finish.launch_failure == (
+    assert finished(group.feed(Trigger.AGENT_ENDED))
+    assert group.state.launch_failure == (
         "connect",
         "phase 'connect' did not finish in 60 s: rank 1 did not come that far",
     )
@@ -249,7 +249,7 @@ def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
     group = Group().start()
     group.feed(returned(0))
     actions = group.feed(Trigger.AGENT_ENDED)
-    assert actions == [life.CloseGroup(succeeded=False), life.FinishJob()]
+    assert actions == [life.CloseGroup(succeeded=False), Order.FINISH_JOB]
     assert group.stage() is Stage.CLOSED
 
 
