@@ -653,7 +653,7 @@ class _Step:
         if state.closed:
             self.finish()
             return
-        self.set_job(run=run.seated(state.members.ranks, state.attempt))
+        self.set_job(run=run.given_to(state.members.ranks, state.attempt))
         if not event.internal:
             self.set(notes=())
             for note in state.notes:

@@ -675,7 +675,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_M], data: bytes, sender: str) -> 
             return msgspec.convert(_translated(plain, _UNESCAPES), decoder.type)
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        msg = (
-            f"{len(data)} bytes from {sender} are no message of nblaunch's protocol and were refused: {error}"
-        )
+        what = f"{len(data)} bytes from {sender} are no message of nblaunch's protocol"
+        msg = f"{what} and were refused: {error}"
         raise ProtocolError(msg) from error

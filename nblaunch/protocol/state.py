@@ -1,8 +1,8 @@
-"""What is known of a run: a pure fold of messages into frozen states.
+"""The state of a run: a pure fold of messages into frozen states.
 
-`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts
-any messages in any order: what arrives late, twice or from a rank nobody asked for changes nothing
-that is already final. Views and results read only this.
+`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts any
+messages in any order: one that is late, repeated or from an unknown rank changes nothing that is already
+final. Views and results read only this.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class State(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether a rank in this state has nothing more to say."""
+        """Whether a rank in this state has its outcome."""
         return self in _FINAL
 
 
-_FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
+# A tuple: an enum's member has a slow hash.
+_FINAL = (State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST)
 
 
 _NOTICES = 20
@@ -67,7 +68,7 @@ _LATE = "threads of an earlier cell printed before this one began: that output c
 
 
 class RankState(msgspec.Struct, frozen=True):
-    """All that is known of one rank in one attempt."""
+    """One rank in one attempt."""
 
     rank: int
     local_rank: int = -1
@@ -88,13 +89,13 @@ class RankState(msgspec.Struct, frozen=True):
     ended: float | None = None
     warning: str = ""
     usage: Usage | None = None
-    """What it used when it was last measured; only while somebody watches."""
+    """What it used when it was last measured; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
     collectives: int | None = None
-    """How many collectives of the default group it had begun when it was last asked; likewise."""
+    """How many collectives of the default group it had begun then."""
     waiting: str = ""
-    """Of a rank that has been interrupted and does not end: since when, and in what it is."""
+    """If it has been interrupted and does not end: since when, and where it is."""
 
 
 class AttemptState(msgspec.Struct, frozen=True):
@@ -117,13 +118,13 @@ class RunState(msgspec.Struct, frozen=True):
     earlier: tuple[AttemptState, ...] = ()
     notices: tuple[str, ...] = ()
     hang: HangReport | None = None
-    """Where the ranks were when they were last asked."""
+    """Where the ranks were at the last look."""
     doing: str = ""
-    """What all ranks do before the job is over for the user, though it has ended on each."""
+    """What all ranks do after they have ended the job, before it is over for the user."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
-        """Return the state before anything has happened; `ranks` are those that take part."""
+        """Return the initial state; `ranks` are those that take part, None for all."""
         members = tuple(range(world_size)) if ranks is None else ranks
         return cls(
             world_size=world_size,
@@ -131,8 +132,8 @@ class RunState(msgspec.Struct, frozen=True):
             attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
         )
 
-    def seated(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
-        """Return the state of a job that is given to `members`, which are there already, in their attempt."""
+    def given_to(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
+        """Return the initial state of a job that is given to ranks which exist already."""
         ranks = {
             number: replace(
                 rank,
@@ -233,7 +234,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         }
         return replace(state, ranks=ranks)
     ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
-    # Those that take part: all there are, unless the job is for some of them.
+    # The job goes to all ranks of the attempt, or to the same ones if it was for some.
     some = len(state.ranks) < state.world_size
     numbers = state.ranks if some else range(max(message.world_size, 0))
     return RunState(
@@ -251,7 +252,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
 
 
 def _resized(state: RunState, world_size: int) -> RunState:
-    """Return the state with as many ranks as the nodes that met have; before that, nobody knows."""
+    """Return the state with as many ranks as the nodes of the rendezvous have: it is not known earlier."""
     begun = any(rank.state is not State.INIT for rank in state.ranks.values())
     if begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
         return state
@@ -271,9 +272,9 @@ def _measured(state: RunState, message: Measured) -> RunState:
 
 def _waiting(state: RunState, message: Waiting) -> RunState:
     news = {
-        rank: replace(known, waiting=said)
+        rank: replace(known, waiting=where)
         for rank, known in state.ranks.items()
-        if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
+        if not known.state.final and known.waiting != (where := message.ranks.get(rank, ""))
     }
     if message.doing != state.doing:
         state = replace(state, doing=message.doing)
@@ -341,7 +342,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case Exited():
             return _exited(known, message)
         case _:
-            return known  # it is about the group's process groups and interrupts, not about the run
+            return known  # of interest to the worker group only
 
 
 def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
@@ -395,7 +396,7 @@ def signal_name(exitcode: int | None) -> str | None:
 
 
 def describe_exit(exitcode: int) -> str:
-    """Say in words how a process ended.
+    """Describe how a process ended.
 
     >>> describe_exit(-9)
     'was killed by SIGKILL'
