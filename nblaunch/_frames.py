@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 # Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
 _OURS = re.compile(
-    r"(/nblaunch/(rank|capture|elastic|group)/|/torch/distributed/elastic/|/torch/multiprocessing/"
+    r"(/nblaunch/((rank|capture|elastic|group)/|_waker\.py)|/torch/distributed/elastic/|/torch/multiprocessing/"
     r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
     r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"
 )
