@@ -8,6 +8,7 @@ final. Views and results read only this.
 from __future__ import annotations
 
 import enum
+import signal
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -63,6 +64,7 @@ class State(enum.StrEnum):
 _FINAL = (State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST)
 
 
+_PLACE = ("local_rank", "node", "device", "pid", "phase")
 _NOTICES = 20
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
@@ -129,24 +131,17 @@ class RunState(msgspec.Struct, frozen=True):
         return cls(
             world_size=world_size,
             ranks={rank: RankState(rank) for rank in members},
-            attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
+            attempt=AttemptState(0, world_size, "started", time),
         )
 
     def given_to(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
         """Return the initial state of a job that is given to ranks which exist already."""
-        ranks = {
-            number: replace(
-                rank,
-                local_rank=members[number].local_rank,
-                node=members[number].node,
-                device=members[number].device,
-                pid=members[number].pid,
-                phase=members[number].phase,
-                state=_at_least_starting(rank.state) if members[number].node else rank.state,
-            )
-            for number, rank in self.ranks.items()
-            if number in members
-        }
+        ranks = {}
+        for number, rank in self.ranks.items():
+            if number in members:
+                is_at = {name: getattr(members[number], name) for name in _PLACE}
+                state = _at_least_starting(rank.state) if members[number].node else rank.state
+                ranks[number] = replace(rank, state=state, **is_at)
         return replace(self, ranks=ranks, attempt=replace(self.attempt, number=attempt))
 
     @property
@@ -156,7 +151,7 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what went wrong without failing a rank."""
+        """What went wrong without failing a rank."""
         bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
         not_sent: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
@@ -181,14 +176,13 @@ class RunState(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> State:
-        """Return the run's state in one word."""
+        """The run's state in one word."""
         states = [rank.state for rank in self.ranks.values()]
-        for state in (State.FAILED, State.LOST):
-            if state in states:
-                return State.FAILED
-        if all(state.final for state in states):
+        if self.failed:
+            return State.FAILED
+        if self.finished:
             return State.STOPPED if State.STOPPED in states else State.SUCCEEDED
-        if any(state in (State.RUNNING, State.SUCCEEDED) for state in states):
+        if State.RUNNING in states or State.SUCCEEDED in states:
             return State.RUNNING
         return State.STARTING if State.STARTING in states else State.INIT
 
@@ -206,8 +200,7 @@ def advance(state: RunState, message: Message) -> RunState:
         case AttemptStarted():
             return _next_attempt(state, message)
         case Noticed():
-            notices = (*state.notices, message.text)[-_NOTICES:]
-            return replace(state, notices=notices)
+            return replace(state, notices=(*state.notices, message.text)[-_NOTICES:])
         case Measured():
             return _measured(state, message)
         case Waiting():
@@ -240,12 +233,7 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
     return RunState(
         world_size=message.world_size,
         ranks={rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank)) for rank in numbers},
-        attempt=AttemptState(
-            number=message.number,
-            world_size=message.world_size,
-            reason=message.reason,
-            started=message.time,
-        ),
+        attempt=AttemptState(message.number, message.world_size, message.reason, message.time),
         earlier=(*state.earlier, ended),
         notices=state.notices,
     )
@@ -387,8 +375,6 @@ def signal_name(exitcode: int | None) -> str | None:
     """Return `"SIGKILL"` for -9, None for an exit code that is no signal."""
     if exitcode is None or exitcode >= 0:
         return None
-    import signal
-
     try:
         return signal.Signals(-exitcode).name
     except ValueError:
