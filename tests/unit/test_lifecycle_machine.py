@@ -269,9 +269,9 @@ def test_a_fresh_group_is_released_with_its_values_and_its_job_ends_at_once():
 def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them():
     group = Group(3).start()
     assert group.feed(raised(1)) == []
-    group.feed(raised(0))
     assert group.after(0.05) == []
-    actions = group.after(0.1)
+    group.feed(raised(0))
+    actions = group.after(0.06)
     release = wire.Release(attempt=0, succeeded=False, others=(2,))
     assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2})), life.TellNodes(release)]
     assert sent(group.feed(life.RanksStopped()), Leave) == [0, 1], "only once nobody is at work"
@@ -424,7 +424,8 @@ def test_one_rank_raises_while_another_sits_in_all_reduce():
     interrupted_peer(group)
     group.feed(where(0), where(1))
     assert sent(group.after(0.1), Recover) == [0, 1]
-    assert not finished(group.feed(Recovered(rank=0, number=1)))
+    group.feed(Recovered(rank=1, number=0))
+    assert not finished(group.feed(Recovered(rank=0, number=1))), "rank 1 answered an earlier order"
     assert finished(group.feed(Recovered(rank=1, number=1)))
     assert group.states() == [State.STOPPED, State.FAILED]
     assert group.notices() == (life.REFORMED,)
@@ -455,8 +456,10 @@ def test_ranks_that_do_not_get_ready_are_replaced_once_they_are_seen_to_do_nothi
     group = Group(kept=True).start()
     group.feed(raised(0), raised(1), where(0), where(1))
     group.after(0.1)
+    assert group.after(GRACE - 1) == []
     group.feed(Recovered(rank=0, number=1))
-    assert sent(group.after(GRACE + 0.1), ReportWhere) == [1]
+    assert group.after(GRACE - 0.1) == [], "a busy machine is slow, not broken"
+    assert sent(group.after(0.2), ReportWhere) == [1]
     group.feed(where(1))
     actions = group.after(2 * GRACE)
     assert Order.RESTART_AGENT in actions
@@ -527,7 +530,8 @@ def test_what_ranks_make_of_a_membership_change_is_no_failure():
     group.feed(returned(0))
     assert group.feed(Trigger.MEMBERSHIP_CHANGING) == [life.TellNodes(wire.Rejoin(attempt=0))]
     group.feed(raised(1, "torch.distributed.DistBackendError", PEER_GONE))
-    group.feed(life.WorkerExited(exited(1, -15)), Trigger.DRAINED)
+    actions = group.feed(life.WorkerExited(exited(1, -15)), Trigger.DRAINED)
+    assert {type(each) for each in actions} <= {life.Explain}, "the job is not over"
     assert group.states() == [State.SUCCEEDED, State.STOPPED]
     assert group.after(10) == []
     assert group.stage() is Stage.CHANGING
