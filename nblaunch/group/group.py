@@ -224,19 +224,9 @@ class WorkerGroup:
         """Send a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
 
-    def interrupt(self, job: Job | None = None) -> None:
-        """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective.
-
-        With `job` only if that is what they are at work on.
-        """
-
-        def interrupt() -> None:
-            if job is not None and job is not self.job:
-                self._end(job)  # the interrupt came before the job had been given to the ranks
-            else:
-                self._feed(Trigger.INTERRUPT)
-
-        self._hub.call(interrupt)
+    def interrupt(self, job: Job) -> None:
+        """Interrupt a job; one that these ranks have not been given yet ends at once."""
+        self._hub.call(lambda: self._feed(Trigger.INTERRUPT) if job is self.job else self._end(job))
 
     def give_up(self, job: Job) -> None:
         """End a job that these ranks have not been given."""

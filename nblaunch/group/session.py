@@ -456,7 +456,7 @@ class LiveSession:
 
     def interrupt(self) -> None:
         """Interrupt the job that is running, as the stop button does; the variables stay."""
-        self.group.interrupt()
+        self.group.post(Trigger.INTERRUPT)
 
     def restart(self) -> None:
         """Start all ranks anew; all of their variables are gone."""
@@ -508,7 +508,7 @@ class LiveSession:
         """End the ranks and wait until they are gone; does nothing the second time."""
         job = self.group.job
         if job is not None and not job.ended.is_set():
-            self.group.interrupt()
+            self.group.post(Trigger.INTERRUPT)
             job.ended.wait(self.options.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
