@@ -89,7 +89,7 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
-STARTED_AGAIN = "the ranks were started anew: all of their variables are gone"
+RESTARTED = "the ranks were restarted: all of their variables are gone"
 _NEVER = float("inf")
 
 
@@ -586,7 +586,7 @@ class _Step:
             holding=None,
         )
         if message.number > 0 and self.state.kept:
-            self.note(STARTED_AGAIN)
+            self.note(RESTARTED)
         job = self.state.working
         if job is not None and job.dispatched and self.state.kept:
             self.finish()  # its ranks are gone, with all the variables it could use
