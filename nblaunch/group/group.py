@@ -31,31 +31,10 @@ from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
 from nblaunch.elastic.thread import AgentThread
+from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import (
-    Action,
-    AttemptStarting,
-    CloseGroup,
-    ExitExplained,
-    Explain,
-    GroupEvent,
-    GroupState,
-    JobGiven,
-    NodeLeaving,
-    Observed,
-    Order,
-    RanksStopped,
-    Received,
-    ReleaseWorkers,
-    SendJob,
-    TellNodes,
-    Trigger,
-    Warn,
-    WorkerExited,
-    WorkersForked,
-    step,
-)
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Trigger, step
 from nblaunch.group.members import Nodes
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
@@ -162,10 +141,10 @@ class WorkerGroup:
         def given() -> None:
             self.job = job
             if job is None:
-                self._feed(JobGiven(prepare, self.settings.grace))
+                self._feed(lifecycle.JobGiven(prepare, self.settings.grace))
                 return
             job.logs = self._logs.begin_job(self.attempt)
-            self._feed(JobGiven(prepare, self.settings.grace, job.state, job.internal))
+            self._feed(lifecycle.JobGiven(prepare, self.settings.grace, job.state, job.internal))
 
         self._hub.call(given)
 
@@ -212,13 +191,13 @@ class WorkerGroup:
             if job is not None and (job is not self.job or job.ended.is_set()):
                 job.keep(report)
             else:
-                self._feed(Observed(report))
+                self._feed(lifecycle.Observed(report))
 
         self._hub.run(keep, _ANSWER_SECONDS)
 
     def waits_for(self, ranks: Mapping[int, str]) -> None:
         """Show where each of these ranks is, which the job waits for."""
-        self.post(Observed(Waiting(ranks=dict(ranks))))
+        self.post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
@@ -319,7 +298,7 @@ class WorkerGroup:
 
     def others_stopped(self) -> None:
         """Release the ranks that have failed: no other is still at work."""
-        self.post(RanksStopped())
+        self.post(lifecycle.RanksStopped())
 
     def recorded(self, event: Event) -> None:
         """Keep one of torchelastic's events."""
@@ -340,17 +319,17 @@ class WorkerGroup:
     def rank_gone(self, exited: Exited) -> None:
         """Fold the exit of a process, on any node, after what its rank has sent."""
         self._hub.drain()
-        self._feed(WorkerExited(exited))
+        self._feed(lifecycle.WorkerExited(exited))
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
         """Release those of these ranks that have failed: none is still at work."""
-        self._feed(RanksStopped(frozenset(ranks)))
+        self._feed(lifecycle.RanksStopped(frozenset(ranks)))
 
     def node_leaves(self, name: str, *, asked: bool) -> bool:
         """Go on without a node, if there are nodes enough; those that stay begin again."""
         nodes, rdzv = self._nodes, self.settings.rdzv
         enough = nodes is not None and rdzv is not None and 1 + nodes.count >= rdzv.least < rdzv.most
-        self._feed(NodeLeaving(name, asked=asked, enough=enough))
+        self._feed(lifecycle.NodeLeaving(name, asked=asked, enough=enough))
         return self._life.changing
 
     def _close_nodes(self, *, succeeded: bool) -> None:
@@ -381,12 +360,12 @@ class WorkerGroup:
                 message = taken
             case _:
                 pass
-        self._feed(Received(self._with_holders(message)))
+        self._feed(lifecycle.Received(self._with_holders(message)))
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
             if self.job is not None and self.job.shows(printed):
-                self._feed(Observed(printed))
+                self._feed(lifecycle.Observed(printed))
 
     def _with_holders(self, message: FromRank) -> FromRank:
         """Add to the failure of a rank that lacked GPU memory which processes hold it."""
@@ -434,7 +413,7 @@ class WorkerGroup:
         self._may_end.clear()
         if self._nodes is not None:
             self._nodes.begin()
-        self._feed(AttemptStarting(message))
+        self._feed(lifecycle.AttemptStarting(message))
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
@@ -447,7 +426,7 @@ class WorkerGroup:
     ) -> None:
         pids = {worker.rank: worker.pid for worker in workers}
         message = AttemptStarted(number=number, world_size=world_size, time=time.time(), pids=pids)
-        self._feed(WorkersForked(message, frozenset(pids), remote))
+        self._feed(lifecycle.WorkersForked(message, frozenset(pids), remote))
 
     def _on_agent_end(self, error: BaseException | None) -> None:
         try:
@@ -484,19 +463,20 @@ class WorkerGroup:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
-            case TellNodes(message) if self._nodes is not None:
+            case lifecycle.TellNodes(message) if self._nodes is not None:
                 self._nodes.tell(message)
-            case Explain(exited):
+            case lifecycle.Explain(exited):
                 self._observe(self._logs.rest(exited.rank))
                 stderr = self._logs.stderr_of(exited.rank)
-                self._feed(ExitExplained(self._exit_reasons.explained(exited, self._titles, stderr)))
-            case ReleaseWorkers(succeeded, others):
+                explained = self._exit_reasons.explained(exited, self._titles, stderr)
+                self._feed(lifecycle.ExitExplained(explained))
+            case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
-            case CloseGroup(succeeded):
+            case lifecycle.CloseGroup(succeeded):
                 self._close(succeeded=succeeded)
-            case SendJob(rank) if job is not None:
+            case lifecycle.SendJob(rank) if job is not None:
                 self._send(rank, job.dispatch_to(rank))
-            case Warn(text) if job is not None:
+            case lifecycle.Warn(text) if job is not None:
                 job.late.append(text)
             case Order.FINISH_JOB if job is not None:
                 job.launch_failure = self._life.launch_failure
