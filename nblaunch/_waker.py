@@ -1,4 +1,4 @@
-"""What one thread wakes another one with that waits for descriptors."""
+"""Wakes a thread that waits for descriptors, from another thread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import socket
 
 
 class Waker:
-    """Ends the wait of a thread that polls it: `wake` from any thread, also before the wait has begun."""
+    """A descriptor that ends the wait of the thread that polls it; `wake` is for any thread, at any time."""
 
     def __init__(self) -> None:
-        """Make both ends."""
         self._polled, self._written = socket.socketpair()
         for end in (self._polled, self._written):
             end.settimeout(0)
@@ -20,17 +19,17 @@ class Waker:
         return self._polled.fileno()
 
     def wake(self) -> None:
-        """End the wait; does nothing once this is closed."""
-        with contextlib.suppress(OSError):  # closed; or woken so often already that no more fits
+        """End the present wait, or the next one; does nothing once this is closed."""
+        with contextlib.suppress(OSError):  # closed, or woken so often that the buffer is full
             self._written.send(b"\0")
 
     def clear(self) -> None:
-        """Make the next wait last, unless `wake` is called again; only on the thread that waits."""
+        """Forget earlier calls of `wake`; only on the thread that waits."""
         with contextlib.suppress(OSError):  # nothing is left to read
             while self._polled.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Let go of both ends."""
+        """Close both ends."""
         self._polled.close()
         self._written.close()

@@ -49,7 +49,7 @@ Modules, each after those that it imports:
     recovery    interrupts, and making ranks fit for another job: two pure machines
     prompts     questions of ranks, put to the user
     result      a finished job as a result, and as the error to raise
-    lifecycle   `step`: what becomes of jobs and ranks, stage by stage
+    lifecycle   `step`: every decision on jobs and ranks, stage by stage
     group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
     wait        the caller's wait: timeout, interrupt, hang

@@ -1,12 +1,12 @@
 """A worker group: its agent, its ranks' messages and logs, and its jobs, around one pure machine.
 
-What happens to a group becomes an event, on the hub's thread and one after the other; the machine of
-`nblaunch.group.lifecycle` decides what follows, and this module performs it. Nothing is decided here. What
-other threads read are immutable snapshots.
+Whatever happens to a group becomes an event, on the hub's thread and one after the other. The machine of
+`nblaunch.group.lifecycle` decides what follows, and this module performs it. Nothing is decided here. Other
+threads read immutable snapshots.
 
-The notebook's agent alone decides when several nodes meet again; it says so here before the first rank is
-ended, and the other nodes get a message. So what ranks make of the end of their peers is never taken for a
-failure.
+Only the notebook's agent decides when several nodes repeat the rendezvous. It reports that here before the
+first rank is ended, and the other nodes get a message. So the failures of ranks whose peers end are never
+taken for failures of the run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeAlias, assert_never
+from typing import Protocol, TypeAlias
 
 import msgspec
 
 from nblaunch import _notebook
-from nblaunch._errors import LaunchError, RunFailedError
+from nblaunch._errors import RunFailedError
 from nblaunch._results import Event, EventLog
 from nblaunch.diagnose import failures
 from nblaunch.elastic import runtime_dir
@@ -35,7 +35,7 @@ from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import GroupState, step
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Trigger, step
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
 from nblaunch.group.usage import alive
@@ -45,11 +45,8 @@ from nblaunch.protocol.messages import (
     AttemptStarted,
     Exited,
     FromRank,
-    Measured,
     Names,
-    Noticed,
     Orders,
-    Phase,
     Prepare,
     Printed,
     Raised,
@@ -126,15 +123,14 @@ class WorkerGroup:
         self.events = EventLog()
         """What torchelastic has recorded of these ranks."""
         self._hub = hub
-        self._life = GroupState(
-            kept=keep, grace=settings.grace, members=RunState.fresh(settings.nproc, time=time.time())
-        )
+        self._life = GroupState(kept=keep, members=RunState.fresh(settings.nproc, time=time.time()))
         self._lost_keys: dict[int, tuple[int, ...]] = {}
         """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
         self._logs = RankLogs()
         self._stack_requests: list[StackRequest] = []
         self._error: BaseException | None = None
-        self._let_go = threading.Event()
+        self._may_end = threading.Event()
+        """Set once no rank is inside NCCL any more."""
         self._peers: Peers | None = None
         self._started = False
         self._kept: object = None
@@ -150,12 +146,12 @@ class WorkerGroup:
 
     @property
     def state(self) -> RunState:
-        """The ranks themselves; what becomes of a job is in `job.state`."""
+        """The ranks themselves; the state of the job is `job.state`."""
         return self._life.members
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks of this attempt have come into being."""
+        """Whether all ranks of this attempt have formed their process group."""
         return self._life.all_ready
 
     @property
@@ -163,7 +159,7 @@ class WorkerGroup:
         """The ranks that have been interrupted and are still at work, and since when (monotonic)."""
         return self._life.interruption.waited_for
 
-    # --- for the caller's thread -----------------------------------------------------------------
+    # --- on the caller's thread -----------------------------------------------------------------
 
     def start(self) -> None:
         """Start the agent, which starts the ranks; does nothing the second time."""
@@ -178,17 +174,22 @@ class WorkerGroup:
         def given() -> None:
             self.job = job
             if job is None:
-                self._feed(lifecycle.JobGiven(prepare))
+                self._feed(lifecycle.JobGiven(prepare, self.settings.grace))
                 return
             job.logs = self._logs.begin_job(self.attempt)
-            self._feed(lifecycle.JobGiven(prepare, job.state, job.internal))
+            self._feed(lifecycle.JobGiven(prepare, self.settings.grace, job.state, job.internal))
 
         self._hub.call(given)
 
+    def post(self, event: GroupEvent) -> None:
+        """Feed an event to the machine, from any thread."""
+        self._hub.call(functools.partial(self._feed, event))
+
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers."""
+        state = self._life.at_work
         request = StackRequest(
-            rank.rank for rank in self._at_work.ranks.values() if rank.node and not rank.state.final
+            rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final
         )
 
         def ask() -> None:
@@ -198,77 +199,46 @@ class WorkerGroup:
 
         self._hub.call(ask)
         request.complete.wait(seconds)
-        return request.report(self._here(self._at_work), str(self._directory), self._titles)
-
-    @property
-    def _at_work(self) -> RunState:
-        """The job's state while there is one, else that of the ranks, which are idle."""
-        job = self.job
-        return job.state if job is not None and not job.ended.is_set() else self.state
+        return request.report(self._here(self._life.at_work), str(self._directory), self._titles)
 
     @property
     def _titles(self) -> dict[str, str]:
         return self.job.titles if self.job is not None else {}
 
     def _here(self, state: RunState) -> RunState:
-        """Return the state without process ids of other machines: here they are somebody else's."""
+        """Return the state without process ids of other machines: here they belong to other processes."""
         away = self._life.remote
+        if not away:
+            return state
         ranks = {
-            rank: replace(each, pid=None) if rank in away else each for rank, each in state.ranks.items()
+            rank: msgspec.structs.replace(each, pid=None) if rank in away else each
+            for rank, each in state.ranks.items()
         }
-        return replace(state, ranks=ranks) if away else state
+        return msgspec.structs.replace(state, ranks=ranks)
 
     def looked_at(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are with what is known of the job."""
-        job, kept = self.job, threading.Event()
+        """Keep a report of where the ranks are with the state of the job."""
+        job = self.job
 
         def keep() -> None:
             if job is not None and (job is not self.job or job.ended.is_set()):
                 job.keep(report)
             else:
-                self._feed(lifecycle.StacksTaken(report))
-            kept.set()
+                self._feed(lifecycle.Observed(report))
 
-        self._hub.call(keep)
-        kept.wait(_ANSWER_SECONDS)
-
-    def measured(self, measured: Measured) -> None:
-        """Keep what the ranks use with what is known of the run, and ask how far each of them is."""
-        self._post(lifecycle.Observed(measured))
-
-    def notice(self, text: str) -> None:
-        """Show something about the job that does not end it."""
-        self._post(lifecycle.Observed(Noticed(text=text)))
-
-    def note(self, text: str) -> None:
-        """Show something with the next job of which the user sees the result."""
-        self._post(lifecycle.Noted(text))
-
-    def forget_notes(self) -> None:
-        """Show nothing of what has happened so far: the user knows."""
-        self._post(lifecycle.NotesForgotten())
+        self._hub.run(keep, _ANSWER_SECONDS)
 
     def waits_for(self, ranks: Mapping[int, str]) -> None:
-        """Show for each of these ranks what is said of it."""
-        self._post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
+        """Show where each of these ranks is, which the job waits for."""
+        self.post(lifecycle.Observed(Waiting(ranks=dict(ranks))))
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Send a rank what the user has typed."""
         self._hub.call(lambda: self._send(rank, answer))
 
-    def interrupt(self, job: Job | None = None) -> None:
-        """Raise KeyboardInterrupt in every rank at work; free those that are stuck in a collective.
-
-        With `job` only if that is what they are at work on.
-        """
-
-        def interrupt() -> None:
-            if job is not None and job is not self.job:
-                self._end(job)  # the interrupt came before the job had been given to the ranks
-            else:
-                self._feed(lifecycle.InterruptAsked())
-
-        self._hub.call(interrupt)
+    def interrupt(self, job: Job) -> None:
+        """Interrupt a job; one that these ranks have not been given yet ends at once."""
+        self._hub.call(lambda: self._feed(Trigger.INTERRUPT) if job is self.job else self._end(job))
 
     def give_up(self, job: Job) -> None:
         """End a job that these ranks have not been given."""
@@ -277,14 +247,6 @@ class WorkerGroup:
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
         self._agent.stop()
-
-    def restart(self, reason: str) -> None:
-        """End the ranks of a kept group, and start others."""
-        self._post(lifecycle.RestartAsked(reason))
-
-    def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
-        self._post(lifecycle.GraceSkipped())
 
     def take_lost(self) -> dict[int, tuple[int, ...]]:
         """Return the keys of objects that ranks have lost since the last call."""
@@ -299,14 +261,9 @@ class WorkerGroup:
         return connected and self._agent.all_alive() and all(alive(rank.pid) for rank in known)
 
     def adopt(self, settings: AgentSettings) -> None:
-        """Let the next job have its own grace period."""
+        """Give the next job its own grace period."""
         self.settings = replace(self.settings, grace=settings.grace)
         self._agent.adopt(self.settings)
-        self._post(lifecycle.GraceSet(settings.grace))
-
-    def leave(self) -> None:
-        """Let the ranks of a group without a job end in order."""
-        self._post(lifecycle.Dismissed())
 
     def keep_until_closed(self, something: object) -> None:
         """Refer to an object until the last rank is gone."""
@@ -315,30 +272,14 @@ class WorkerGroup:
             self._kept = None
 
     def close(self) -> None:
-        """Wait for the last of a group that has ended, and let go of its values."""
+        """Wait for the thread of a group that has ended, and release its values."""
         self._agent.join(_JOIN_SECONDS if self.closed.is_set() else 0)
         # The group and its agent refer to each other; gigabytes must not wait until the collector comes.
         if self.closed.is_set():
             self.job = None
-            self._life = replace(self._life, job=None)
+            self._life = msgspec.structs.replace(self._life, job=None)
 
-    # --- from the agent's thread -----------------------------------------------------------------
-
-    def _noted(self, action: Callable[[], None]) -> None:
-        """Have the hub's thread do something, and wait until it has."""
-        done = threading.Event()
-
-        def act() -> None:
-            try:
-                action()
-            finally:
-                done.set()
-
-        self._hub.call(act)
-        while not done.wait(1.0):
-            if not self._hub.usable:
-                msg = "the hub, which carries the ranks' messages, has ended"
-                raise LaunchError(msg, phase=Phase.CONNECT.value)
+    # --- on the agent's thread -------------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
         wanted = self.settings.processes
@@ -359,13 +300,13 @@ class WorkerGroup:
         return (orders,)
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Begin an attempt before the first process is forked: it may speak before the last one is."""
+        """Register the attempt before forking: the first rank may connect before the last one exists."""
         started = AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
-        self._noted(lambda: self._on_attempt(started))
+        self._hub.run(lambda: self._on_attempt(started))
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Follow the processes and their log files, before those of other nodes."""
-        self._noted(lambda: self._on_workers(number, world_size, workers))
+        self._hub.run(lambda: self._on_workers(number, world_size, workers))
 
     def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
         """Fold the exit of a process, after what its rank has sent."""
@@ -373,17 +314,17 @@ class WorkerGroup:
         self._hub.call(lambda: self.rank_gone(exited))
 
     def membership_changing(self) -> None:
-        """Expect the end of all ranks before the first is ended: what peers make of that is no failure."""
+        """Expect the end of all ranks before the first is ended: how their peers fail then is no failure."""
 
         def change() -> None:
-            self._feed(lifecycle.MembershipChanging())
+            self._feed(Trigger.MEMBERSHIP_CHANGING)
             if self._peers is not None:
                 self._peers.rejoin()
 
-        self._noted(change)
+        self._hub.run(change)
 
     def ranks_ending(self) -> None:
-        """Have NCCL let go on every rank before the first is killed; waits for that with a bound.
+        """Have every rank release NCCL before the first is killed; waits for that with a bound.
 
         A kernel of NCCL's reads and writes the memory of other GPUs. Where the process that the memory
         belongs to goes first, that is an illegal access in the others, and can take down the links between
@@ -391,12 +332,12 @@ class WorkerGroup:
         """
         prepare = self._life.prepare
         if prepare is not None and prepare.device_type != "cpu":
-            self._post(lifecycle.RanksEnding())
-            self._let_go.wait(_ABORT_SECONDS)
+            self.post(Trigger.RANKS_ENDING)
+            self._may_end.wait(_ABORT_SECONDS)
 
     def others_stopped(self) -> None:
-        """Let ranks that have failed go: nobody is at work any more."""
-        self._post(lifecycle.OthersStopped())
+        """Release the ranks that have failed: no other is still at work."""
+        self.post(lifecycle.RanksStopped())
 
     def recorded(self, event: Event) -> None:
         """Keep one of torchelastic's events."""
@@ -407,7 +348,7 @@ class WorkerGroup:
         self.events.close()
         self._hub.call(lambda: self._on_agent_end(error))
 
-    # --- on the hub's thread: what the nodes say -------------------------------------------------
+    # --- on the hub's thread: messages of nodes -------------------------------------------------
 
     def node_started(self, workers: tuple[Worker, ...]) -> None:
         """Follow a node's processes and their log files."""
@@ -415,13 +356,13 @@ class WorkerGroup:
         self._forked(self.attempt, self.state.world_size, workers, remote=True)
 
     def rank_gone(self, exited: Exited) -> None:
-        """Fold the exit of a process, wherever it was, after what its rank has sent."""
+        """Fold the exit of a process, on any node, after what its rank has sent."""
         self._hub.drain()
         self._feed(lifecycle.WorkerExited(exited))
 
     def ranks_stopped(self, ranks: Iterable[int]) -> None:
-        """Let those of these ranks that have failed go: none is at work any more."""
-        self._feed(lifecycle.OthersStopped(frozenset(ranks)))
+        """Release those of these ranks that have failed: none is still at work."""
+        self._feed(lifecycle.RanksStopped(frozenset(ranks)))
 
     def node_leaves(self, name: str, *, asked: bool, enough: bool) -> bool:
         """Go on without a node, if there are enough; those that stay begin again."""
@@ -433,7 +374,7 @@ class WorkerGroup:
         if peers is not None:
             peers.close(succeeded=succeeded)
 
-    # --- on the hub's thread: what the ranks say -------------------------------------------------
+    # --- on the hub's thread: messages of ranks -------------------------------------------------
 
     def receive(self, message: FromRank) -> None:
         """Feed a rank's message, after the output that came before it."""
@@ -456,7 +397,7 @@ class WorkerGroup:
                 message = taken
             case _:
                 pass
-        self._feed(lifecycle.RankSaid(self._with_holders(message)))
+        self._feed(lifecycle.Received(self._with_holders(message)))
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
@@ -464,7 +405,7 @@ class WorkerGroup:
                 self._feed(lifecycle.Observed(printed))
 
     def _with_holders(self, message: FromRank) -> FromRank:
-        """Let a rank that lacked GPU memory say who holds it."""
+        """Add to the failure of a rank that lacked GPU memory which processes hold it."""
         if not isinstance(message, Raised) or message.failure.memory is None:
             return message
         node = self.state.ranks[message.rank].node
@@ -481,7 +422,7 @@ class WorkerGroup:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due until a rank, the agent or the caller speaks."""
+        """Whether nothing is due before the next message, report or request."""
         return self._life.quiet
 
     def tick(self, now: float) -> None:
@@ -491,7 +432,7 @@ class WorkerGroup:
             self._observe(self._logs.news(job.state.ranks))
         if self._peers is not None:
             self._peers.tick(now)
-        self._feed(lifecycle.Tick(), now)
+        self._feed(Trigger.TICK, now)
 
     def lost(self, error: Exception) -> None:
         """End the run: no message of its ranks arrives any more."""
@@ -499,14 +440,14 @@ class WorkerGroup:
             f"lost the connection to the ranks (hub socket: {error}); they were terminated. "
             "The next run reconnects."
         )
-        self._feed(lifecycle.HubLost())
+        self._feed(Trigger.HUB_LOST)
 
     def _on_attempt(self, message: AttemptStarted) -> None:
         self._hub.drain(_LAST_DRAIN_SECONDS)
-        self._feed(lifecycle.Drained())
+        self._feed(Trigger.DRAINED)
         self._logs.close()
         self.names, self._lost_keys = {}, {}
-        self._let_go.clear()
+        self._may_end.clear()
         if self._peers is not None:
             self._peers.begin_attempt()
         self._feed(lifecycle.AttemptStarting(message))
@@ -526,13 +467,13 @@ class WorkerGroup:
     def _on_agent_end(self, error: BaseException | None) -> None:
         try:
             self._hub.drain(_LAST_DRAIN_SECONDS)
-            self._feed(lifecycle.Drained())
+            self._feed(Trigger.DRAINED)
             self._observe(self._logs.rest_of_all())
-        except Exception as broken:  # noqa: BLE001 - whoever waits for the end must see it
+        except Exception as broken:  # noqa: BLE001 - the caller that waits for the end must see it
             error = error or broken
         finally:
             self._error = self._error or error
-            self._feed(lifecycle.AgentEnded())
+            self._feed(Trigger.AGENT_ENDED)
 
     def _close(self, *, succeeded: bool) -> None:
         # Here and not in `close`: a caller who is interrupted once more may never come that far.
@@ -543,22 +484,18 @@ class WorkerGroup:
         self.closed.set()
         self._kept = None
 
-    def _post(self, event: lifecycle.Event) -> None:
-        """Feed an event from any thread."""
-        self._hub.call(functools.partial(self._feed, event))
-
-    def _feed(self, event: lifecycle.Event, now: float | None = None) -> None:
-        """Take an event, and perform what follows from it; only on the hub's thread."""
+    def _feed(self, event: GroupEvent, now: float | None = None) -> None:
+        """Feed an event to the machine, and perform the actions that follow; only on the hub's thread."""
         self._life, actions = step(self._life, event, time.monotonic() if now is None else now)
         self.attempt = self._life.attempt
         job, known = self.job, self._life.job
         if job is not None and known is not None and not job.ended.is_set():
             job.state, job.interrupted = known.run, known.interrupted
         for action in actions:
-            # `close`, on another thread, lets go of `self.job` as soon as the group is closed.
+            # `close`, on another thread, drops `self.job` as soon as the group is closed.
             self._perform(action, job)
 
-    def _perform(self, action: lifecycle.Action, job: Job | None) -> None:
+    def _perform(self, action: Action, job: Job | None) -> None:
         match action:
             case Send(rank, message):
                 self._send(rank, message)
@@ -567,73 +504,45 @@ class WorkerGroup:
                 stderr = self._logs.stderr_of(exited.rank)
                 explained = self._exit_reasons.explained(exited, self._titles, stderr)
                 self._feed(lifecycle.ExitExplained(explained))
-            case lifecycle.LetGo():
-                self._let_go.set()
-            case lifecycle.CloseGroup(succeeded):
-                self._close(succeeded=succeeded)
-            case (
-                lifecycle.ReleaseWorkers()
-                | lifecycle.StopAgent()
-                | lifecycle.RestartAgent()
-                | lifecycle.RejoinNodes()
-                | lifecycle.SkipGrace()
-            ):
-                self._order(action)
-            case _ if job is not None:
-                self._do_to_job(action, job)
-            case _:
-                pass
-
-    def _order(
-        self,
-        action: lifecycle.ReleaseWorkers
-        | lifecycle.StopAgent
-        | lifecycle.RestartAgent
-        | lifecycle.RejoinNodes
-        | lifecycle.SkipGrace,
-    ) -> None:
-        """Have the agent do something, and the peers follow."""
-        match action:
             case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
                 if self._peers is not None:
                     self._peers.release(succeeded=succeeded, others=others)
-            case lifecycle.StopAgent():
+            case lifecycle.CloseGroup(succeeded):
+                self._close(succeeded=succeeded)
+            case lifecycle.SendJob(rank) if job is not None:
+                self._send(rank, job.dispatch_to(rank))
+            case lifecycle.Warn(text) if job is not None:
+                job.late.append(text)
+            case Order.FINISH_JOB if job is not None:
+                job.launch_failure = self._life.launch_failure
+                self._end(job)
+            case Order.KEEP_PAYLOAD if job is not None:
+                job.whole()
+            case Order.FORGET_VALUES if job is not None:
+                job.values = {}
+            case Order():
+                self._give_order(action)
+            case _:
+                pass
+
+    def _give_order(self, order: Order) -> None:
+        """Have the agent do something, and the peers follow."""
+        match order:
+            case Order.STOP_AGENT:
                 self._agent.stop()
-            case lifecycle.RestartAgent():
+            case Order.RESTART_AGENT:
                 self._agent.restart()
-            case lifecycle.RejoinNodes():
+            case Order.REJOIN_NODES:
                 self._agent.rejoin()
-            case lifecycle.SkipGrace():
+            case Order.SKIP_GRACE:
                 self._agent.skip_grace()
                 if self._peers is not None:
                     self._peers.skip_grace()
+            case Order.END_RANKS:
+                self._may_end.set()
             case _:
-                assert_never(action)
-
-    def _do_to_job(
-        self,
-        action: lifecycle.Dispatch
-        | lifecycle.KeepPayload
-        | lifecycle.ForgetValues
-        | lifecycle.FinishJob
-        | lifecycle.Warn,
-        job: Job,
-    ) -> None:
-        match action:
-            case lifecycle.Dispatch(rank):
-                self._send(rank, job.dispatch_to(rank))
-            case lifecycle.KeepPayload():
-                job.whole()
-            case lifecycle.ForgetValues():
-                job.values = {}
-            case lifecycle.FinishJob(launch_failure):
-                job.launch_failure = launch_failure
-                self._end(job)
-            case lifecycle.Warn(text):
-                job.late.append(text)
-            case _:
-                assert_never(action)
+                pass  # it concerns a job, and there is none
 
     def _end(self, job: Job) -> None:
         job.error = job.error or self._error

@@ -1,7 +1,7 @@
 """The hub: one thread, one ZMQ socket, all ranks of all worker groups of a process.
 
-Whatever happens to a group happens on this thread, one thing after the other: messages from ranks,
-reports of its agent's thread (`call`), and its own clock (`tick`). So a group needs no locks.
+A group changes on this thread only, by one event after the other: messages of its ranks, reports of its
+agent's thread (`call`), and the clock (`tick`). So it needs no locks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIVE_SECONDS = 1.0
 
 
 class Addressee(Protocol):
-    """A worker group, as its messages are addressed."""
+    """A worker group as an address: each rank's socket is named after the group, the attempt and the rank."""
 
     group: str
     attempt: int
@@ -46,7 +46,7 @@ class Member(Addressee, Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is due until somebody speaks."""
+        """Whether nothing is due before the next message or call."""
 
     def receive(self, message: FromRank) -> None:
         """Take a message from an authenticated rank of the present attempt."""
@@ -55,7 +55,7 @@ class Member(Addressee, Protocol):
         """Do what is due; `now` is monotonic."""
 
     def lost(self, error: Exception) -> None:
-        """Take note that no rank can be heard any more."""
+        """End the group: no message arrives any more."""
 
 
 class Hub:
@@ -98,9 +98,9 @@ class Hub:
         return self._thread.is_alive() and not self._broken and not self._socket.closed
 
     def be_reachable(self) -> None:
-        """Bind the socket's file again if somebody has cleaned the temporary directory.
+        """Bind the socket's file again if a cleaner has removed it from the temporary directory.
 
-        Ranks that are connected have not noticed. Raises `LaunchError` if it cannot be bound.
+        Ranks that are connected are not affected. Raises `LaunchError` if it cannot be bound.
         """
         if self._directory.root() != self._file.parent or not self._file.exists():
             self.run(self._bind, _BIND_SECONDS)
@@ -115,10 +115,9 @@ class Hub:
             raise LaunchError(msg, phase="connect") from error
 
     def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the hub's thread, after all that was asked before.
+        """Run `action` on the hub's thread, after all earlier calls.
 
-        Nothing runs it once the hub is closed: the process ends, and a daemon thread of it still waits for
-        ranks.
+        Once the hub is closed, nothing runs it: the process ends, while daemon threads still wait for ranks.
         """
         self._calls.put(action)
         self._waker.wake()
@@ -134,7 +133,7 @@ class Hub:
         def act() -> None:
             try:
                 action()
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 raised.append(error)
             finally:
                 done.set()
@@ -151,7 +150,7 @@ class Hub:
             raise raised.pop()
 
     def add(self, member: Member) -> None:
-        """Begin to route messages of this group."""
+        """Route messages of this group."""
         self.call(lambda: self._members.__setitem__(member.group, member))
 
     def remove(self, member: Member) -> None:
@@ -165,7 +164,7 @@ class Hub:
         self.call(forget)
 
     def members(self) -> tuple[Member, ...]:
-        """Return the groups that messages are routed to; only on the hub's thread."""
+        """Return the groups whose messages are routed; only on the hub's thread."""
         return tuple(self._members.values())
 
     def send(self, member: Addressee, rank: int, message: ToRank) -> None:
@@ -175,7 +174,7 @@ class Hub:
             self._socket.send_multipart([identity, encode(message)])
 
     def watch(self, socket: zmq.Socket[bytes], action: Callable[[], None] | None) -> None:
-        """Call `action` whenever another socket has something; only on the hub's thread. None: no more."""
+        """Call `action` whenever another socket is readable, or None to stop; only on the hub's thread."""
         if action is not None:
             self._watched[socket] = action
             self._poller.register(socket, zmq.POLLIN)
@@ -183,9 +182,9 @@ class Hub:
             self._poller.unregister(socket)
 
     def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Handle the messages that are here already; only on the hub's thread.
+        """Handle the messages that have arrived already; only on the hub's thread.
 
-        Not for longer than `seconds`: a rank that never pauses must not keep others, or an interrupt, out.
+        Not for longer than `seconds`: a rank that never pauses must not hold up others, or an interrupt.
         """
         until = time.monotonic() + seconds
         with contextlib.suppress(zmq.ZMQError):
@@ -201,7 +200,7 @@ class Hub:
     def _serve(self) -> None:
         try:
             self._route()
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would end the runs
+        except Exception as error:  # noqa: BLE001 - nothing else would end the runs
             self._broken = True
             self._end_members(error)
         finally:
@@ -232,7 +231,7 @@ class Hub:
             ready = dict(poller.poll(wait))
             if self._socket in ready:
                 self.drain()
-            self._hear_others(ready)
+            self._call_watchers(ready)
             if self._waker.fileno() in ready:
                 self._waker.clear()
             self._run_calls()
@@ -241,13 +240,14 @@ class Hub:
                 next_tick = now + _TICK_SECONDS
                 self._tick(now)
 
-    def _hear_others(self, ready: Container[object]) -> None:
+    # Both not in the loop above: a variable of theirs would keep the last group alive, values and all.
+
+    def _call_watchers(self, ready: Container[object]) -> None:
         for socket, action in list(self._watched.items()):
             if socket in ready:
                 self._guard(action)
 
     def _tick(self, now: float) -> None:
-        # Not in the loop that calls this: its variable would keep the last group, values and all.
         for member in list(self._members.values()):
             self._guard(functools.partial(member.tick, now))
 
@@ -269,11 +269,11 @@ class Hub:
             return
         group, attempt, rank = _parse(identity)
         if group not in self._members:
-            # Its ranks were forked after `add`, whose action may still wait in the queue behind this message.
+            # Its ranks were forked after `add`, whose call may still be in the queue.
             self._run_calls()
         member = self._members.get(group)
         if member is None or attempt != member.attempt:
-            return  # of a group that has ended, or an attempt that has been given up
+            return  # of a group that has ended, or an earlier attempt
         if identity not in self._known:
             if not self._authentic(member, message, rank):
                 self._refuse(identity, f"{_name(identity)} did not say hello with this run's token")
@@ -300,10 +300,10 @@ class Hub:
 
     @staticmethod
     def _guard(action: Callable[[], None]) -> None:
-        """Keep one group's defect from ending the thread that serves all of them."""
+        """Run `action`; a defect of one group must not end the thread that serves all of them."""
         try:
             action()
-        except Exception:  # noqa: BLE001 - whatever it is, the other groups go on
+        except Exception:  # noqa: BLE001 - the other groups go on
             _log.exception("nblaunch's hub could not do a step; please report this")
 
 

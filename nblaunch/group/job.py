@@ -1,6 +1,6 @@
-"""One job of a worker group: what is known of it, its values, its output, and its end.
+"""One job of a worker group: its state, its values, its output, and its end.
 
-Everything here happens on the hub's thread; `Job.state` is an immutable snapshot that any thread may read,
+Everything here runs on the hub's thread. `Job.state` is an immutable snapshot that any thread may read, and
 `Job.ended` an event that any thread may wait for.
 """
 
@@ -47,7 +47,7 @@ _BITS = {Stream.STDOUT: 1, Stream.STDERR: 2}
 
 @dataclass(frozen=True, slots=True)
 class OutputFilter:
-    """What `--redirects`, `--tee` and `--local-ranks-filter` say, all with torchrun's meaning."""
+    """The options `--redirects`, `--tee` and `--local-ranks-filter`, all with torchrun's meaning."""
 
     redirects: str = "0"
     tee: str = "0"
@@ -55,7 +55,7 @@ class OutputFilter:
 
     @classmethod
     def of(cls, options: LaunchOptions) -> OutputFilter:
-        """Return what these options say."""
+        """Return the filter that these options describe."""
         some = options.local_ranks_filter
         return cls(options.redirects, options.tee, None if some is None else frozenset(some))
 
@@ -76,12 +76,12 @@ class OutputFilter:
 EVERYTHING = OutputFilter()
 
 
-# The log files of a group's ranks, attempt by attempt: what is new in them, and which part is the job's.
+# The log files of a group's ranks, attempt by attempt: new text, and which part of it is the job's.
 
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """Where one rank of one attempt wrote, and from where to where its job did."""
+    """The log files of one rank in one attempt, and which part of them its job wrote."""
 
     worker: Worker
     started: Offsets = field(default_factory=Offsets)
@@ -89,38 +89,33 @@ class Logs:
 
 
 class RankLogs:
-    """Used on the hub's thread only."""
+    """The log files of all ranks of a group; used on the hub's thread only."""
 
     def __init__(self) -> None:
-        """Begin without any."""
         self.attempts: dict[int, dict[int, Logs]] = {}
         self._present: dict[int, Logs] = {}
         self._tails: dict[int, LogTail] = {}
 
-    def known(self, ranks: int) -> bool:
-        """Whether the files of the present attempt's `ranks` are known."""
-        return len(self._tails) >= ranks
-
     def begin_job(self, attempt: int) -> dict[int, dict[int, Logs]]:
-        """Return where the output of a job that begins now will be noted, attempt by attempt."""
+        """Return the logs of a job that begins now, by attempt and rank; they are updated from now on."""
         self._present = {rank: Logs(logs.worker) for rank, logs in self._present.items()}
         self.attempts = {attempt: self._present} if self._present else {}
         return self.attempts
 
     def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
-        """Take note of an attempt's processes and their files."""
+        """Follow the files of an attempt's processes."""
         self.close()
-        self._present = self.attempts[attempt] = {worker.rank: Logs(worker) for worker in workers}
-        self._tails = {worker.rank: LogTail(worker.rank, worker.stdout, worker.stderr) for worker in workers}
+        self._present = self.attempts[attempt] = {}
+        self.extend(workers)
 
     def extend(self, workers: tuple[Worker, ...]) -> None:
-        """Take note of more processes of the same attempt: another node's."""
+        """Follow the files of more processes of the same attempt: another node's."""
         for worker in workers:
             self._present[worker.rank] = Logs(worker)
             self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr)
 
     def stderr_of(self, rank: int) -> str:
-        """Return the path of what a rank prints to stderr; empty if it is not known here."""
+        """Return the path of a rank's stderr; empty if it is not known."""
         known = self._present.get(rank)
         return known.worker.stderr if known is not None else ""
 
@@ -131,7 +126,7 @@ class RankLogs:
         self._tails, self._present = {}, {}
 
     def before(self, message: FromRank) -> Iterator[Printed]:
-        """Yield what the rank had printed when it sent `message`; note where its job begins and ends."""
+        """Yield the output that precedes `message`; keep the offsets where the rank's job begins and ends."""
         tail, known = self._tails.get(message.rank), self._present.get(message.rank)
         if tail is None or known is None:
             return
@@ -152,19 +147,19 @@ class RankLogs:
                 pass
 
     def news(self, ranks: Mapping[int, RankState]) -> Iterator[Printed]:
-        """Yield what ranks whose job has begun have printed since."""
+        """Yield the new output of ranks whose job has begun."""
         for rank, tail in self._tails.items():
             if rank in ranks and ranks[rank].started is not None:
                 yield from tail.poll()
 
     def rest(self, rank: int) -> Iterator[Printed]:
-        """Yield all that a rank that is gone has printed."""
+        """Yield the remaining output of a rank that is gone."""
         tail = self._tails.get(rank)
         if tail is not None:
             yield from tail.rest()
 
     def rest_of_all(self) -> Iterator[Printed]:
-        """Yield all that has been printed."""
+        """Yield the remaining output of all ranks."""
         for rank in self._tails:
             yield from self.rest(rank)
 
@@ -183,9 +178,9 @@ class Job:
         internal: bool = False,
         output: OutputFilter = EVERYTHING,
     ) -> None:
-        """Begin with `state`, in which nothing has happened; of one `aside` nobody sees the result.
+        """`state` is the initial run state; the result of an `internal` job is never shown.
 
-        `dispatches` has what each rank is sent; None stands for those that it does not name.
+        `dispatches` are the messages to the ranks; that of None is for all that have none of their own.
         """
         self.internal = internal
         self.output = output
@@ -194,21 +189,21 @@ class Job:
         self.state = state
         self.values: dict[int, tuple[memoryview, ...]] = {}
         self.logs: Mapping[int, Mapping[int, Logs]] = {}
-        """Attempt -> rank -> where the output is."""
+        """The log files, by attempt and rank."""
         self.error: BaseException | None = None
         self.launch_failure: tuple[str, str] | None = None
         self.late: list[str] = []
-        """Warnings that came when the job had ended already."""
+        """Warnings since the end of the job."""
         self.questions: deque[Asked] = deque()
-        """What ranks want to be told by the user, the oldest first."""
+        """Questions of ranks to the user, the oldest first."""
         self.ended = threading.Event()
         self.whole: Callable[[], None] = lambda: None
-        """Called when the payload has arrived on every rank, and before any of them begins."""
+        """Called when the payload is whole on every rank, before any of them begins."""
         self.interrupted = False
 
     @property
     def titles(self) -> dict[str, str]:
-        """Return what the reader calls the files that this job's code was compiled under."""
+        """The titles of the files that this job's code was compiled under, as the user knows them."""
         titles = {filename: title for filename, (title, _) in self.dispatch.sources.items()}
         job = self.dispatch.job
         if isinstance(job, CellJob):
@@ -218,25 +213,25 @@ class Job:
         return titles
 
     def dispatch_to(self, rank: int) -> Dispatch:
-        """Return what a rank is sent."""
+        """Return the message to a rank."""
         return self._dispatches.get(rank, self.dispatch)
 
     def take_value(self, message: Returned) -> Returned | Raised | None:
-        """Map a value while its rank still holds it; return what is to be folded for it."""
+        """Map a value while its rank still holds it; return the message to fold."""
         if self.ended.is_set():
             return None
         try:
             self.values[message.rank] = shared_memory.get(message.value, private=False)
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
-        except Exception as error:  # noqa: BLE001 - no descriptor left, no memory: the rank waits to be told
+        except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
             failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
         return message
 
     def shows(self, printed: Printed) -> bool:
-        """Whether output is shown; what is not is in the rank's files, and from there in the result."""
-        # The agent's word, since a virtual local rank is always 0.
+        """Whether output is shown; all of it is in the rank's files, and in the result."""
+        # As the agent counts: a virtual local rank is always 0.
         known = self.logs.get(self.state.attempt.number, {}).get(printed.rank)
         rank = self.state.ranks.get(printed.rank)
         if rank is None:
@@ -245,11 +240,11 @@ class Job:
         return self.output.shows(local_rank, printed.stream)
 
     def notice(self, text: str) -> None:
-        """Show something with the result; only before the job is given to a group."""
+        """Show a text with the result; only before the job is given to a group."""
         self.state = advance(self.state, Noticed(text=text))
 
     def keep(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are; only where the group does not."""
+        """Keep a report of where the ranks are; only for a job that the group does not run."""
         self.state = looked_at(self.state, report)
 
     def end(self, time: float) -> None:

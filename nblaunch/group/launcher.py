@@ -35,6 +35,7 @@ from nblaunch.elastic.settings import AgentSettings, ProcessSettings, Rendezvous
 from nblaunch.group import inherited
 from nblaunch.group.group import ConnectPeers, WorkerGroup
 from nblaunch.group.job import Job, OutputFilter
+from nblaunch.group.lifecycle import Noted, Observed
 from nblaunch.group.result import LogDirectory, collect, error_of
 from nblaunch.group.runtime import LocalRuntime, local
 from nblaunch.group.standby import StandbyGroup
@@ -226,7 +227,7 @@ def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
     if group.settings.processes.start_method == "forkserver":
         warning = inherited.unheeded(environ, local().server.environ)
         if warning:
-            group.note(warning)
+            group.post(Noted(warning))
 
 
 def new_group(
@@ -278,7 +279,12 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
         shown = job.state
         try:
             seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
-            with measuring(lambda: job.state, group.measured, wanted=watcher.shows_usage, seen=seen):
+            with measuring(
+                lambda: job.state,
+                lambda usages: group.post(Observed(usages)),
+                wanted=watcher.shows_usage,
+                seen=seen,
+            ):
                 error = ending.wait()
             local().wait_if_ending()
             try:

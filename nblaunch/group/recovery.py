@@ -6,8 +6,10 @@ to send. Neither reads a clock: `now` is monotonic. `nblaunch.group.lifecycle` h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import blames_a_peer
 from nblaunch.diagnose.hang import by_group, difference_of
@@ -30,8 +32,7 @@ from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to one rank."""
 
     rank: int
@@ -41,13 +42,12 @@ class Send:
 Sends = tuple[Send, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """The question where ranks are: who has not answered, and what the others answered."""
+class Survey(msgspec.Struct, frozen=True):
+    """The question where ranks are: those that have not answered, and the answers of the others."""
 
     missing: frozenset[int]
     until: float = float("inf")
-    answers: Mapping[int, Where] = field(default_factory=dict)
+    answers: Mapping[int, Where] = {}
 
     @classmethod
     def of(cls, ranks: Iterable[int], until: float = float("inf")) -> tuple[Survey, Sends]:
@@ -57,9 +57,7 @@ class Survey:
 
     def with_answer(self, answer: Where) -> Survey:
         """Return the survey with one rank's answer."""
-        return replace(
-            self, missing=self.missing - {answer.rank}, answers={**self.answers, answer.rank: answer}
-        )
+        return Survey(self.missing - {answer.rank}, self.until, {**self.answers, answer.rank: answer})
 
     def over(self, now: float) -> bool:
         """Whether all ranks have answered, or have had the time to."""
@@ -68,18 +66,17 @@ class Survey:
 
 # Whether interrupted ranks are in a long step on their GPUs, or wait for a rank that does not come.
 #
-# A rank on a GPU waits in any call that needs a result, `.item()` for one, and a step may take seconds. It
+# A rank on a GPU waits in any call that needs a result, such as `.item()`, and a step may take seconds. It
 # takes more than one look to tell a long step from a stuck one, and an abort costs all groups.
 
 
-# How long all GPUs may do nothing but one collective, in which all of its ranks are.
+# How long all GPUs may do nothing but one collective, which all of its ranks have begun.
 _STEP_SECONDS = 30.0
-# A collective ends within milliseconds of the last of its ranks, and NCCL's watchdog notes it within 0.1 s.
+# A collective ends within milliseconds of the last of its ranks, and NCCL's watchdog notices within 0.1 s.
 _LOOK_AGAIN_SECONDS = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
+class Steps(msgspec.Struct, frozen=True):
     """How far the GPUs of the ranks are, and since when."""
 
     done: Mapping[int, tuple[int, ...]] | None = None
@@ -93,28 +90,32 @@ class Steps:
     def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
         unmoved = now - self.since
-        under_way, absent = _looked_at(answers)
+        under_way, absent = _progress(answers)
         if under_way:
             return unmoved >= max(_STEP_SECONDS, grace)
-        if any(rank not in state.ranks or state.ranks[rank].state.final for rank in absent):
+        at_work = _at_work(state)
+        if not absent <= set(at_work):
             return True
-        idle = [
-            rank
-            for rank, known in state.ranks.items()
-            if not known.state.final
-            and rank in answers
-            and not (answers[rank].inside or answers[rank].pending)
-        ]
-        # A rank that computes has not seen the interrupt yet: that is soon, or it is not what is waited for.
+        idle = any(rank in answers and not _in_collective(answers[rank]) for rank in at_work)
+        # A rank that computes sees the interrupt soon, or is not what the others wait for.
         return unmoved >= (grace / 2 if idle or not absent else _LOOK_AGAIN_SECONDS)
 
 
-def _looked_at(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
-    """Return whether a collective is under way that all of its ranks are in, and who is missing in others."""
+def _at_work(state: RunState) -> list[int]:
+    return [rank for rank, known in state.ranks.items() if not known.state.final]
+
+
+def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
+    """Return whether all ranks of some open collective have begun it, and which ranks the others lack."""
+    recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
     under_way, absent = False, set[int]()
-    for first in _open(answers):
+    for first in (each for known in recent.values() for each in known if not each.completed):
         members = first.ranks or tuple(answers)
-        begun = {rank: each for rank in members if (each := _same(answers.get(rank), first)) is not None}
+        begun: dict[int, Collective] = {}
+        for rank in members:
+            for each in recent.get(rank, ()):
+                if each.key == first.key and each.sequence == first.sequence:
+                    begun.setdefault(rank, each)
         missing = set(members) - begun.keys()
         if missing or difference_of(begun) is not None:
             absent |= missing
@@ -123,45 +124,32 @@ def _looked_at(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
     return under_way, absent
 
 
-def _open(answers: Mapping[int, Where]) -> Iterator[Collective]:
-    for answer in answers.values():
-        yield from (each for each in answer.recent or answer.collectives if not each.completed)
-
-
-def _same(answer: Where | None, wanted: Collective) -> Collective | None:
-    """Return what a rank has begun as the collective of this number."""
-    known = () if answer is None else answer.recent or answer.collectives
-    return next((each for each in known if each.key == wanted.key and each.sequence == wanted.sequence), None)
-
-
 # Recovery: making the ranks of a kept group fit for another job after one that failed or was interrupted.
 #
 # Ranks that agree on how many collectives they have done, and have none open, are left as they are. All
-# others form their default process group again, under a new prefix of the same store; what they hold in
-# memory is not touched. Ranks that do not get ready in time are replaced.
+# others form their default process group again, under a new prefix of the same store, and keep what they
+# hold in memory. Ranks that do not get ready in time are replaced.
 
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
 _FITNESS_SECONDS = 5.0
 # A wait that is shorter than this needs no explanation.
 _SHOWN_SECONDS = 1.0
-# How long ranks that are seen to be at it may take to form their group again.
-RECOVERY_SECONDS = 60.0
+# How long ranks that are seen to be busy with it may take to form their group again.
+_RECOVERY_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of it; `failed` says which rank could not and why, empty if all could."""
+class RecoveryOutcome(msgspec.Struct, frozen=True):
+    """How a recovery has ended; `failed` says which rank is not fit and why, empty if all are."""
 
     reformed: bool
     failed: str = ""
     dead: str = ""
-    """Which variables belong to a group that is gone, and what revives each; empty if there are none."""
+    """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """The recovery of a group, one time after the other."""
+class Recovery(msgspec.Struct, frozen=True):
+    """The recoveries of a group, one after the other."""
 
     number: int = 0
     members: frozenset[int] = frozenset()
@@ -170,116 +158,96 @@ class Recovery:
     reform: bool = False
     began: float = 0.0
     waiting: frozenset[int] = frozenset()
-    errors: Mapping[int, str] = field(default_factory=dict)
-    dead: Mapping[DeadVariable, tuple[int, ...]] = field(default_factory=dict)
-    lost_at: float | None = None
-    """When ranks that are not ready are taken for lost."""
+    dead: Mapping[DeadVariable, tuple[int, ...]] = {}
+    overdue_at: float | None = None
+    """When ranks that are not ready are asked whether they still recover, or were asked long enough ago."""
     until: float = 0.0
     late: Survey | None = None
+    lost: bool = False
+    """Whether ranks that are not ready do nothing about it, or have had too long."""
 
     @property
     def busy(self) -> bool:
-        """Whether answers are being waited for."""
-        return self.lost_at is not None
+        """Whether answers are expected."""
+        return self.overdue_at is not None
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The ranks that have not said yet that they are ready."""
+        """The ranks that have not reported that they are ready."""
         return self.members if self.fitness is not None else self.waiting
 
     def takes_long(self, now: float) -> bool:
-        """Whether ranks form their process group again, and that takes time: on GPUs it may be seconds."""
+        """Whether forming the process group takes a time that needs an explanation: on GPUs, seconds."""
         return self.reform and bool(self.waiting) and now >= self.began + _SHOWN_SECONDS
 
     def begin(self, members: Iterable[int], now: float, grace: float, *, cut: bool) -> tuple[Recovery, Sends]:
         """Find out what the ranks need; `cut` says whether connections between them have been cut."""
         fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
-        begun = Recovery(
-            number=self.number,
-            members=fitness.missing,
-            fitness=fitness,
-            reform=cut,
-            until=now + RECOVERY_SECONDS,
-        )
+        until = now + _RECOVERY_SECONDS
+        begun = Recovery(self.number, fitness.missing, fitness, reform=cut, until=until)
         return begun.patient(now, grace), sends
 
     def patient(self, now: float, grace: float) -> Recovery:
-        """Give ranks that speak their time: a busy machine is slow, not broken."""
-        return replace(self, lost_at=now + max(grace, 1.0))
+        """Give ranks that send messages their time: a busy machine is slow, not broken."""
+        return replace(self, overdue_at=now + max(grace, 1.0))
 
     def abandoned(self) -> Recovery:
-        """Expect no answer: the ranks are no more."""
-        return Recovery(number=self.number)
+        """Expect no answer: the ranks are gone, or about to be."""
+        return Recovery(self.number)
 
     def answered(self, answer: Where) -> Recovery:
         """Take one rank's answer."""
-        return replace(
-            self,
-            fitness=self.fitness and self.fitness.with_answer(answer),
-            late=self.late and self.late.with_answer(answer),
-        )
+        if self.fitness is None and self.late is None:
+            return self
+        fitness = self.fitness and self.fitness.with_answer(answer)
+        return replace(self, fitness=fitness, late=self.late and self.late.with_answer(answer))
 
     def tick(self, now: float) -> tuple[Recovery, Sends]:
-        """Go on once all have answered, or have had the time to."""
-        fitness = self.fitness
-        if fitness is None or not fitness.over(now):
-            return self, ()
-        number = self.number + 1
-        reform = self.reform or not agree(fitness.answers, self.members)
-        shared_ends = between_ranks(fitness.answers) if reform else {}
-        begun = replace(
-            self,
-            fitness=None,
-            number=number,
-            began=now,
-            reform=reform,
-            waiting=self.members,
-            errors={},
-            dead={},
-        )
-        sends = [
+        """Go on once all have answered, or have had the time to; find out whether ranks are `lost`."""
+        after, sends = replace(self, lost=False) if self.lost else self, Sends()
+        if self.fitness is not None and self.fitness.over(now):
+            after, sends = self._recover(self.fitness.answers, now)
+        if after.overdue_at is None or now < after.overdue_at:
+            return after, sends
+        if after.late is None:
+            late, questions = Survey.of(after.awaited)
+            return replace(after, late=late, overdue_at=now + 1.0), (*sends, *questions)
+        # Ranks at it are not lost: a large heap takes time to collect.
+        busy = after.late.missing or any(where.frames for where in after.late.answers.values())
+        return replace(after, late=None, overdue_at=now + 1.0, lost=not busy or now >= after.until), sends
+
+    def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Sends]:
+        number, reform = self.number + 1, self.reform or not agree(answers, self.members)
+        shared_ends = between_ranks(answers) if reform else {}
+        sends = (
             Send(rank, Recover(number, reform, shared_ends.get(rank, ()))) for rank in sorted(self.members)
-        ]
+        )
+        begun = replace(
+            self, fitness=None, number=number, began=now, reform=reform, waiting=self.members, lost=False
+        )
         return begun, tuple(sends)
 
-    def overdue(self, now: float) -> tuple[Recovery, Sends, bool]:
-        """Return also whether ranks are lost. Those at it are not: a large heap takes time to collect."""
-        if self.lost_at is None or now < self.lost_at:
-            return self, (), False
-        if self.late is None:
-            late, sends = Survey.of(self.awaited)
-            return replace(self, late=late, lost_at=now + 1.0), sends, False
-        late = self.late
-        busy = late.missing | {rank for rank, where in late.answers.items() if where.frames}
-        lost = not busy or now >= self.until
-        return replace(self, late=None, lost_at=now + 1.0), (), lost
-
-    def recovered(self, message: Recovered) -> tuple[Recovery, Outcome | None]:
+    def recovered(self, message: Recovered) -> tuple[Recovery, RecoveryOutcome | None]:
         """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
         rank = message.rank
         if message.number != self.number or rank not in self.waiting:
             return self, None
-        waiting, errors = self.waiting - {rank}, dict(self.errors)
+        failed = ""
         if message.unusable:
-            errors[rank] = f"the GPU context of rank {rank} is unusable: {message.unusable}"
+            failed = f"the GPU context of rank {rank} is unusable: {message.unusable}"
         elif message.error:
-            errors[rank] = f"the process group could not be formed again on rank {rank}: {message.error}"
+            failed = f"the process group could not be formed again on rank {rank}: {message.error}"
+        waiting = self.waiting - {rank}
         dead = {**self.dead, **{each: (*self.dead.get(each, ()), rank) for each in message.dead}}
-        if errors:
-            # The others may wait for this one in the barrier, for as long as a group's timeout.
-            waiting = frozenset()
-        after = replace(self, waiting=waiting, errors=errors, dead=dead)
-        if waiting:
-            return after, None
-        failed = "; ".join(error for _, error in sorted(errors.items()))
-        return after.abandoned(), Outcome(self.reform, failed, _named(dead, len(self.members)))
+        # After a failure the others may wait for this one in the barrier, for as long as a group's timeout.
+        if waiting and not failed:
+            return replace(self, waiting=waiting, dead=dead), None
+        return self.abandoned(), RecoveryOutcome(self.reform, failed, _remedies(dead, len(self.members)))
 
 
-def _named(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
-    by_rank = {
-        each: "" if len(ranks) == members else f" on {format_ranks(ranks)}" for each, ranks in dead.items()
-    }
-    return ", ".join(f"{each.name}{where} ({each.remedy})" for each, where in by_rank.items())
+def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
+    where = {each: "" if len(on) == members else f" on {format_ranks(on)}" for each, on in dead.items()}
+    return ", ".join(f"{each.name}{where[each]} ({each.remedy})" for each in dead)
 
 
 def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
@@ -314,9 +282,9 @@ def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
 
 # Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
 #
-# A rank in C code sees the interrupt when that ends, and is left alone until then. From the moment it has
-# seen it, it has the grace period to end its job: to save something, say, with collectives among the ranks.
-# Only then is it interrupted once more, for the last time.
+# A rank in C code sees the interrupt when that ends, and is left alone until then. Once it has seen it, it
+# has the grace period to end its job: it may save something, with collectives among the ranks. Only then is
+# it interrupted once more, for the last time.
 
 
 # Python code answers an interrupt within milliseconds; a rank that does not is in C code.
@@ -333,8 +301,7 @@ _ABORT_SECONDS = 15.0
 _LAST_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupted:
+class Interrupted(msgspec.Struct, frozen=True):
     """A rank that has been interrupted and has not ended its job; times are monotonic."""
 
     number: int
@@ -345,24 +312,27 @@ class Interrupted:
 
     @property
     def handles_it(self) -> bool:
-        """Whether it has seen the interrupt, and has time to do what it does then."""
+        """Whether it has seen the interrupt, and has time for its own handling of it."""
         return self.seen is not None and self.handled and not self.last
 
+    def seen_for(self, seconds: float, now: float) -> bool:
+        """Whether it has seen the interrupt, so long ago or longer."""
+        return self.seen is not None and now >= self.seen + seconds
 
-@dataclass(frozen=True, slots=True)
-class Interruption:
+
+class Interruption(msgspec.Struct, frozen=True):
     """The interruption of a job: looks where ranks are, frees the stuck, presses those that go on."""
 
     begun: bool = False
     cut: bool = False
     """Whether connections between ranks have been cut."""
     number: int = 0
-    interrupted: Mapping[int, Interrupted] = field(default_factory=dict)
+    interrupted: Mapping[int, Interrupted] = {}
     look_at: float | None = None
     pause: float = _FREE_SECONDS
     look: Survey | None = None
     silent: frozenset[int] = frozenset()
-    steps: Steps = field(default_factory=Steps)
+    steps: Steps = Steps()
     grace: float = 0.0
     aborted_at: float | None = None
 
@@ -377,7 +347,7 @@ class Interruption:
         return self.look_at is not None or self.look is not None or bool(self.interrupted)
 
     def fresh(self) -> Interruption:
-        """Return what is there before another job is interrupted."""
+        """Return the value for the next job, before it is interrupted."""
         return Interruption(number=self.number, grace=self.grace)
 
     def over(self) -> Interruption:
@@ -386,24 +356,20 @@ class Interruption:
 
     def begin(self, state: RunState, now: float) -> tuple[Interruption, Sends]:
         """Raise KeyboardInterrupt in every rank that has not ended its job."""
-        number, interrupted, sends = self.number + 1, dict(self.interrupted), []
-        for rank in state.ranks.values():
-            if not rank.state.final:
-                before = interrupted.get(rank.rank)
-                interrupted[rank.rank] = Interrupted(number, before.since if before is not None else now)
-                sends.append(Send(rank.rank, Interrupt(number)))
+        number, ranks = self.number + 1, _at_work(state)
+        since = {rank: self.waited_for.get(rank, now) for rank in ranks}
         begun = replace(
             self,
             begun=True,
             number=number,
-            interrupted=interrupted,
+            interrupted={**self.interrupted, **{rank: Interrupted(number, since[rank]) for rank in ranks}},
             look_at=now + _FREE_SECONDS,
             pause=_FREE_SECONDS,
         )
-        return begun, tuple(sends)
+        return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
 
     def seen(self, message: InterruptSeen, now: float) -> Interruption:
-        """Take note that a rank knows: its time begins."""
+        """Register that a rank has seen the interrupt: its grace period begins."""
         known = self.interrupted.get(message.rank)
         if known is None or known.number != message.number:
             return self
@@ -412,16 +378,11 @@ class Interruption:
 
     def tick(self, state: RunState, members: RunState, now: float) -> tuple[Interruption, Sends]:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
-        after, sends = self, Sends()
-        waited = {
-            rank: known
-            for rank, known in self.interrupted.items()
-            if rank in state.ranks and not state.ranks[rank].state.final
-        }
-        if len(waited) < len(self.interrupted):
-            after = replace(after, interrupted=waited)
-        if not waited and after.look_at is not None:
-            after = replace(after, look_at=None)
+        if not self.busy:
+            return self, ()
+        at_work = set(_at_work(state))
+        waited = {rank: known for rank, known in self.interrupted.items() if rank in at_work}
+        after, sends = replace(self, interrupted=waited, look_at=self.look_at if waited else None), Sends()
         if after.look_at is not None and now >= after.look_at:
             # Also those that have finished, or take no part: a stuck rank may wait for one of these.
             everyone = (rank.rank for rank in members.ranks.values() if rank.node)
@@ -438,32 +399,29 @@ class Interruption:
 
     def press(self, now: float, grace: float) -> tuple[Interruption, Sends]:
         """Interrupt ranks for the last time that have seen the interrupt, and whose grace period is over."""
-        after, sends = replace(self, grace=grace) if grace != self.grace else self, []
+        interrupted, number, sends = dict(self.interrupted), self.number, list[Send]()
         for rank, known in self.interrupted.items():
-            if known.seen is not None and not known.last and now >= known.seen + grace:
-                number = after.number + 1
-                last = replace(known, number=number, last=True, seen=None)
-                after = replace(after, interrupted={**after.interrupted, rank: last}, number=number)
+            if not known.last and known.seen_for(grace, now):
+                number += 1
+                interrupted[rank] = replace(known, number=number, last=True, seen=None)
                 sends.append(Send(rank, Interrupt(number, last=True)))
-                if after.look is None:
-                    after = replace(after, look_at=now, pause=_FREE_SECONDS)
+        if not sends:
+            return (self if grace == self.grace else replace(self, grace=grace)), ()
+        after = replace(self, grace=grace, interrupted=interrupted, number=number)
+        if after.look is None:
+            after = replace(after, look_at=now, pause=_FREE_SECONDS)
         return after, tuple(sends)
 
     def deaf(self, now: float) -> tuple[int, ...]:
         """Return the ranks that have seen the last interrupt, and go on all the same."""
-        return tuple(
-            sorted(
-                rank
-                for rank, known in self.interrupted.items()
-                if known.last and known.seen is not None and now >= known.seen + _LAST_SECONDS
-            )
-        )
+        last = {rank: known for rank, known in self.interrupted.items() if known.last}
+        return tuple(rank for rank, known in last.items() if known.seen_for(_LAST_SECONDS, now))
 
     def unfreed(self, now: float) -> tuple[int, ...]:
         """Return the ranks that do not come back although NCCL was to abort what they wait for."""
         if self.aborted_at is None or now < self.aborted_at + _ABORT_SECONDS:
             return ()
-        return tuple(sorted(rank for rank, known in self.interrupted.items() if known.seen is None))
+        return tuple(rank for rank, known in self.interrupted.items() if known.seen is None)
 
     def as_stopped(self, message: FromRank) -> FromRank | Exited:
         """After an interrupt, a rank that ends because of it has not failed: it was stopped."""
@@ -485,37 +443,29 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
     waiting = [rank for rank in interruption.interrupted if rank in answers and _in_collective(answers[rank])]
     handled = any(known.handles_it for known in interruption.interrupted.values())
     pause = _FREE_SECONDS if waiting or handled else min(2 * interruption.pause, _LOOK_SECONDS)
-    after = replace(
-        interruption,
-        look=None,
-        silent=look.missing,
-        pause=pause,
-        look_at=now + pause if interruption.interrupted else None,
-    )
+    look_at = now + pause if interruption.interrupted else None
+    after = replace(interruption, look=None, silent=look.missing, pause=pause, look_at=look_at)
     # Ranks that save something may do so with collectives: what others wait in may be one of these.
     if not waiting or handled:
         return after, ()
     if any(answer.nccl for answer in answers.values()):
         after = replace(after, steps=after.steps.after(answers, now))
-        stuck = after.steps.stuck(answers, state, now, interruption.grace)
-        return _abort(after, look, now) if stuck else (after, ())
+        if after.aborted_at is not None or not after.steps.stuck(answers, state, now, interruption.grace):
+            return after, ()
+        # All ranks abort NCCL: where only some do, that hangs, or frees memory that others write to.
+        return replace(after, cut=True, aborted_at=now), _free(answers.keys() | look.missing, answers)
     since = min(known.since for known in interruption.interrupted.values())
     if _in_step(answers, state) and now < since + _IN_STEP_SECONDS:
         return after, ()
-    stuck_ranks = [rank for rank in waiting if rank in state.ranks and not state.ranks[rank].state.final]
-    shared_ends = between_ranks(answers)
-    sends = tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in stuck_ranks)
+    at_work = _at_work(state)
+    sends = _free([rank for rank in waiting if rank in at_work], answers)
     return replace(after, cut=after.cut or bool(sends)), sends
 
 
-def _abort(interruption: Interruption, look: Survey, now: float) -> tuple[Interruption, Sends]:
-    """Have all ranks abort NCCL: where only some do, that hangs, or frees memory that others write to."""
-    if interruption.aborted_at is not None:
-        return interruption, ()
-    shared_ends = between_ranks(look.answers)
-    everyone = sorted(look.answers.keys() | look.missing)
-    sends = tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in everyone)
-    return replace(interruption, cut=True, aborted_at=now), sends
+def _free(ranks: Collection[int], answers: Mapping[int, Where]) -> Sends:
+    """Free these ranks; their descriptors of connections to other ranks are to be shut."""
+    shared_ends = between_ranks(answers)
+    return tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in sorted(ranks))
 
 
 def _in_collective(answer: Where) -> bool:
@@ -524,15 +474,15 @@ def _in_collective(answer: Where) -> bool:
 
 
 def _in_step(answers: Mapping[int, Where], state: RunState) -> bool:
-    """Return whether all ranks are in one and the same collective, and nobody has left."""
+    """Return whether all ranks are in one and the same collective, and none has ended its job."""
     if any(rank.state.final for rank in state.ranks.values()):
         return False
-    begun = [
+    begun = {
         frozenset(
             (each.group, each.sequence, each.operation, each.sizes, each.dtypes)
             for each in answer.collectives
             if not each.completed
         )
         for answer in answers.values()
-    ]
-    return bool(begun) and bool(begun[0]) and len(set(begun)) == 1
+    }
+    return len(begun) == 1 and frozenset() not in begun

@@ -45,6 +45,7 @@ from nblaunch.group.launcher import (
     wait_for_gpus,
     warn_of_unheeded,
 )
+from nblaunch.group.lifecycle import Noted, RestartAsked, Trigger
 from nblaunch.group.runtime import local
 from nblaunch.group.scripts import is_script, refuse_in_session
 from nblaunch.group.usage import RankStatus, SessionStatus, own_memory
@@ -197,7 +198,7 @@ class LiveSession:
         self.group, self._private = made.group, made.private
         warn_of_unheeded(self.group, environ)
         if self.placement.warning:
-            self.group.note(self.placement.warning)
+            self.group.post(Noted(self.placement.warning))
         self._finalizer = weakref.finalize(self, _end, self.group)
         try:
             self._start()
@@ -461,18 +462,18 @@ class LiveSession:
 
     def interrupt(self) -> None:
         """Interrupt the job that is running, as the stop button does; the variables stay."""
-        self.group.interrupt()
+        self.group.post(Trigger.INTERRUPT)
 
     def restart(self) -> None:
         """Start all ranks anew; all of their variables are gone."""
         self._refuse_if_ended()
         before = self.group.attempt
-        self.group.restart("a restart was asked for")
+        self.group.post(RestartAsked("a restart was asked for"))
         deadline = time.monotonic() + self.options.grace + _CLOSE_SECONDS
         while self.group.attempt == before and self.open and time.monotonic() < deadline:
             self.group.closed.wait(0.01)
         self._start()
-        self.group.forget_notes()
+        self.group.post(Trigger.FORGET_NOTES)
 
     def stacks(self) -> HangReport:
         """Return where each rank is, and in which collective."""
@@ -513,9 +514,9 @@ class LiveSession:
         """End the ranks and wait until they are gone; does nothing the second time."""
         job = self.group.job
         if job is not None and not job.ended.is_set():
-            self.group.interrupt()
+            self.group.post(Trigger.INTERRUPT)
             job.ended.wait(self.options.grace)
-        self.group.leave()
+        self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()
             self.group.closed.wait(_CLOSE_SECONDS)
@@ -626,4 +627,4 @@ def _waiting(known: RankState | None) -> str:
 
 def _end(group: WorkerGroup) -> None:
     """End the ranks of a session that nobody refers to any more."""
-    group.leave()
+    group.post(Trigger.DISMISS)

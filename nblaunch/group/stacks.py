@@ -1,11 +1,12 @@
-"""What ranks say of where they are, on request and when they die."""
+"""The stacks of ranks: on request, and when they die."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,6 @@ class StackRequest:
     """One round of answers; made on any thread, answered on the hub's."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        """Expect an answer from each of `ranks`."""
         self.missing = set(ranks)
         self.answers: dict[int, Where] = {}
         self.complete = threading.Event()
@@ -44,9 +44,9 @@ class StackRequest:
             self.complete.set()
 
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
-        """Return the report; asks faulthandler about ranks that did not answer.
+        """Return the report; for ranks that did not answer, with what faulthandler writes.
 
-        `titles` maps file names of cells to what the reader calls them.
+        `titles` maps the file names of cells to the names that the user knows.
         """
         # An answer may still arrive while this looks; a rank is in the report once.
         answers = dict(self.answers)
@@ -74,48 +74,34 @@ def _silent(pid: int, rank: int, directory: str, titles: Mapping[str, str]) -> s
 
 
 def _dumped(pid: int, rank: int, directory: str) -> str:
-    """Have faulthandler write a rank's stacks, which needs no answer of its interpreter."""
+    """Have faulthandler write a rank's stacks, for which its interpreter is not needed."""
     path = dump_path(directory, rank)
-    before = _size(path)
     with contextlib.suppress(OSError):
+        before, deadline = path.stat().st_size, time.monotonic() + _DUMP_SECONDS
         os.kill(pid, DUMP_SIGNAL)
-        _wait_until(lambda: _size(path) > before, _DUMP_SECONDS)
+        while path.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.02)  # the rest of the same dump
         return path.read_text(errors="replace")[before:]
     return ""
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    waiter = threading.Event()
-    for _ in range(int(seconds / 0.01)):
-        if condition():
-            waiter.wait(0.02)  # the rest of the same dump
-            return
-        waiter.wait(0.01)
-
-
 class ExitReasons:
-    """Why processes of a group have exited, as far as files say."""
+    """Why processes of a group have exited, according to the files that they leave."""
 
     def __init__(self, directory: Path) -> None:
-        """Look for what dying ranks write to `directory`."""
+        """`directory` is where faulthandler writes when a rank dies of a signal."""
         self._directory = directory
         self._oom_before = oom_kills()
 
     def explained(self, exited: Exited, titles: Mapping[str, str], stderr: str = "") -> Exited:
         """Return the exit with its reason, and with the stacks that the rank has written.
 
-        `stderr` is the path of what it has printed there.
+        `stderr` is the path of its standard error.
         """
         if exited.expected or exited.reason:
             return exited
         dump = read_text(str(fatal_path(str(self._directory), exited.rank)))
-        said = read_end(stderr, _STDERR_BYTES) if stderr else ""
-        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=said)
+        printed = read_end(stderr, _STDERR_BYTES) if stderr else ""
+        why = explain_exit(exited.exitcode, dump, titles, oom_before=self._oom_before, stderr=printed)
         return msgspec.structs.replace(exited, reason=why.reason, details=why.details)

@@ -19,6 +19,7 @@ import psutil
 from nblaunch import _notebook
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import WorkerGroup
+from nblaunch.group.lifecycle import Trigger
 
 SWITCH = "NBLAUNCH_STANDBY"
 """`0` turns it off, `1` on also outside notebooks, where a program seldom runs the same thing again."""
@@ -127,7 +128,7 @@ class Standby:
         # Its ranks may be about to open their log files.
         standby_group.group.keep_until_closed(standby_group.private)
         if standby_group.group.waiting:
-            standby_group.group.leave()
+            standby_group.group.post(Trigger.DISMISS)
         else:
             standby_group.group.stop()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Protocol
 
 from nblaunch._errors import RunTimeoutError
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
+from nblaunch.group.lifecycle import Observed, RestartAsked, Trigger
 from nblaunch.group.prompts import Answers
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import Collective, Prepare
+from nblaunch.protocol.messages import Collective, Noticed, Prepare
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.state import RankState, RunState, State
 
@@ -79,7 +79,7 @@ def silent_between(before: RunState, after: RunState) -> bool:
 
 def _same(before: RunState | RankState, after: RunState | RankState, but: str) -> bool:
     # By identity: a fold keeps what a message has not changed, and comparing output would take long.
-    names = (each.name for each in fields(before) if each.name != but)
+    names = (each for each in before.__struct_fields__ if each != but)
     return before is after or all(getattr(before, name) is getattr(after, name) for name in names)
 
 
@@ -230,7 +230,8 @@ class Ending:
                 hanging = self._hang_watch.look(self._job.state)
                 if hanging is not None:
                     self._group.looked_at(hanging)
-                    self._group.notice(f"nothing heard for {self._options.hang_after:g} s\n{hanging}")
+                    text = f"nothing heard for {self._options.hang_after:g} s\n{hanging}"
+                    self._group.post(Observed(Noticed(text=text)))
                 if self._cancelled is not None and self._cancelled.is_set():
                     return self._interrupted(KeyboardInterrupt())
                 if deadline is not None and time.monotonic() > deadline:
@@ -266,11 +267,11 @@ class Ending:
                 self._until_ranks_end()
             else:
                 if not self._drawing(self._options.grace):
-                    self._group.skip_grace()
+                    self._group.post(Trigger.INTERRUPT_AGAIN)
                 self._drawing(_END_SECONDS)
         except KeyboardInterrupt:
             self._grace_skipped = True
-            self._group.skip_grace()
+            self._group.post(Trigger.INTERRUPT_AGAIN)
             if self._group.keep:
                 ranks = format_ranks(self._group.state.ranks)
                 lost = f"; it was interrupted again, so {ranks} were replaced and their variables are lost"
@@ -313,7 +314,8 @@ class Ending:
             ]
             if unattended and stopped:
                 # Nobody may be there who would let it go on, and it is not in the middle of anything.
-                self._group.restart(f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP")
+                reason = f"{format_ranks(stopped)} could not be interrupted: stopped by SIGSTOP"
+                self._group.post(RestartAsked(reason))
                 unattended = False
 
     def _drawing(self, seconds: float) -> bool:

@@ -11,7 +11,7 @@ import enum
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,14 +20,14 @@ PROTOCOL_VERSION = 2
 
 
 class ProtocolError(Exception):
-    """Bytes that are no message of this protocol; the text names the sender."""
+    """Bytes are not a message of this protocol; the text names the sender."""
 
 
-# What messages are made of: phases, streams, payloads, frames, failures, scripts.
+# Parts of messages: phases, streams, payloads, frames, failures, scripts.
 
 
 class Phase(enum.StrEnum):
-    """How far a rank has come; the names are those that error messages use."""
+    """How far a rank is; errors use these names."""
 
     FORK = "fork"
     CONNECT = "connect"
@@ -80,9 +80,10 @@ class FrameRecord(msgspec.Struct, frozen=True):
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """How the memory of a GPU was used when there was not enough of it; all in bytes.
 
-    `asked` is what was to be allocated, `limit` what torch's allocator may have in this process at most. It
-    had `allocated` of it in tensors, and `reserved` from the driver. `own` is what the driver counts as this
-    process's, None if it does not name processes (in containers); `others` are those that it names, by pid.
+    `asked` is the size of the allocation that failed, `limit` the most that torch's allocator may have in
+    this process. It had `allocated` of that in tensors, and `reserved` from the driver. `own` is what the
+    driver attributes to this process, None if it does not name processes (in containers); `others` are those
+    that it names, by pid.
     """
 
     device: str
@@ -100,8 +101,8 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 class FailureRecord(msgspec.Struct, frozen=True):
     """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
 
-    `traceback` is plain text, `colored` the same as IPython shows it, in colours. `memory` is there where a
-    GPU had too little of it.
+    `traceback` is plain text, `colored` the same as IPython shows it, in colours. `memory` is set if a GPU
+    had too little of it.
     """
 
     type: str
@@ -119,8 +120,8 @@ class FailureRecord(msgspec.Struct, frozen=True):
 class ScriptJob(msgspec.Struct, frozen=True, tag=True):
     """A script, run as `__main__`: the file or directory at `path`; with `module`, the module `name`.
 
-    With `program` it is a program that Python does not run. `file` holds the code and is called `title`, if
-    that is known. The value is the globals named in `pull`, by name; without any it is the exit status.
+    With `program` it is not a Python program. `file` holds the code, and `title` is its name, if known. The
+    value is the globals named in `pull`, by name; without any it is the exit status.
     """
 
     name: str
@@ -133,12 +134,12 @@ class ScriptJob(msgspec.Struct, frozen=True, tag=True):
     pull: tuple[str, ...] = ()
 
 
-# How a rank starts, and where its stacks are found when it cannot answer.
+# How a rank starts, and where its stacks are if it cannot answer.
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a rank is started with: the hub's address, and the token by which the hub recognises the rank."""
+    """A rank's first arguments: the hub's address, and the token by which the hub authenticates the rank."""
 
     address: str
     group: str
@@ -148,11 +149,11 @@ class Orders:
     keep: bool = False
     """Whether the rank is a session's, and runs one job after the other."""
     fresh: tuple[bytes, ...] | None = None
-    """The environment, `NAME=VALUE`, of a rank that is to be a new Python; None for a fork."""
+    """The environment, `NAME=VALUE`, of a rank that is a new Python process; None for a fork."""
     virtual_local_rank: bool = False
-    """Whether it is to see one GPU only, as local rank 0."""
+    """Whether it sees one GPU only, as local rank 0."""
     numa_binding: str | None = None
-    """How it is to be bound to the CPUs near its GPU."""
+    """How it is bound to the CPUs near its GPU."""
 
 
 DUMP_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -172,11 +173,13 @@ def fatal_path(directory: str, rank: int) -> Path:
 # From a rank
 
 
-class _FromRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _OfRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A message from one rank, or about it."""
+
     rank: int
 
 
-class Hello(_FromRank, frozen=True):
+class Hello(_OfRank, frozen=True):
     """The first message of a rank; the hub refuses any other before it."""
 
     token: str
@@ -188,14 +191,14 @@ class Hello(_FromRank, frozen=True):
     version: int = PROTOCOL_VERSION
 
 
-class Entered(_FromRank, frozen=True):
+class Entered(_OfRank, frozen=True):
     """The rank has entered a phase."""
 
     phase: Phase
     device: str = ""
 
 
-class Started(_FromRank, frozen=True):
+class Started(_OfRank, frozen=True):
     """The job begins; output from `offsets` on is this run's."""
 
     time: float
@@ -204,7 +207,7 @@ class Started(_FromRank, frozen=True):
     """Whether its output begins with text that threads have printed since the last job."""
 
 
-class Displayed(_FromRank, frozen=True):
+class Displayed(_OfRank, frozen=True):
     """`display(...)` in a rank; follows the text up to `offsets`."""
 
     data: dict[str, Any]
@@ -214,20 +217,20 @@ class Displayed(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
-class Cleared(_FromRank, frozen=True):
+class Cleared(_OfRank, frozen=True):
     """`clear_output(wait)` in a rank; follows the text up to `offsets`."""
 
     wait: bool = False
     offsets: Offsets = Offsets()
 
 
-class Switched(_FromRank, frozen=True):
+class Switched(_OfRank, frozen=True):
     """The rank changed between stdout and stderr: text written up to each moment precedes the next."""
 
     moments: tuple[Offsets, ...]
 
 
-class Returned(_FromRank, frozen=True):
+class Returned(_OfRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
     With `not_sent`, the reason, `value` is only a stand-in for the job's own. `peak_gpu_memory` is the most
@@ -245,7 +248,7 @@ class Returned(_FromRank, frozen=True):
     peak_gpu_memory: int | None = None
 
 
-class Raised(_FromRank, frozen=True):
+class Raised(_OfRank, frozen=True):
     """The job raised, or its value could not be sent."""
 
     failure: FailureRecord
@@ -253,7 +256,7 @@ class Raised(_FromRank, frozen=True):
     peak_gpu_memory: int | None = None
 
 
-class Colored(_FromRank, frozen=True):
+class Colored(_OfRank, frozen=True):
     """The traceback of a rank that has `Raised`, as IPython shows it: it takes longer than the failure."""
 
     text: str
@@ -293,7 +296,7 @@ class Connection(msgspec.Struct, frozen=True):
     fd: int
 
 
-class Where(_FromRank, frozen=True):
+class Where(_OfRank, frozen=True):
     """Where a rank is: its main thread's stack (innermost frame last), its collectives, its connections.
 
     `collectives` are the last of each process group, `recent` these and earlier ones, oldest first.
@@ -313,7 +316,7 @@ class Where(_FromRank, frozen=True):
     """The last completed operation of each NCCL group: it advances while the GPUs are at work."""
 
 
-class Names(_FromRank, frozen=True):
+class Names(_OfRank, frozen=True):
     """The variables of a session's rank, after a job that has changed them.
 
     `rebound` are those that came from the notebook and that the rank's own code has bound since. `lost` are
@@ -325,21 +328,21 @@ class Names(_FromRank, frozen=True):
     lost: tuple[int, ...] = ()
 
 
-class Arrived(_FromRank, frozen=True):
+class Arrived(_OfRank, frozen=True):
     """The rank has unpickled a job's payload, and waits for `Proceed`."""
 
 
-class Aborted(_FromRank, frozen=True):
+class Aborted(_OfRank, frozen=True):
     """NCCL has aborted all operations of this rank, or there was none."""
 
 
-class Reached(_FromRank, frozen=True):
+class Reached(_OfRank, frozen=True):
     """The sequence number of the default process group: how many collectives the rank has begun in it."""
 
     collectives: int
 
 
-class Asked(_FromRank, frozen=True):
+class Asked(_OfRank, frozen=True):
     """The rank waits for a line from the user: `input()`, `getpass()`, a debugger's prompt."""
 
     number: int
@@ -348,7 +351,7 @@ class Asked(_FromRank, frozen=True):
     offsets: Offsets = Offsets()
 
 
-class InterruptSeen(_FromRank, frozen=True):
+class InterruptSeen(_OfRank, frozen=True):
     """The rank's main thread has run Python code since interrupt `number` reached it.
 
     Without `handled` the signal was not sent, or is ignored: it has no effect on the rank.
@@ -365,7 +368,7 @@ class DeadVariable(msgspec.Struct, frozen=True):
     remedy: str
 
 
-class Recovered(_FromRank, frozen=True):
+class Recovered(_OfRank, frozen=True):
     """The rank is ready for another job: its default process group works, or `error` says why not.
 
     `dead` are variables that died with the old group; if none was formed, those because of which the last job
@@ -382,7 +385,7 @@ class Recovered(_FromRank, frozen=True):
 # About a rank, from the kernel itself
 
 
-class Printed(_FromRank, frozen=True):
+class Printed(_OfRank, frozen=True):
     """Text found in a rank's log file; `end` is the offset behind it."""
 
     stream: Stream
@@ -390,7 +393,7 @@ class Printed(_FromRank, frozen=True):
     end: int = 0
 
 
-class Exited(_FromRank, frozen=True):
+class Exited(_OfRank, frozen=True):
     """The process is gone: negative exit codes are signals, as torchelastic has them."""
 
     exitcode: int
@@ -461,25 +464,10 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stopped: bool = True
 
 
-FromRank = (
-    Hello
-    | Entered
-    | Started
-    | Displayed
-    | Cleared
-    | Switched
-    | Returned
-    | Raised
-    | Colored
-    | Where
-    | Names
-    | Arrived
-    | Aborted
-    | Reached
-    | Asked
-    | Recovered
-    | InterruptSeen
-)
+_Progress = Hello | Entered | Started | Arrived | Returned | Raised | Colored | Names
+_Output = Displayed | Cleared | Switched | Asked
+_Answers = Where | Reached | InterruptSeen | Recovered | Aborted
+FromRank = _Progress | _Output | _Answers
 AboutRank = Printed | Exited | Unreadable | AttemptStarted | Measured | Noticed | Waiting | RunEnded
 Message = FromRank | AboutRank
 
@@ -631,20 +619,10 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     abort: bool = False
 
 
-ToRank = (
-    Prepare
-    | Dispatch
-    | Proceed
-    | Interrupt
-    | ReportWhere
-    | ReportReached
-    | FreeCollective
-    | Abort
-    | Answer
-    | Recover
-    | Leave
-)
+_Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort
+ToRank = Prepare | Dispatch | Proceed | Answer | Leave | _Requests
 
+_M = TypeVar("_M")
 _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
@@ -669,10 +647,6 @@ def encode(message: FromRank | ToRank) -> bytes:
         return _ESCAPED + _encoder.encode(_translated(plain, _ESCAPES))
 
 
-def _unescaped(data: bytes) -> Any:
-    return _translated(msgspec.msgpack.decode(data[len(_ESCAPED) :]), _UNESCAPES)
-
-
 def _translated(plain: Any, table: dict[int, int]) -> Any:
     match plain:
         case str():
@@ -685,24 +659,22 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
-    try:
-        if data.startswith(_ESCAPED):
-            return cast("FromRank", msgspec.convert(_unescaped(data), FromRank))
-        return _from_rank.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(_refused(data, sender, error)) from error
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return _decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
-    """Return the message in `data`; raise `ProtocolError` naming `sender` if there is none."""
+    """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return _decoded(_to_rank, data, sender)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_M], data: bytes, sender: str) -> _M:
     try:
         if data.startswith(_ESCAPED):
-            return cast("ToRank", msgspec.convert(_unescaped(data), ToRank))
-        return _to_rank.decode(data)
+            plain = msgspec.msgpack.decode(data[len(_ESCAPED) :])
+            return msgspec.convert(_translated(plain, _UNESCAPES), decoder.type)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(_refused(data, sender, error)) from error
-
-
-def _refused(data: bytes, sender: str, error: Exception) -> str:
-    return f"{len(data)} bytes from {sender} are no message of nblaunch's protocol and were refused: {error}"
+        what = f"{len(data)} bytes from {sender} are no message of nblaunch's protocol"
+        msg = f"{what} and were refused: {error}"
+        raise ProtocolError(msg) from error

@@ -1,4 +1,4 @@
-"""Words that errors, results and views share: ranks, sizes, places in code, and where ranks hang."""
+"""Text that errors, results and views share: ranks, sizes, places in code, and where ranks hang."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HangReport:
 
 
 def own_frame(frames: Sequence[FrameRecord]) -> FrameRecord | None:
-    """Return the innermost frame of the notebook, else of a file that is no installed library's."""
+    """Return the innermost frame of the notebook, else of a file outside installed libraries."""
     for wanted in (_in_notebook, _not_installed):
         for frame in reversed(frames):
             if wanted(frame):
@@ -83,7 +83,7 @@ def nearest_frame(frames: Sequence[FrameRecord]) -> FrameRecord | None:
 
 
 def place(frame: FrameRecord) -> str:
-    """Say where a frame is, the same each time the notebook is run.
+    """Describe where a frame is, in words that are the same in each run of the notebook.
 
     A cell has no number here: that counts executions, and is 0 in kernels that keep no history.
 
@@ -106,7 +106,7 @@ def _not_installed(frame: FrameRecord) -> bool:
 
 
 def size(count: float) -> str:
-    """Write a number of bytes as `df -h` and `--shm-size` count them.
+    """Format a number of bytes, counted as `df -h` and `--shm-size` do.
 
     >>> size(64 << 20), size(80 << 30)
     ('64 MiB', '80.0 GiB')
@@ -115,7 +115,7 @@ def size(count: float) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks the way the panel and the errors do.
+    """Format ranks as the panel and the errors show them.
 
     >>> format_ranks([0, 2, 3, 4])
     'ranks 0,2-4'

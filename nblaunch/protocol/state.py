@@ -1,23 +1,21 @@
-"""What is known of a run: a pure fold of messages into frozen states.
+"""The state of a run: a pure fold of messages into frozen states.
 
-`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts
-any messages in any order: what arrives late, twice or from a rank nobody asked for changes nothing
-that is already final. Views and results read only this.
+`advance(state, message)` returns the state after a message and leaves the old one alone. It accepts any
+messages in any order: one that is late, repeated or from an unknown rank changes nothing that is already
+final. Views and results read only this.
 """
 
 from __future__ import annotations
 
 import enum
+import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
 import msgspec
+from msgspec.structs import replace
 
 from nblaunch.protocol.messages import (
-    Aborted,
-    Arrived,
-    Asked,
     AttemptStarted,
     Cleared,
     Colored,
@@ -26,25 +24,20 @@ from nblaunch.protocol.messages import (
     Exited,
     FailureRecord,
     Hello,
-    InterruptSeen,
     Measured,
     Message,
-    Names,
     Noticed,
     Payload,
     Phase,
     Printed,
     Raised,
     Reached,
-    Recovered,
     Returned,
     RunEnded,
     Started,
-    Switched,
     Unreadable,
     Usage,
     Waiting,
-    Where,
 )
 from nblaunch.protocol.reports import HangReport, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
@@ -63,20 +56,21 @@ class State(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether a rank in this state has nothing more to say."""
+        """Whether a rank in this state has its outcome."""
         return self in _FINAL
 
 
-_FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST})
+# A tuple: an enum's member has a slow hash.
+_FINAL = (State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST)
 
 
+_PLACE = ("local_rank", "node", "device", "pid", "phase")
 _NOTICES = 20
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """All that is known of one rank in one attempt."""
+class RankState(msgspec.Struct, frozen=True):
+    """One rank in one attempt."""
 
     rank: int
     local_rank: int = -1
@@ -85,7 +79,7 @@ class RankState:
     pid: int | None = None
     state: State = State.INIT
     phase: Phase = Phase.FORK
-    transcript: Transcript = field(default_factory=Transcript)
+    transcript: Transcript = Transcript()
     value: Payload | None = None
     value_text: str = ""
     value_html: str = ""
@@ -97,17 +91,16 @@ class RankState:
     ended: float | None = None
     warning: str = ""
     usage: Usage | None = None
-    """What it used when it was last measured; only while somebody watches."""
+    """What it used when it was last measured; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
     collectives: int | None = None
-    """How many collectives of the default group it had begun when it was last asked; likewise."""
+    """How many collectives of the default group it had begun then."""
     waiting: str = ""
-    """Of a rank that has been interrupted and does not end: since when, and in what it is."""
+    """If it has been interrupted and does not end: since when, and where it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptState:
+class AttemptState(msgspec.Struct, frozen=True):
     """One attempt of the worker group, numbered from 0; `reason` says why it was started."""
 
     number: int
@@ -115,11 +108,10 @@ class AttemptState:
     reason: str
     started: float
     ended: float | None = None
-    ranks: Mapping[int, RankState] = field(default_factory=dict)
+    ranks: Mapping[int, RankState] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True):
     """A run: its present ranks, and the attempts before this one."""
 
     world_size: int
@@ -128,35 +120,28 @@ class RunState:
     earlier: tuple[AttemptState, ...] = ()
     notices: tuple[str, ...] = ()
     hang: HangReport | None = None
-    """Where the ranks were when they were last asked."""
+    """Where the ranks were at the last look."""
     doing: str = ""
-    """What all ranks do before the job is over for the user, though it has ended on each."""
+    """What all ranks do after they have ended the job, before it is over for the user."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
-        """Return the state before anything has happened; `ranks` are those that take part."""
+        """Return the initial state; `ranks` are those that take part, None for all."""
         members = tuple(range(world_size)) if ranks is None else ranks
         return cls(
             world_size=world_size,
             ranks={rank: RankState(rank) for rank in members},
-            attempt=AttemptState(number=0, world_size=world_size, reason="started", started=time),
+            attempt=AttemptState(0, world_size, "started", time),
         )
 
-    def seated(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
-        """Return the state of a job that is given to `members`, which are there already, in their attempt."""
-        ranks = {
-            number: replace(
-                rank,
-                local_rank=members[number].local_rank,
-                node=members[number].node,
-                device=members[number].device,
-                pid=members[number].pid,
-                phase=members[number].phase,
-                state=_at_least_starting(rank.state) if members[number].node else rank.state,
-            )
-            for number, rank in self.ranks.items()
-            if number in members
-        }
+    def given_to(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
+        """Return the initial state of a job that is given to ranks which exist already."""
+        ranks = {}
+        for number, rank in self.ranks.items():
+            if number in members:
+                is_at = {name: getattr(members[number], name) for name in _PLACE}
+                state = _at_least_starting(rank.state) if members[number].node else rank.state
+                ranks[number] = replace(rank, state=state, **is_at)
         return replace(self, ranks=ranks, attempt=replace(self.attempt, number=attempt))
 
     @property
@@ -166,7 +151,7 @@ class RunState:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what went wrong without failing a rank."""
+        """What went wrong without failing a rank."""
         bad_ends = [rank.warning for rank in self.ranks.values() if rank.warning]
         not_sent: dict[str, list[int]] = {}
         for number, rank in sorted(self.ranks.items()):
@@ -191,14 +176,13 @@ class RunState:
 
     @property
     def summary(self) -> State:
-        """Return the run's state in one word."""
+        """The run's state in one word."""
         states = [rank.state for rank in self.ranks.values()]
-        for state in (State.FAILED, State.LOST):
-            if state in states:
-                return State.FAILED
-        if all(state.final for state in states):
+        if self.failed:
+            return State.FAILED
+        if self.finished:
             return State.STOPPED if State.STOPPED in states else State.SUCCEEDED
-        if any(state in (State.RUNNING, State.SUCCEEDED) for state in states):
+        if State.RUNNING in states or State.SUCCEEDED in states:
             return State.RUNNING
         return State.STARTING if State.STARTING in states else State.INIT
 
@@ -216,8 +200,7 @@ def advance(state: RunState, message: Message) -> RunState:
         case AttemptStarted():
             return _next_attempt(state, message)
         case Noticed():
-            notices = (*state.notices, message.text)[-_NOTICES:]
-            return replace(state, notices=notices)
+            return replace(state, notices=(*state.notices, message.text)[-_NOTICES:])
         case Measured():
             return _measured(state, message)
         case Waiting():
@@ -244,25 +227,20 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         }
         return replace(state, ranks=ranks)
     ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
-    # Those that take part: all there are, unless the job is for some of them.
+    # The job goes to all ranks of the attempt, or to the same ones if it was for some.
     some = len(state.ranks) < state.world_size
     numbers = state.ranks if some else range(max(message.world_size, 0))
     return RunState(
         world_size=message.world_size,
         ranks={rank: RankState(rank, state=State.STARTING, pid=message.pids.get(rank)) for rank in numbers},
-        attempt=AttemptState(
-            number=message.number,
-            world_size=message.world_size,
-            reason=message.reason,
-            started=message.time,
-        ),
+        attempt=AttemptState(message.number, message.world_size, message.reason, message.time),
         earlier=(*state.earlier, ended),
         notices=state.notices,
     )
 
 
 def _resized(state: RunState, world_size: int) -> RunState:
-    """Return the state with as many ranks as the nodes that met have; before that, nobody knows."""
+    """Return the state with as many ranks as the nodes of the rendezvous have: it is not known earlier."""
     begun = any(rank.state is not State.INIT for rank in state.ranks.values())
     if begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
         return state
@@ -282,9 +260,9 @@ def _measured(state: RunState, message: Measured) -> RunState:
 
 def _waiting(state: RunState, message: Waiting) -> RunState:
     news = {
-        rank: replace(known, waiting=said)
+        rank: replace(known, waiting=where)
         for rank, known in state.ranks.items()
-        if not known.state.final and known.waiting != (said := message.ranks.get(rank, ""))
+        if not known.state.final and known.waiting != (where := message.ranks.get(rank, ""))
     }
     if message.doing != state.doing:
         state = replace(state, doing=message.doing)
@@ -300,31 +278,7 @@ def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
 
-_OfOneRank: TypeAlias = (
-    Hello
-    | Entered
-    | Started
-    | Displayed
-    | Cleared
-    | Switched
-    | Returned
-    | Raised
-    | Printed
-    | Exited
-    | Unreadable
-    | Colored
-    | Where
-    | Names
-    | Reached
-    | Arrived
-    | Aborted
-    | Asked
-    | Recovered
-    | InterruptSeen
-)
-
-
-def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
+def _advance_rank(known: RankState, message: Message) -> RankState:
     match message:
         case Hello():
             return replace(
@@ -347,8 +301,6 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
             return replace(known, transcript=_written(known.transcript, message))
         case Reached():
             return replace(known, collectives=message.collectives)
-        case Switched() | Where() | Names() | Arrived() | Aborted() | Asked() | Recovered() | InterruptSeen():
-            return known
         case Returned():
             return replace(
                 known,
@@ -371,12 +323,14 @@ def _advance_rank(known: RankState, message: _OfOneRank) -> RankState:
                 ended=failure.time,
                 peak_gpu_memory=message.peak_gpu_memory,
             )
-        case Colored() | Unreadable():
-            return _after_the_end(known, message)
+        case Colored() if known.failure is not None:
+            return replace(known, failure=replace(known.failure, colored=message.text))
+        case Unreadable() if known.state is State.SUCCEEDED:
+            return replace(known, state=State.FAILED, failure=message.failure)
         case Exited():
             return _exited(known, message)
         case _:
-            assert_never(message)
+            return known  # of interest to the worker group only
 
 
 def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
@@ -389,16 +343,6 @@ def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> 
             return cleared(transcript, wait=message.wait)
         case _:
             assert_never(message)
-
-
-def _after_the_end(known: RankState, message: Colored | Unreadable) -> RankState:
-    match message:
-        case Colored() if known.failure is not None:
-            return replace(known, failure=msgspec.structs.replace(known.failure, colored=message.text))
-        case Unreadable() if known.state is State.SUCCEEDED:
-            return replace(known, state=State.FAILED, failure=message.failure)
-        case _:
-            return known
 
 
 def _exited(known: RankState, message: Exited) -> RankState:
@@ -431,8 +375,6 @@ def signal_name(exitcode: int | None) -> str | None:
     """Return `"SIGKILL"` for -9, None for an exit code that is no signal."""
     if exitcode is None or exitcode >= 0:
         return None
-    import signal
-
     try:
         return signal.Signals(-exitcode).name
     except ValueError:
@@ -440,7 +382,7 @@ def signal_name(exitcode: int | None) -> str | None:
 
 
 def describe_exit(exitcode: int) -> str:
-    """Say in words how a process ended.
+    """Describe how a process ended.
 
     >>> describe_exit(-9)
     'was killed by SIGKILL'

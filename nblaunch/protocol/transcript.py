@@ -1,14 +1,17 @@
 """A rank's output in order, bounded: its beginning and its end, and how much lies between.
 
-The whole text is in the rank's log files and in `result.ranks[r].stdout`; what is kept here is what a
-view can show. All functions return a new transcript and leave the old one alone.
+The whole text is in the rank's log files and in `result.ranks[r].stdout`; this is the part that a view can
+show. All functions return a new transcript and leave the old one alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from nblaunch.protocol.messages import Displayed, Stream
 
@@ -22,8 +25,7 @@ _ENTRY_COST = 16
 _DISPLAY_COST = 320
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(msgspec.Struct, frozen=True):
     """Consecutive text of one stream."""
 
     stream: Stream
@@ -42,8 +44,7 @@ class Display:
 Entry = Text | Display
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
+class Transcript(msgspec.Struct, frozen=True):
     """Entries in order: `head`, then `omitted` characters in `omitted_lines` lines, then `tail`."""
 
     head: tuple[Entry, ...] = ()
@@ -53,9 +54,9 @@ class Transcript:
     omitted_displays: int = 0
     clear_pending: bool = False
     written: int = 0
-    """Characters and displays that were ever put in, cleared ones too: a reader's place in the stream."""
+    """Characters and displays so far, cleared ones included: a reader's place in the stream."""
     lines: int = 0
-    """Line ends that were ever put in, cleared ones too."""
+    """Line ends so far, cleared ones included."""
     clears: int = 0
     head_cost: int = 0
     tail_cost: int = 0
@@ -74,7 +75,7 @@ class Transcript:
 def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
     """Return the transcript with `text` at its end.
 
-    What is kept depends on the text alone, not on the pieces in which it came.
+    The entries depend on the text alone, not on the pieces in which it arrived.
     """
     if not text:
         return transcript
@@ -85,7 +86,7 @@ def printed(transcript: Transcript, stream: Stream, text: str) -> Transcript:
 
 
 def displayed(transcript: Transcript, message: Displayed) -> Transcript:
-    """Return the transcript with a display at its end, or with the one of that id changed."""
+    """Return the transcript with a display at its end, or with that of the same id updated."""
     display_id = message.transient.get("display_id")
     known_id = display_id if isinstance(display_id, str) else None
     display = Display(message.data, message.metadata, known_id)
@@ -147,10 +148,10 @@ def _append_display(transcript: Transcript, display: Display) -> Transcript:
 def _filled(
     entries: tuple[Entry, ...], stream: Stream, text: str, room: int
 ) -> tuple[tuple[Entry, ...], int, str]:
-    """Fill the last entry, or begin a new one; return the entries, the cost and what was not taken.
+    """Fill the last entry, or begin a new one; return the entries, the cost and the rest of the text.
 
-    An entry is filled before the next one is begun, so that the entries do not depend on the pieces in
-    which text came.
+    An entry is filled before the next one begins, so that the entries do not depend on the pieces in which
+    the text arrived.
     """
     last = entries[-1] if entries else None
     if isinstance(last, Text) and last.stream is stream and len(last.text) < CHUNK_CHARACTERS:
@@ -163,7 +164,7 @@ def _filled(
 
 
 def _bounded(transcript: Transcript, *, displays: bool = False) -> Transcript:
-    """Drop the oldest text of the tail, or its oldest display, where there is more than is kept."""
+    """Drop the oldest text of the tail, or its oldest display, if there is too much."""
     if displays:
         places = [index for index, entry in enumerate(transcript.tail) if isinstance(entry, Display)]
         if len(places) <= MAXIMUM_DISPLAYS:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import msgspec
+
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import RankState, RunState
 from nblaunch.protocol.transcript import Display, Text, Transcript
@@ -125,7 +127,7 @@ def _trimmed(transcript: Transcript, limit: int) -> Transcript:
         rest += transcript.tail
     last, dropped = _first([_turned(entry) for entry in reversed(rest)], limit - limit // 3)
     texts = [entry.text for entry in dropped if isinstance(entry, Text)]
-    return replace(
+    return msgspec.structs.replace(
         transcript,
         head=tuple(head),
         tail=(

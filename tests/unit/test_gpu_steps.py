@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import explain, explain_exit
 from nblaunch.diagnose.hang import report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from nblaunch.group.recovery import Interruption, Sends
 from nblaunch.protocol.messages import (

@@ -93,7 +93,7 @@ def test_every_message_is_in_a_union():
     }
     jobs = ("CellJob", "FunctionJob", "ScriptJob", "PushJob", "PullJob")
     inside = {getattr(messages, name) for name in jobs}
-    assert tagged - bases - {messages._FromRank} - inside == {
+    assert tagged - bases - {messages._OfRank} - inside == {
         *FROM_RANK,
         *TO_RANK,
         *typing.get_args(AboutRank),
