@@ -21,10 +21,9 @@ from nblaunch.export.imports import imports_in
 from nblaunch.export.script import Cell, Script, Setting, bound_in, export, is_exported
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
-from nblaunch.options.kinds import rank_list
+from nblaunch.options import kinds
 from nblaunch.options.launch import LaunchOptions, within
-from nblaunch.options.line import split_words
-from nblaunch.options.torchrun import torchrun_command
+from nblaunch.options.line import split_words, torchrun_command
 
 FLAGS = ("--cells", "--force")
 _USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
@@ -116,9 +115,8 @@ def _parsed(line: str) -> tuple[tuple[int, ...] | None, str, bool]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    kind = rank_list()
     try:
-        numbers = kind.check(kind.parse(text))
+        numbers = kinds.ranks.check(kinds.ranks.parse(text))
     except ValueError:
         msg = (
             f"--cells {text!r} was asked for, but it takes numbers of cells, as in In[3]. "

@@ -1,4 +1,4 @@
-"""The line of a magic: from the text after `%%distributed` to options, and what can be completed on it.
+"""Command lines: that of a magic, from its text to options; that of torchrun, from options to its text.
 
 IPython fills in values (`-n $ranks`, `-n {len(parts)}`) before it calls a magic.
 """
@@ -26,6 +26,7 @@ _UNKNOWN = "--?"
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse reads as a value."""
 _MAGIC = re.compile(r"\s*%%?\w+\s")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,3 +248,41 @@ def _options_from(word: str, options: Iterable[Option]) -> list[str]:
         return [option.flags[0] for option in options]
     flags = [flag for option in options for flag in (option.spellings if "_" in word else option.flags)]
     return [flag for flag in (*flags, *HELP_FLAGS) if flag.startswith(word)]
+
+
+def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | None = None) -> str:
+    """Return the torchrun command that starts `script` as `%%distributed` started a cell.
+
+    `nproc` is how many ranks there were, where the options leave it open. Options that torchrun does not have
+    stand in comment lines above it. A variable that looks like a secret is written as the shell's own:
+    `HF_TOKEN="$HF_TOKEN"`.
+
+    >>> print(torchrun_command(LaunchOptions(nproc_per_node=2, max_restarts=3, timeout=60), "train.py"))
+    # torchrun has no --timeout (60.0)
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py
+    """
+    values = {each.name: getattr(options, each.name) for each in OPTIONS}
+    chosen = [each for each in OPTIONS if values[each.name] not in (each.default, each.torchrun_default)]
+    missing = [
+        f"# torchrun has no {each.flags[0]} ({', '.join(each.kind.texts(values[each.name]))})"
+        for each in chosen
+        if each.torchrun == "comment"
+    ]
+    words = [
+        f'{name}="${name}"' if _SECRET.search(name) else f"{name}={shlex.quote(text)}"
+        for name, text in options.env.items()
+    ]
+    alone = options.standalone and not any(each.scope == "rendezvous" for each in chosen)
+    known = options.nproc_per_node if options.nproc_per_node != "auto" else nproc or "auto"
+    words += ["torchrun", *["--standalone"] * alone, "--nproc-per-node", str(known)]
+    for each in OPTIONS:
+        value, flag = values[each.name], each.flags[0]
+        met_elsewhere = each.name == "rdzv_backend" and not alone and value != "static"
+        if each.torchrun not in ("variable", "flag") or each.name in ("nproc_per_node", "standalone"):
+            continue
+        if each.kind.switch and each in chosen:
+            words.append(flag)
+        elif each in chosen or met_elsewhere:
+            for text in map(shlex.quote, each.kind.texts(value)):
+                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return "\n".join([*missing, " ".join([*words, shlex.quote(script)])])

@@ -22,7 +22,7 @@ from nblaunch.export.literals import NoLiteralError, Writer
 from nblaunch.export.script import Cell, Setting, export
 from nblaunch.export.source import indented
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.torchrun import torchrun_command
+from nblaunch.options.line import torchrun_command
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
 _values = st.recursive(
