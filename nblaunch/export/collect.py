@@ -12,12 +12,12 @@ from nblaunch.capture.capture import RANK_NAMES, SHELL_NAMES
 from nblaunch.capture.names import CellNames
 from nblaunch.export.files import Load, loads
 from nblaunch.export.imports import Import, import_of, submodules
-from nblaunch.export.literals import NoLiteralError, Writer
+from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import NotebookSource
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class CollectedItem:
     """Statements of a script that bind variables."""
 
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ class Item:
 class Collected:
     """Everything that a script takes from the notebook."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[CollectedItem] = field(default_factory=list)
     imports: set[Import] = field(default_factory=set)
     files: list[Load] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -52,9 +52,9 @@ class Collector:
         self._source = source
         self._device = device
         self._owned: dict[str, Any] = {}
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, CollectedItem] = {}
         self._values: dict[str, Any] = {}
-        self._literals: dict[str, Writer] = {}
+        self._literals: dict[str, LiteralWriter] = {}
         self._aliases: dict[str, str] = {}
         self._seen: set[str] = set()
 
@@ -71,12 +71,12 @@ class Collector:
             files = loads(self._values, self._own, directory, device=self._device)
         for load in files:
             place = max(self._source.place(name) for name in load.names)
-            self._items[load.names[0]] = Item(load.names, load.text, place, load.uses)
+            self._items[load.names[0]] = CollectedItem(load.names, load.text, place, load.uses)
             self.found.imports.update(load.imports)
             self.found.files.append(load)
         for name, first in self._aliases.items():
             place = max(self._source.place(name), self._source.place(first))
-            self._items[name] = Item((name,), f"{name} = {first}", place, frozenset({first}))
+            self._items[name] = CollectedItem((name,), f"{name} = {first}", place, frozenset({first}))
         self.found.items = list(_in_order(self._items))
         if any(item.definition for item in self.found.items):
             # In a notebook it holds for all cells that follow.
@@ -134,7 +134,7 @@ class Collector:
             if definition or (isinstance(value, type) and value.__qualname__ == name):
                 self._owned[name] = value
             names = source.names
-            self._items[name] = Item(
+            self._items[name] = CollectedItem(
                 (name,), source.text, source.place, names.needed, names.maybe, definition
             )
             self._follow(names, certain=False)
@@ -144,7 +144,7 @@ class Collector:
     def _literal_or_file(self, name: str, value: Any) -> None:
         for owned in _classes_within(value):
             self._own(owned)
-        writer = Writer(self._owned)
+        writer = LiteralWriter(self._owned)
         try:
             text = writer.assignment(name, value)
         except (NoLiteralError, RecursionError):
@@ -157,7 +157,7 @@ class Collector:
             self._values[name] = value  # the notebook calls something else by that name
             return
         self._literals[name] = writer
-        self._items[name] = Item((name,), text, self._source.place(name), frozenset(writer.names))
+        self._items[name] = CollectedItem((name,), text, self._source.place(name), frozenset(writer.names))
         self.found.imports |= writer.imports
 
     def _in_common(self) -> set[str]:
@@ -196,13 +196,13 @@ def _classes_within(value: object, depth: int = 0) -> Iterator[type]:
             yield from _classes_within(each, depth + 1)
 
 
-def _in_order(items: dict[str, Item]) -> Iterator[Item]:
+def _in_order(items: dict[str, CollectedItem]) -> Iterator[CollectedItem]:
     """Yield items in the notebook's order, each below what it needs."""
     owner = {name: item for item in items.values() for name in item.names}
     done: set[str] = set()
     begun: set[tuple[str, bool]] = set()
 
-    def put(item: Item, *, whole: bool) -> Iterator[Item]:
+    def put(item: CollectedItem, *, whole: bool) -> Iterator[CollectedItem]:
         if (item.names[0], whole) in begun:
             return
         begun.add((item.names[0], whole))
