@@ -12,18 +12,39 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic.forkserver import RankProcess, Server
+from nblaunch.elastic.forkserver import RankProcess
 from nblaunch.group.runtime import local
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."
 _SLOWED = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1")
+_LOG = "forkserver.log"
+_SLOW_SECONDS = 3.0
+_JOIN_SECONDS = 2.0
+_CHILD_SECONDS = 3.0
+_LOOPBACK = "127.0.0.1"
+_TOKEN = b"nblaunch"
+# Runs in a process of its own: what is tried here would change the process it is tried in.
+_CHILD = """
+import ctypes, json, sys
+said = {}
+try:
+    with open(sys.argv[1], "rb") as file:
+        said["read"] = file.read().decode()
+except OSError as error:
+    said["refused"] = str(error)
+libc = ctypes.CDLL(None, use_errno=True)
+for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
+    said[name] = libc.prctl(option, value, 0, 0, 0) == 0
+print(json.dumps(said), flush=True)
+sys.stdin.read()
+"""
 
 
 def build() -> Iterator[Finding]:
@@ -82,32 +103,6 @@ def why_no_torch() -> str:
     return ""
 
 
-# The doctor's look at what ranks are made of: fork server, process control, hand-over, network.
-
-
-_LOG = "forkserver.log"
-_SLOW_SECONDS = 3.0
-_JOIN_SECONDS = 2.0
-_CHILD_SECONDS = 3.0
-_LOOPBACK = "127.0.0.1"
-_TOKEN = b"nblaunch"
-# Runs in a process of its own: what is tried here would change the process it is tried in.
-_CHILD = """
-import ctypes, json, sys
-said = {}
-try:
-    with open(sys.argv[1], "rb") as file:
-        said["read"] = file.read().decode()
-except OSError as error:
-    said["refused"] = str(error)
-libc = ctypes.CDLL(None, use_errno=True)
-for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
-    said[name] = libc.prctl(option, value, 0, 0, 0) == 0
-print(json.dumps(said), flush=True)
-sys.stdin.read()
-"""
-
-
 def fork_server() -> Iterator[Finding]:
     """Fork a process from the kernel's fork server, as a rank is forked; measure how long that takes."""
     name = "fork server"
@@ -123,40 +118,37 @@ def fork_server() -> Iterator[Finding]:
         return
     with log:
         try:
-            _fork_once(server)
+            # A function of the standard library: nothing of the notebook is sent.
+            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
             ready = time.monotonic()
-            _fork_once(server)
+            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
         except (LaunchError, OSError) as error:
             yield _no_fork(name, log.read().strip() or str(error))
             return
     took, forked = ready - started, time.monotonic() - ready
     word = "ready" if server.pid == before else "started"
     summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
-    if took > _SLOW_SECONDS:
-        yield warning(
-            name,
-            summary,
-            "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
-            "torch on a local disk it starts faster.",
-        )
-    else:
-        yield ok(name, summary)
+    advice = (
+        "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
+        "torch on a local disk it starts faster."
+    )
+    yield warning(name, summary, advice) if took > _SLOW_SECONDS else ok(name, summary)
 
 
 def _no_fork(name: str, words: str) -> Finding:
-    """Return the problem that makes every run fail; a traceback's last line is what it says."""
+    """Return the problem that makes every run fail; of a traceback the last line."""
     return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
 
 
-def _fork_once(server: Server) -> None:
-    # A function of the standard library: nothing of the notebook is sent.
-    process = RankProcess(target=os.getpid, name="nblaunch-doctor")
-    with server.forking():
+def in_a_fork(target: Callable[..., object], *args: str, seconds: float) -> None:
+    """Run a function in a fork of the running fork server. Raises `TimeoutError`, an `OSError`."""
+    process = RankProcess(target=target, args=args, name="nblaunch-doctor")
+    with local().server.forking():
         process.start()
-    process.join(_JOIN_SECONDS)
+    process.join(seconds)
     if process.exitcode is None:
         process.kill()
-        msg = f"a process was forked, and did not end within {_JOIN_SECONDS:g} s"
+        msg = f"a process was forked, and did not end within {seconds:g} s"
         raise TimeoutError(msg)
     process.close()
 
