@@ -96,7 +96,7 @@ def gpus() -> Iterator[Finding]:
             yield ok("GPU", _NONE)
         return
     try:
-        said = _ask(program)
+        answers = _ask(program)
     except subprocess.TimeoutExpired:
         yield warning(
             "GPU",
@@ -105,7 +105,7 @@ def gpus() -> Iterator[Finding]:
             "(nvidia-smi -pm 1) keeps it awake.",
         )
         return
-    listed = said["gpus"]
+    listed = answers["gpus"]
     words = f"{listed.stdout} {listed.stderr}".strip()
     if listed.returncode and "no devices" not in words.lower():
         yield problem("GPU", f"nvidia-smi fails: {words}", "Load the driver; after an update, restart.")
@@ -115,11 +115,11 @@ def gpus() -> Iterator[Finding]:
         return
     found = [_gpu(line) for line in listed.stdout.splitlines() if line.strip()]
     if not why_no_torch():
-        yield from _fit(found, said["header"].stdout)
-    held = _held_here(said["processes"].stdout)
+        yield from _fit(found, answers["header"].stdout)
+    held = _held_here(answers["processes"].stdout)
     yield from (_memory(gpu, held.get(gpu.uuid, 0)) for gpu in found)
     if len(found) > 1:
-        yield _peers(said["peers"].stdout)
+        yield _peers(answers["peers"].stdout)
 
 
 def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
@@ -127,11 +127,11 @@ def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
     deadline = time.monotonic() + _SECONDS
     with contextlib.ExitStack() as stack:
         asked = {question: stack.enter_context(asking([program, *how])) for question, how in _QUERIES.items()}
-        said = {}
+        answers = {}
         for question, process in asked.items():
             out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.01))
-            said[question] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    return said
+            answers[question] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return answers
 
 
 @contextlib.contextmanager
@@ -279,7 +279,7 @@ def health() -> Iterator[Finding]:
         return
     deadline = time.monotonic() + _SECONDS
     try:
-        said = ask_nvml()
+        answers = ask_nvml()
     except subprocess.TimeoutExpired:
         yield warning(
             "GPU health",
@@ -287,15 +287,15 @@ def health() -> Iterator[Finding]:
             "The driver is stuck, or slow to wake. Persistence mode (nvidia-smi -pm 1) keeps it awake.",
         )
         return
-    gpus = {str(index): gpu for index, gpu in enumerate(said.get("gpus", ()))}
+    gpus = {str(index): gpu for index, gpu in enumerate(answers.get("gpus", ()))}
     used = visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     yield from compute_mode(used, cuda_here=torch.cuda.is_initialized())
     yield from memory_errors(used)
-    yield from driver_errors(used, said.get("xids", ()))
+    yield from driver_errors(used, answers.get("xids", ()))
     if any("capability" in gpu for gpu in used.values()):
         yield from architecture(used, torchs_architectures(deadline))
     yield from persistence(used)
-    yield from nvlink(used, said)
+    yield from nvlink(used, answers)
 
 
 def ask_nvml() -> dict[str, Any]:
@@ -326,7 +326,7 @@ def visible(gpus: Gpus, chosen: str | None) -> Gpus:
 
 
 def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
-    """Report whether several processes may use a GPU; `cuda_here` says that this process does."""
+    """Report whether several processes may use a GPU; with `cuda_here` this process does."""
     name = "compute mode"
     modes = {index: gpu["compute_mode"] for index, gpu in gpus.items() if "compute_mode" in gpu}
     prohibited = [index for index, mode in modes.items() if mode == _PROHIBITED]
@@ -474,10 +474,10 @@ def persistence(gpus: Gpus) -> Iterator[Finding]:
         yield ok(name, summary, "nvidia-smi -pm 1 keeps the driver awake.")
 
 
-def nvlink(gpus: Gpus, said: Mapping[str, Any]) -> Iterator[Finding]:
+def nvlink(gpus: Gpus, answers: Mapping[str, Any]) -> Iterator[Finding]:
     """Report which GPUs NVLink connects."""
     name = "NVLink"
-    joined, pairs = said.get("joined", 0), said.get("pairs", 0)
+    joined, pairs = answers.get("joined", 0), answers.get("pairs", 0)
     down = {index: gpu["links"].count(0) for index, gpu in gpus.items() if any(gpu.get("links", ()))}
     broken = [f"GPU {index}: {count}" for index, count in down.items() if count > min(down.values())]
     if broken:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.checks.processes import why_no_torch
-from nblaunch.checks.report import Finding, count_of, ok, one_line, problem
+from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
 from nblaunch.elastic import placement
 from nblaunch.elastic.runtime_dir import remove_tree
 from nblaunch.group.runtime import local
@@ -131,12 +131,12 @@ def _reported(output: Path) -> RankReport:
 def _failure(reports: list[RankReport], late: str) -> str:
     """Return in one line what went wrong; nothing if all is well."""
     gpus = count_of(len(reports), "GPU")
-    warned = [one_line(each["warning"], _WORDS) for each in reports if "warning" in each]
+    warned = [on_one_line(each["warning"], _WORDS) for each in reports if "warning" in each]
     warning = f" (NCCL: {warned[0]})" if warned else ""
     places = [f"rank {number} in {each.get('at', 'starting')}" for number, each in enumerate(reports)]
     for place, each in zip(places, reports, strict=True):
         if "error" in each:
-            return f"{gpus}: {place}: {one_line(each['error'], _WORDS)}{warning}"
+            return f"{gpus}: {place}: {on_one_line(each['error'], _WORDS)}{warning}"
     unfinished = [place for place, each in zip(places, reports, strict=True) if "bandwidth" not in each]
     if unfinished:
         return f"{gpus}: {late or 'ended without a word'}: {', '.join(unfinished[:_SHOWN])}{warning}"

@@ -33,16 +33,16 @@ _TOKEN = b"nblaunch"
 # Runs in a process of its own: what is tried here would change the process it is tried in.
 _CHILD = """
 import ctypes, json, sys
-said = {}
+found = {}
 try:
     with open(sys.argv[1], "rb") as file:
-        said["read"] = file.read().decode()
+        found["read"] = file.read().decode()
 except OSError as error:
-    said["refused"] = str(error)
+    found["refused"] = str(error)
 libc = ctypes.CDLL(None, use_errno=True)
 for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
-    said[name] = libc.prctl(option, value, 0, 0, 0) == 0
-print(json.dumps(said), flush=True)
+    found[name] = libc.prctl(option, value, 0, 0, 0) == 0
+print(json.dumps(found), flush=True)
 sys.stdin.read()
 """
 
@@ -67,10 +67,10 @@ def build() -> Iterator[Finding]:
     summary += f"; backends: {', '.join(backends) or 'none'}"
     if torch.cuda.is_initialized():
         summary += "; CUDA is initialised in this process, which ranks do not mind"
-    if "gloo" not in backends:
-        yield problem("torch", f"{summary}. Ranks on the CPU need gloo", _REINSTALL)
-    else:
+    if "gloo" in backends:
         yield ok("torch", summary)
+    else:
+        yield problem("torch", f"{summary}. Ranks on the CPU need gloo", _REINSTALL)
 
 
 def nccl() -> Iterator[Finding]:
@@ -160,8 +160,8 @@ def process_control() -> Iterator[Finding]:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         how = "looking twenty times a second (no pidfd_open)"
-    said = _in_child(os.devnull)[1]
-    missing = [call for call in ("subreaper", "death signal") if not said.get(call)]
+    found = _in_child(os.devnull)
+    missing = [call for call in ("subreaper", "death signal") if not found.get(call)]
     if missing:
         yield warning(
             name,
@@ -185,9 +185,9 @@ def hand_over() -> Iterator[Finding]:
             yield warning(name, f"no memory files (memfd_create): {error}", advice)
             return
         os.pwrite(fd, _TOKEN, 0)
-        refused, said = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
-    refused = refused or said.get("refused", "")
-    if refused or said.get("read") != _TOKEN.decode():
+        found = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
+    refused = found.get("refused", "")
+    if refused or found.get("read") != _TOKEN.decode():
         yield problem(
             name,
             f"processes cannot open each other's memory through /proc: {refused}",
@@ -198,8 +198,8 @@ def hand_over() -> Iterator[Finding]:
         yield ok(name, "kernel and ranks can open each other's memory: large payloads cross once")
 
 
-def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Start a child that reads `path`; return why its `fd` cannot be opened from here, and what it says."""
+def _in_child(path: str, fd: int | None = None) -> dict[str, Any]:
+    """Return what a child reports that reads `path`; `refused` also where its `fd` cannot be opened here."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter, our own text
         [sys.executable, "-I", "-S", "-c", _CHILD, path],
         stdin=subprocess.PIPE,
@@ -208,13 +208,13 @@ def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
         pass_fds=() if fd is None else (fd,),
         start_new_session=True,
     )
-    refused = ""
+    refused = {}
     try:
         if fd is not None:
             try:
                 os.close(os.open(f"/proc/{child.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
             except OSError as error:
-                refused = str(error)
+                refused = {"refused": str(error)}
         printed, errors = child.communicate(timeout=_CHILD_SECONDS)
     finally:
         if child.poll() is None:
@@ -223,23 +223,20 @@ def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
     if child.returncode:
         msg = f"a child process ended with {child.returncode}: {errors.decode(errors='replace')}"
         raise RuntimeError(msg)
-    said: dict[str, Any] = json.loads(printed)
-    return refused, said
+    found: dict[str, Any] = json.loads(printed)
+    return found | refused
 
 
 def loopback() -> Iterator[Finding]:
     """Connect to a socket on the loopback interface, as ranks connect to theirs."""
     name = "loopback"
     try:
-        with socket.socket() as listener:
-            listener.bind((_LOOPBACK, 0))
-            listener.listen()
+        # Not `create_connection`, which asks the resolver: that one has a check of its own.
+        with socket.create_server((_LOOPBACK, 0)) as listener, socket.socket() as client:
             listener.settimeout(1)
-            # Not `create_connection`, which asks the resolver: that one has a check of its own.
-            with socket.socket() as client:
-                client.settimeout(1)
-                client.connect(listener.getsockname())
-                listener.accept()[0].close()
+            client.settimeout(1)
+            client.connect(listener.getsockname())
+            listener.accept()[0].close()
     except OSError as error:
         advice = "Ranks meet there. Bring the interface up: ip link set lo up; look at the firewall."
         yield problem(name, f"{_LOOPBACK} cannot be connected to: {error}", advice)

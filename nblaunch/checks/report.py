@@ -89,17 +89,17 @@ class DoctorReport:
 
 def ok(name: str, summary: str, advice: str = "") -> Finding:
     """Return a finding that needs nothing done."""
-    return Finding(name, Level.OK, one_line(summary), advice)
+    return Finding(name, Level.OK, on_one_line(summary), advice)
 
 
 def warning(name: str, summary: str, advice: str = "") -> Finding:
     """Return a finding that makes some runs fail, or slows them down."""
-    return Finding(name, Level.WARNING, one_line(summary), advice)
+    return Finding(name, Level.WARNING, on_one_line(summary), advice)
 
 
 def problem(name: str, summary: str, advice: str = "") -> Finding:
     """Return a finding that makes runs fail."""
-    return Finding(name, Level.PROBLEM, one_line(summary), advice)
+    return Finding(name, Level.PROBLEM, on_one_line(summary), advice)
 
 
 def by_room(  # noqa: PLR0913 - three figures, and what they mean
@@ -111,10 +111,10 @@ def by_room(  # noqa: PLR0913 - three figures, and what they mean
     return warning(name, summary, advice) if room < wanted else ok(name, summary)
 
 
-def one_line(text: str, limit: int = 300) -> str:
+def on_one_line(text: str, limit: int = 300) -> str:
     r"""Return `text`, which may be a library's, in one line of at most `limit` characters.
 
-    >>> one_line("first\n  second")
+    >>> on_one_line("first\n  second")
     'first second'
     """
     line = " ".join(text.split())

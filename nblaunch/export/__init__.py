@@ -28,5 +28,5 @@ Modules, each after those that it imports:
     files     values in files: arrays, tensors, everything else pickled
     source    where functions and classes are defined; cells as plain Python text
     collect   follows names to all that they need, in an order in which it can be defined
-    script    splits the cells between the top and `main`, and writes the file
+    writer    splits the cells between the top and `main`, and writes the file
 """

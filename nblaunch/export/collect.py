@@ -10,7 +10,7 @@ from typing import Any
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import RANK_NAMES, SHELL_NAMES
 from nblaunch.capture.names import CellNames
-from nblaunch.export.files import Load, loads
+from nblaunch.export.files import Load, how_to_load
 from nblaunch.export.imports import Import, import_of, submodules
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import NotebookSource
@@ -65,10 +65,10 @@ class Collector:
             self._items.pop(name, None)
             self._values[name] = self._namespace[name]
         try:
-            files = loads(self._values, self._own, directory, device=self._device)
+            files = how_to_load(self._values, self._own, directory, device=self._device)
         except NblaunchError:
             self._leave_out(names, directory)
-            files = loads(self._values, self._own, directory, device=self._device)
+            files = how_to_load(self._values, self._own, directory, device=self._device)
         for load in files:
             place = max(self._source.place(name) for name in load.names)
             self._items[load.names[0]] = CollectedItem(load.names, load.text, place, load.uses)
@@ -87,7 +87,7 @@ class Collector:
         """Leave values out that may never be used, and cannot be saved."""
         for name in [name for name in self._values if name not in names.needed]:
             try:
-                loads({name: self._values[name]}, self._own, directory, device=self._device)
+                how_to_load({name: self._values[name]}, self._own, directory, device=self._device)
             except NblaunchError:
                 del self._values[name]
                 self.found.left_out.append(name)

@@ -38,7 +38,7 @@ class Load:
     """Definitions that must stand above it."""
 
 
-def loads(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
+def how_to_load(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
     """Return how to load `values`; `directory` is the script's variable for where the files are.
 
     With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. Raises

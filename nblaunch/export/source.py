@@ -13,6 +13,7 @@ import re
 import tokenize
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -74,7 +75,7 @@ class NotebookSource:
         for number, text in sorted(cells.items()):
             for part in _with_bodies(text):
                 self._numbers[part.strip("\n")] = number
-                for chunk in _chunks(part):
+                for chunk in chunks(part)[0]:
                     for node in chunk.nodes:
                         self.imports += [each for inner in _run(node) for each in imports_in(inner)]
                     for name in _stored(chunk):
@@ -90,7 +91,7 @@ class NotebookSource:
         number, chunk = self._bindings.get(name, (0, None))
         if chunk is not None and not chunk.definition and hasattr(value, "__wrapped__"):
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        cells = {code: text for code in _codes(value) if (text := _cell_of(code)) is not None}
+        cells = {code: text for code in _codes(value) if (text := _source_of(code)) is not None}
         found = {self._defined_at(name, code, text) for code, text in cells.items()}
         if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
@@ -103,14 +104,14 @@ class NotebookSource:
         return BindingStatement.of(chunk, number) if is_class or chunk.definition.decorator_list else None
 
     def _defined_at(self, name: str, code: types.CodeType, text: str) -> BindingStatement | None:
-        for chunk in _chunks(text):
-            node = chunk.definition
-            if node is None:
-                continue
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            within = first <= code.co_firstlineno <= (node.end_lineno or first)
-            if within and node.name == name and (isinstance(node, ast.ClassDef) or code.co_name == name):
-                return BindingStatement.of(chunk, self._numbers.get(text.strip("\n"), 0))
+        with contextlib.suppress(SyntaxError, ValueError):
+            for chunk in chunks(text)[0]:
+                node = chunk.definition
+                if node is None or node.name != name:
+                    continue
+                within = _first_line(node) <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+                if within and (isinstance(node, ast.ClassDef) or code.co_name == name):
+                    return BindingStatement.of(chunk, self._numbers.get(text.strip("\n"), 0))
         return None
 
     def statement(self, name: str, value: object, namespace: Mapping[str, object]) -> BindingStatement | None:
@@ -139,7 +140,7 @@ class NotebookSource:
         return BindingStatement.of(chunk, number)
 
 
-def _cell_of(code: types.CodeType) -> str | None:
+def _source_of(code: types.CodeType) -> str | None:
     """Return the source of the cell that code was compiled from."""
     entry = linecache.cache.get(code.co_filename)
     # Entries without a modification time are no files: IPython puts cells there.
@@ -172,13 +173,6 @@ def _with_bodies(text: str) -> list[str]:
                 case "run_cell_magic", ["time" | "capture" | "local", _, inner]:
                     return _with_bodies(inner)
     return [text]
-
-
-def _chunks(text: str) -> list[Chunk]:
-    try:
-        return chunks(text)[0]
-    except (SyntaxError, ValueError):
-        return []
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
@@ -227,10 +221,9 @@ def plain_python(source: str, transform: Callable[[str], str], title: str) -> st
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = ipython_call(node.value)
             text = _as_python(*call, transform, title) if call is not None else None
-            if text is not None and text.startswith(_NOTHING) and node in tree.body:
-                text = ""
             if text is not None:
-                edits.append((node, text))
+                gone = text.startswith(_NOTHING) and node in tree.body
+                edits.append((node, "" if gone else text))
     edited = {id(child) for node, _ in edits for child in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "get_ipython" and id(node) not in edited:
@@ -277,21 +270,22 @@ def chunks(source: str) -> tuple[list[Chunk], str]:
     """Take a module apart; returns its chunks, and the comments after the last one."""
     lines = source.splitlines()
     found: list[Chunk] = []
-    end = 0
-    begin = 0
+    begin = end = 0
     for node in ast.parse(source).body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
-        last = node.end_lineno or node.lineno
-        if found and first < end:
+        if found and _first_line(node) <= end:
             nodes = (*found.pop().nodes, node)
         else:
             begin, nodes = end, (node,)
-        end = max(end, last)
+        end = max(end, node.end_lineno or node.lineno)
         text = "\n".join(lines[begin:end])
         gap = "\n" if not text.split("\n", 1)[0].strip() else ""
         found.append(Chunk(gap + text.strip("\n"), nodes))
     return found, "\n".join(lines[end:]).strip("\n")
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
 def printing_its_value(source: str, name: str) -> str:
@@ -345,22 +339,14 @@ def indented(source: str) -> str:
             inside.update(range(begun.pop() + 1, token.end[0] + 1))
         elif kind == "STRING":
             inside.update(range(token.start[0] + 1, token.end[0] + 1))
-    lines = source.splitlines()
+    lines = enumerate(source.splitlines(), start=1)
     return "\n".join(
-        line if number in inside or not line.strip() else f"    {line}"
-        for number, line in enumerate(lines, start=1)
+        f"    {line}" if number not in inside and line.strip() else line for number, line in lines
     )
 
 
 def uses_await(tree: ast.Module) -> bool:
     """Return whether a cell uses `await` outside functions, as IPython allows."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith):
-            return True
-        if isinstance(node, ast.comprehension) and node.is_async:
-            return True
-        if not isinstance(node, Definition | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
-    return False
+    with warnings.catch_warnings(action="ignore"):
+        code = compile(tree, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return bool(code.co_flags & inspect.CO_COROUTINE)

@@ -18,7 +18,7 @@ from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.elastic.placement import Placement
 from nblaunch.export.imports import imports_in
-from nblaunch.export.script import Cell, ExportedScript, Setting, bound_in, export, is_exported
+from nblaunch.export.writer import Cell, ExportedScript, Setting, bound_in, export, is_exported
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
 from nblaunch.options import kinds

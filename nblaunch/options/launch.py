@@ -323,7 +323,7 @@ def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptio
 
 def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
     """Return the options of a cell in a session: its own where it may have its own and asks for it."""
-    # What a `PET_` variable says holds for fresh ranks; the cell has not asked for it.
+    # A `PET_` variable holds for fresh ranks; the cell itself has not asked for its value.
     unasked = LaunchOptions.from_keywords()
     values = {each.name: getattr(session, each.name) for each in OPTIONS}
     for each in OPTIONS:

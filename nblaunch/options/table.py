@@ -26,7 +26,7 @@ Torchrun = Literal["variable", "flag", "comment", "omitted"]
 
 * variable: a flag, and a `PET_` variable, which is read here as well.
 * flag: a flag alone.
-* comment: nothing. A comment above the equivalent torchrun command says so.
+* comment: nothing. A comment above the equivalent torchrun command names it.
 * omitted: nothing that is missed. The script or the environment has it, or it is of the notebook alone.
 """
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._errors import NblaunchError
-from nblaunch.export.files import loads
+from nblaunch.export.files import how_to_load
 from nblaunch.export.imports import Import, as_statements
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
-from nblaunch.export.script import Cell, Setting, export
 from nblaunch.export.source import indented
+from nblaunch.export.writer import Cell, Setting, export
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import torchrun_command
 
@@ -172,7 +172,7 @@ def test_indenting_changes_no_text_within_quotes(parts: list[str]) -> None:
 def loaded(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Save values, run the statements that load them, and return what these make."""
     directory.mkdir()
-    found = loads(values, lambda _: None, "DATA", device=False)
+    found = how_to_load(values, lambda _: None, "DATA", device=False)
     for load in found:
         load.write(directory / load.file)
     imports = as_statements({each for load in found for each in load.imports})
