@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from nblaunch.options.table import Option, nearest, plain_help, unknown
 HELP_FLAGS = ("-h", "--help")
 
 _UNKNOWN = "--?"
-"""Collects the options that there are not, so that the first mistake on a line is the one that is named."""
+"""Collects unknown options, so that the first mistake on a line is the one that is named."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse reads as a value."""
 _MAGIC = re.compile(r"\s*%%?\w+\s")
@@ -160,18 +161,17 @@ class _Parser(argparse.ArgumentParser):
 
     def without_value(self, spelling: str, words: Sequence[str]) -> OptionError:
         """Return the error for an option that lacks its value."""
-        option = self.flags[spelling]
-        after = (words[place + 1 : place + 2] for place, word in enumerate(words) if word == spelling)
-        following = next((each for each in after if each and each[0].startswith("-")), [])
-        found = f"{brief(following[0])} follows" if following else "the line ends there"
+        takes = self.flags[spelling].kind
+        after = (following for word, following in itertools.pairwise([*words, ""]) if word == spelling)
+        option = next((each for each in after if each.startswith("-")), None)
+        found = "the line ends there" if option is None else f"{brief(option)} follows"
         return OptionError(
-            f"{spelling} was asked for, but it needs a value and {found}. "
-            f"Write {spelling} {option.kind.metavar}: {option.kind.takes}; "
-            f"a value that begins with - is written {spelling}=-value."
+            f"{spelling} was asked for, but it needs a value and {found}. Write {spelling} {takes.metavar}: "
+            f"{takes.takes}; a value that begins with - is written {spelling}=-value."
         )
 
     def unknown(self, word: str) -> OptionError:
-        """Return the error for an option that there is not."""
+        """Return the error for an option that does not exist."""
         spelling = word.partition("=")[0]
         flags = dict.fromkeys(each.flags[0] for each in self.flags.values())
         return unknown(spelling, self._meanings(spelling), flags)
@@ -180,16 +180,15 @@ class _Parser(argparse.ArgumentParser):
         """Return the error for a word that is no option."""
         meanings = self._meanings(word)
         guess = nearest(f"--{word.partition('=')[0]}", meanings)
+        what_to_do = "Leave it out, or write the option that it is the value of before it."
         if word.isdecimal() and "-n" in self.flags:
             what_to_do = f"Did you mean -n {word}?"
         elif guess is not None:
             what_to_do = f"Did you mean {meanings[guess]}?"
-        else:
-            what_to_do = "Leave it out, or write the option that it is the value of before it."
         return OptionError(f"{brief(word)} was given, but only options can stand here. {what_to_do}")
 
     def _meanings(self, word: str) -> Mapping[str, str]:
-        """Map what `word` may be a slip of to the right spelling; a keyword stands for its flag."""
+        """Map the spellings that `word` may be a slip of to the right one; a keyword stands for its flag."""
         keywords = {
             f"--{keyword}": each.flags[0] for each in self.flags.values() for keyword in each.keywords
         }
