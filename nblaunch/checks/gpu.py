@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nblaunch import _visible
 from nblaunch._errors import LaunchError
 from nblaunch.checks.processes import in_a_fork, why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, problem, warning
@@ -171,17 +172,17 @@ def _fit(found: list[Gpu], header: str) -> Iterator[Finding]:
     """Report what keeps torch from using the GPUs that are there."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    choice = os.environ.get(_visible.CUDA)
     if torch.version.cuda is None and torch.version.hip is None:
         yield warning(
             "GPU",
             f"{len(found)} here, but this torch was made for the CPU and cannot use them",
             "Install torch's CUDA build: https://pytorch.org/get-started.",
         )
-    elif visible is not None and visible.strip() in ("", "-1"):
+    elif choice is not None and not _visible.names(choice):
         yield warning(
             "GPU",
-            f"{len(found)} here, hidden by CUDA_VISIBLE_DEVICES={visible!r}: ranks run on the CPU",
+            f"{len(found)} here, hidden by CUDA_VISIBLE_DEVICES={choice!r}: ranks run on the CPU",
             "Unset it, and restart the kernel.",
         )
     driver, wanted = _DRIVER_CUDA.search(header), torch.version.cuda
@@ -288,7 +289,7 @@ def health() -> Iterator[Finding]:
         )
         return
     gpus = {str(index): gpu for index, gpu in enumerate(answers.get("gpus", ()))}
-    used = visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    used = visible(gpus, os.environ.get(_visible.CUDA))
     yield from compute_mode(used, cuda_here=torch.cuda.is_initialized())
     yield from memory_errors(used)
     yield from driver_errors(used, answers.get("xids", ()))
@@ -308,25 +309,20 @@ def ask_nvml() -> dict[str, Any]:
         return {}
 
 
-def visible(gpus: Gpus, chosen: str | None) -> Gpus:
-    """Return the GPUs that ranks will see; all, where `CUDA_VISIBLE_DEVICES` is not understood.
+def visible(gpus: Gpus, choice: str | None) -> Gpus:
+    """Return the GPUs that ranks will see; all, where `CUDA_VISIBLE_DEVICES` names instances of MIG.
 
     >>> sorted(visible({"0": {"uuid": "GPU-a1"}, "1": {"uuid": "GPU-b2"}}, "GPU-b"))
     ['1']
     """
-    if chosen is None:
+    if choice is None or _visible.is_mig(choice):
         return gpus
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    found = {
-        index: gpu
-        for index, gpu in gpus.items()
-        if index in names or gpu.get("uuid", "").startswith(tuple(names))
-    }
-    return found if found or chosen.strip() in ("", "-1") else gpus
+    uuids = [gpu.get("uuid", "") for gpu in gpus.values()]
+    return {str(each): gpus[str(each)] for each in _visible.ordinals(choice, len(gpus), lambda: uuids)}
 
 
 def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
-    """Report whether several processes may use a GPU; with `cuda_here` this process does."""
+    """Report whether several processes may use a GPU; `cuda_here`: this process has initialised CUDA."""
     name = "compute mode"
     modes = {index: gpu["compute_mode"] for index, gpu in gpus.items() if "compute_mode" in gpu}
     prohibited = [index for index, mode in modes.items() if mode == _PROHIBITED]

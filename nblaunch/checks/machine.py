@@ -116,11 +116,9 @@ def memory() -> Iterator[Finding]:
     yield by_room("memory", free, summary, advice, needed=_MEMORY_NEEDED, wanted=_MEMORY_WANTED)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
-        yield warning(
-            "address space",
-            f"limited to {size(address_space)} for each process",
-            "CUDA reserves far more than it uses, and fails under it. ulimit -v unlimited lifts it.",
-        )
+        summary = f"limited to {size(address_space)} for each process"
+        advice = "CUDA reserves far more than it uses, and fails under it. ulimit -v unlimited lifts it."
+        yield warning("address space", summary, advice)
 
 
 def container_memory() -> tuple[int, int] | None:
@@ -233,11 +231,9 @@ def leftovers() -> Iterator[Finding]:
         yield ok("leftovers", "no directory of a dead kernel")
         return
     shown = " ".join(dead[:_SHOWN]) + (" ..." if len(dead) > _SHOWN else "")
-    yield warning(
-        "leftovers",
-        f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}",
-        "Remove them, unless another machine or container shares this directory and uses them.",
-    )
+    summary = f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}"
+    advice = "Remove them, unless another machine or container shares this directory and uses them."
+    yield warning("leftovers", summary, advice)
 
 
 def _old(path: Path) -> bool:

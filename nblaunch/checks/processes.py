@@ -23,6 +23,7 @@ from nblaunch.group.runtime import local
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."
+_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 _SLOWED = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1")
 _LOG = "forkserver.log"
 _SLOW_SECONDS = 3.0
@@ -88,10 +89,8 @@ def nccl() -> Iterator[Finding]:
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
     slowed = [each for each in chosen if each in _SLOWED]
     summary = ", ".join([version, *chosen])
-    if slowed:
-        yield warning("NCCL", summary, f"{' and '.join(slowed)}: GPUs of one machine talk by slower ways.")
-    else:
-        yield ok("NCCL", summary)
+    advice = f"{' and '.join(slowed)}: GPUs of one machine talk by slower ways."
+    yield warning("NCCL", summary, advice) if slowed else ok("NCCL", summary)
 
 
 def why_no_torch() -> str:
@@ -162,15 +161,13 @@ def process_control() -> Iterator[Finding]:
         how = "looking twenty times a second (no pidfd_open)"
     found = _in_child(os.devnull)
     missing = [call for call in ("subreaper", "death signal") if not found.get(call)]
-    if missing:
-        yield warning(
-            name,
-            f"prctl refuses: {', '.join(missing)}",
-            "Processes that ranks start may outlive them. Allow prctl in the sandbox (seccomp) of this "
-            "container.",
-        )
-    else:
+    if not missing:
         yield ok(name, f"{how}, subreaper and death signal work: nothing outlives the kernel")
+        return
+    advice = (
+        "Processes that ranks start may outlive them. Allow prctl in the sandbox (seccomp) of this container."
+    )
+    yield warning(name, f"prctl refuses: {', '.join(missing)}", advice)
 
 
 def hand_over() -> Iterator[Finding]:
@@ -267,9 +264,7 @@ def this_process() -> Iterator[Finding]:
     """Report whether this process is a rank: a rank cannot start ranks."""
     name = "this process"
     rank = _notebook.inside_rank()
-    variables = [
-        each for each in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR") if each in os.environ
-    ]
+    variables = [each for each in _OF_A_RANK if each in os.environ]
     if rank is not None:
         yield problem(
             name,
