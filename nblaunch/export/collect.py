@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nblaunch._errors import NblaunchError
@@ -64,11 +65,18 @@ class Collector:
         for name in self._in_common():
             self._items.pop(name, None)
             self._values[name] = self._namespace[name]
+        load_all = partial(how_to_load, own=self._own, directory=directory, device=self._device)
         try:
-            files = how_to_load(self._values, self._own, directory, device=self._device)
+            files = load_all(self._values)
         except NblaunchError:
-            self._leave_out(names, directory)
-            files = how_to_load(self._values, self._own, directory, device=self._device)
+            # Leave out what cannot be saved and may never be used.
+            for name in [name for name in self._values if name not in names.needed]:
+                try:
+                    load_all({name: self._values[name]})
+                except NblaunchError:
+                    del self._values[name]
+                    self.found.left_out.append(name)
+            files = load_all(self._values)
         for load in files:
             place = max(self._source.place(name) for name in load.names)
             self._items[load.names[0]] = CollectedItem(load.names, load.text, place, load.uses)
@@ -82,15 +90,6 @@ class Collector:
             # In a notebook it holds for all cells that follow.
             self.found.imports.update(each for each in self._source.imports if each.module == "__future__")
         return self.found
-
-    def _leave_out(self, names: CellNames, directory: str) -> None:
-        """Leave values out that may never be used, and cannot be saved."""
-        for name in [name for name in self._values if name not in names.needed]:
-            try:
-                how_to_load({name: self._values[name]}, self._own, directory, device=self._device)
-            except NblaunchError:
-                del self._values[name]
-                self.found.left_out.append(name)
 
     def _follow(self, names: CellNames, *, certain: bool) -> None:
         self.found.names |= names.needed | names.maybe
@@ -109,8 +108,8 @@ class Collector:
         first = self._same_object(name, value)
         if first is not None:
             self._aliases[name] = first
-            return
-        self._values_or_source(name, value)
+        else:
+            self._import_or_source(name, value)
 
     def _same_object(self, name: str, value: object) -> str | None:
         """Return another variable that is this very object, and has been taken along."""
@@ -122,7 +121,7 @@ class Collector:
         known = [*self._items, *self._values]
         return next((each for each in known if self._namespace[each] is value), None)
 
-    def _values_or_source(self, name: str, value: Any) -> None:
+    def _import_or_source(self, name: str, value: Any) -> None:
         known = import_of(name, value, self._source.imports)
         if known is not None:
             self.found.imports.add(known)
@@ -133,13 +132,11 @@ class Collector:
         if source is not None:
             if definition or (isinstance(value, type) and value.__qualname__ == name):
                 self._owned[name] = value
-            names = source.names
-            self._items[name] = CollectedItem(
-                (name,), source.text, source.place, names.needed, names.maybe, definition
-            )
-            self._follow(names, certain=False)
-            return
-        self._literal_or_file(name, value)
+            needs, later = source.names.needed, source.names.maybe
+            self._items[name] = CollectedItem((name,), source.text, source.place, needs, later, definition)
+            self._follow(source.names, certain=False)
+        else:
+            self._literal_or_file(name, value)
 
     def _literal_or_file(self, name: str, value: Any) -> None:
         for owned in _classes_within(value):
@@ -150,10 +147,8 @@ class Collector:
         except (NoLiteralError, RecursionError):
             self._values[name] = value
             return
-        if any(
-            each.bound in self._namespace and not each.finds(self._namespace[each.bound])
-            for each in writer.imports
-        ):
+        taken = [each for each in writer.imports if each.bound in self._namespace]
+        if not all(each.finds(self._namespace[each.bound]) for each in taken):
             self._values[name] = value  # the notebook calls something else by that name
             return
         self._literals[name] = writer

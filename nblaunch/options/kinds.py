@@ -26,9 +26,8 @@ _MOST_RANKS = 100_000
 _MOST_NODES = 100_000
 _BOTH_STREAMS = 3
 _BACKENDS = ("auto", "gloo", "nccl")
-_TRUTH = {"1": True, "true": True, "yes": True, "on": True} | {
-    "0": False, "false": False, "no": False, "off": False,
-}  # fmt: skip
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True}
+_TRUTH |= {"0": False, "false": False, "no": False, "off": False}
 _NAME = r"[a-z][a-z0-9_]*"
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
 _STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
