@@ -224,7 +224,7 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     Raises `NblaunchError` for what cannot be written.
     """
     texts = [plain_python(cell.source, transform, cell.title).strip("\n") for cell in cells]
-    used = {name for text in texts for name in _words(text)}
+    used = {name for text in texts for name in _names(text) | bound_in(text)}
     value = _unused("value", used)
     texts = [
         printing_its_value(text, value) if cell.on_ranks else text
@@ -248,10 +248,6 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     titles = ", ".join(cell.title for cell in cells)
     text = writer.text(_docstring(titles, command), f'{saved} = Path(__file__).with_name("{directory}")')
     return ExportedScript(text, tuple(found.files), tuple(found.left_out))
-
-
-def _words(text: str) -> frozenset[str]:
-    return _names(text) | bound_in(text)
 
 
 def _unused(name: str, used: set[str]) -> str:
@@ -349,11 +345,12 @@ class _ScriptWriter:
 
     def _function(self, name: str, first: list[str], last: list[str]) -> str:
         """Return the main function: `first`, the cells, `last`."""
-        body = self._body.body.strip("\n")
+        body = self._body.body.strip("\n") if self._body.body.strip() else ""
         lines = [f"global {', '.join(self._body.shared)}"] if self._body.shared else []
         lines += first
-        if body.strip():
-            lines += [*[""] * bool(lines), body]
+        if lines and body:
+            lines.append("")
+        lines += [body] if body else []
         lines += ["", *last] if last else []
         text = "\n".join(lines)
         if not ast.parse(text).body:
