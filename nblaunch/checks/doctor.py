@@ -1,9 +1,4 @@
-"""The doctor: examines this machine and this process before a run does, and reports what would go wrong.
-
-Each check is a small function that yields findings. All checks run at the same time, each on a thread of its
-own with a time limit of its own, because what they look at may not answer: a resolver, a driver, a network
-disk. A check that raises or overruns its time becomes a warning that names it.
-"""
+"""The list of checks, and what runs them: all at the same time, each with a time limit of its own."""
 
 from __future__ import annotations
 
@@ -94,14 +89,10 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
         # A rank has no business with a fork server or a runtime directory of its own.
         return examine([each for each in CHECKS if each.find is processes.this_process])
     report = examine()
-    return with_nccl(report) if nccl else report
-
-
-def with_nccl(report: DoctorReport) -> DoctorReport:
-    """Return the report with the findings of an all_reduce; its ranks are gone, also after an interrupt."""
+    if not nccl:
+        return report
     started = time.monotonic()
-    check = Check(nccl_check.NAME, nccl_check.all_reduce)
-    found = _found_by(check)
+    found = _found_by(Check(nccl_check.NAME, nccl_check.all_reduce))
     return DoctorReport((*report.findings, *found), report.seconds + time.monotonic() - started)
 
 
@@ -126,14 +117,11 @@ class _Running:
         try:
             thread.start()
         except RuntimeError:
-            # No more threads: that is a finding to come, and the checks are needed more than ever.
+            # No more threads: a finding of one of the checks, which are needed more than ever.
             self._run()
 
     def _run(self) -> None:
-        try:
-            self.found = _found_by(self.check)
-        except BaseException as error:  # noqa: BLE001 - a doctor that falls ill helps nobody
-            self.found = [_ill(self.check, error)]
+        self.found = _found_by(self.check, BaseException)  # a thread has nobody to raise it to
         self.done.set()
 
     def findings(self, started: float) -> list[Finding]:
@@ -144,20 +132,13 @@ class _Running:
         return [warning(self.check.name, summary, self.check.if_stuck)]
 
 
-def _found_by(check: Check) -> list[Finding]:
+def _found_by(check: Check, catch: type[BaseException] = Exception) -> list[Finding]:
     try:
         return list(check.find())
-    except Exception as error:  # noqa: BLE001 - see above
-        return [_ill(check, error)]
-
-
-def _ill(check: Check, error: BaseException) -> Finding:
-    summary = f"could not be checked: {_describe(error)}"
-    return warning(check.name, summary, "Please report this, with the text above.")
-
-
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - an exception's __str__ may do anything
-        return type(error).__name__
+    except catch as error:
+        try:
+            described = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - an exception's __str__ may do anything
+            described = type(error).__name__
+        summary = f"could not be checked: {described}"
+        return [warning(check.name, summary, "Please report this, with the text above.")]

@@ -8,6 +8,7 @@ abandoned.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nblaunch import _visible
 from nblaunch._errors import LaunchError
-from nblaunch.checks.processes import why_no_torch
-from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic.forkserver import RankProcess
+from nblaunch.checks.processes import in_a_fork, why_no_torch
+from nblaunch.checks.report import Finding, count_of, ok, problem, warning
 from nblaunch.group.runtime import local
 from nblaunch.protocol.reports import size
 
@@ -45,6 +46,33 @@ _QUERIES = {
 _DRIVER_CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
 _REFUSED = {"CNS", "GNS", "TNS", "NS", "DR"}
 """What `nvidia-smi topo -p2p r` writes where two GPUs cannot read each other's memory."""
+_ASK_NVML = Path(__file__).with_name("nvml.py")
+_PROHIBITED, _EXCLUSIVE = 2, (1, 3)
+_RESET = "Reset it when nothing runs on it (nvidia-smi --gpu-reset), or restart the machine."
+_REPLACE = "Have it replaced; until then leave it out with CUDA_VISIBLE_DEVICES."
+_SHARE = "nvidia-smi -c DEFAULT lets processes share a GPU."
+_RECOVERY = {
+    1: (_RESET, "must be reset"),
+    2: ("Restart the machine.", "needs the machine to be restarted"),
+    3: (_RESET, "must be drained and reset"),
+    4: (_RESET, "must be drained and reset"),
+}
+_HARDWARE_XIDS = {
+    48: "uncorrectable memory error",
+    63: "memory row to be remapped",
+    64: "memory row could not be remapped",
+    74: "NVLink error",
+    79: "fell off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "its own processor (GSP) does not answer",
+    120: "its own processor (GSP) failed",
+}
+"""Those that no program causes; NVIDIA's list of Xid errors has them all."""
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
+
+Gpus = Mapping[str, Mapping[str, Any]]
+"""What NVML reports of each GPU, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +90,14 @@ def gpus() -> Iterator[Finding]:
     """Report which GPUs there are, how much of their memory is free, and whether torch can use them."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        yield _without_driver()
+        if any(Path("/dev").glob("nvidia[0-9]*")):
+            advice = "In a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility."
+            yield warning("GPU", "there are GPUs, but no nvidia-smi to look at them with", advice)
+        else:
+            yield ok("GPU", _NONE)
         return
     try:
-        said = _ask(program)
+        answers = _ask(program)
     except subprocess.TimeoutExpired:
         yield warning(
             "GPU",
@@ -74,35 +106,21 @@ def gpus() -> Iterator[Finding]:
             "(nvidia-smi -pm 1) keeps it awake.",
         )
         return
-    listed = said["gpus"]
-    if listed.returncode:
-        words = f"{listed.stdout} {listed.stderr}".strip()
-        if "no devices" in words.lower():
-            yield ok("GPU", _NONE)
-        else:
-            yield problem("GPU", f"nvidia-smi fails: {words}", "Load the driver; after an update, restart.")
+    listed = answers["gpus"]
+    words = f"{listed.stdout} {listed.stderr}".strip()
+    if listed.returncode and "no devices" not in words.lower():
+        yield problem("GPU", f"nvidia-smi fails: {words}", "Load the driver; after an update, restart.")
         return
-    found = [_gpu(line) for line in listed.stdout.splitlines() if line.strip()]
-    if not found:
+    if listed.returncode or not listed.stdout.strip():
         yield ok("GPU", _NONE)
         return
+    found = [_gpu(line) for line in listed.stdout.splitlines() if line.strip()]
     if not why_no_torch():
-        yield from _fit(found, said["header"].stdout)
-    held = _held_here(said["processes"].stdout)
-    for gpu in found:
-        yield _memory(gpu, held.get(gpu.uuid, 0))
+        yield from _fit(found, answers["header"].stdout)
+    held = _held_here(answers["processes"].stdout)
+    yield from (_memory(gpu, held.get(gpu.uuid, 0)) for gpu in found)
     if len(found) > 1:
-        yield _peers(said["peers"].stdout)
-
-
-def _without_driver() -> Finding:
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return warning(
-            "GPU",
-            "there are GPUs, but no nvidia-smi to look at them with",
-            "In a container, start it with NVIDIA_DRIVER_CAPABILITIES=compute,utility.",
-        )
-    return ok("GPU", _NONE)
+        yield _peers(answers["peers"].stdout)
 
 
 def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
@@ -110,11 +128,11 @@ def _ask(program: str) -> dict[str, subprocess.CompletedProcess[str]]:
     deadline = time.monotonic() + _SECONDS
     with contextlib.ExitStack() as stack:
         asked = {question: stack.enter_context(asking([program, *how])) for question, how in _QUERIES.items()}
-        said = {}
+        answers = {}
         for question, process in asked.items():
             out, err = process.communicate(timeout=max(deadline - time.monotonic(), 0.01))
-            said[question] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
-    return said
+            answers[question] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    return answers
 
 
 @contextlib.contextmanager
@@ -146,25 +164,25 @@ def _gpu(line: str) -> Gpu:
 
 
 def _bytes(mebibytes: str) -> int | None:
-    """Return bytes; the driver writes `[N/A]` for what it does not tell."""
+    """Return bytes; the driver writes `[N/A]` for what it does not report."""
     return int(mebibytes) * _MIB if mebibytes.isdecimal() else None
 
 
 def _fit(found: list[Gpu], header: str) -> Iterator[Finding]:
-    """Say what keeps torch from using the GPUs that are there."""
+    """Report what keeps torch from using the GPUs that are there."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    choice = os.environ.get(_visible.CUDA)
     if torch.version.cuda is None and torch.version.hip is None:
         yield warning(
             "GPU",
             f"{len(found)} here, but this torch was made for the CPU and cannot use them",
             "Install torch's CUDA build: https://pytorch.org/get-started.",
         )
-    elif visible is not None and visible.strip() in ("", "-1"):
+    elif choice is not None and not _visible.names(choice):
         yield warning(
             "GPU",
-            f"{len(found)} here, hidden by CUDA_VISIBLE_DEVICES={visible!r}: ranks run on the CPU",
+            f"{len(found)} here, hidden by CUDA_VISIBLE_DEVICES={choice!r}: ranks run on the CPU",
             "Unset it, and restart the kernel.",
         )
     driver, wanted = _DRIVER_CUDA.search(header), torch.version.cuda
@@ -176,32 +194,27 @@ def _fit(found: list[Gpu], header: str) -> Iterator[Finding]:
         )
 
 
-def _held_here(processes: str) -> dict[str, int]:
+def _held_here(processes: str) -> Counter[str]:
     """Return the bytes this very process holds, by GPU."""
-    held: dict[str, int] = {}
+    held = Counter[str]()
     for line in processes.splitlines():
-        uuid, _, rest = line.partition(",")
-        pid, _, used = rest.partition(",")
-        if pid.strip() == str(os.getpid()):
-            held[uuid.strip()] = held.get(uuid.strip(), 0) + (_bytes(used.strip()) or 0)
+        uuid, pid, used, *_ = (part.strip() for part in f"{line},,".split(","))
+        if pid == str(os.getpid()):
+            held[uuid] += _bytes(used) or 0
     # In a container the driver counts other process ids, or names none: torch's own count is a lower bound.
-    for uuid, reserved in _reserved_by_torch().items():
-        held[uuid] = max(held.get(uuid, 0), reserved)
-    return held
+    return held | _reserved_by_torch()
 
 
-def _reserved_by_torch() -> dict[str, int]:
+def _reserved_by_torch() -> Counter[str]:
     """Return what torch's allocator holds, by GPU; asks only a CUDA that is initialised already."""
-    if why_no_torch():
-        return {}
-    import torch
+    reserved = Counter[str]()
+    if not why_no_torch():
+        import torch
 
-    if not torch.cuda.is_initialized():
-        return {}
-    return {
-        f"GPU-{torch.cuda.get_device_properties(index).uuid}": torch.cuda.memory_reserved(index)
-        for index in range(torch.cuda.device_count())
-    }
+        for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+            reserved[uuid] = torch.cuda.memory_reserved(index)
+    return reserved
 
 
 def _memory(gpu: Gpu, held: int) -> Finding:
@@ -224,7 +237,7 @@ def _memory(gpu: Gpu, held: int) -> Finding:
 
 
 def _peers(matrix: str) -> Finding:
-    """Say whether the GPUs can read each other's memory."""
+    """Report whether the GPUs can read each other's memory."""
     refused, pairs = refused_pairs(matrix)
     if not pairs:
         return ok("peer-to-peer", "this driver does not tell")
@@ -247,43 +260,14 @@ def refused_pairs(matrix: str) -> tuple[list[str], int]:
     """
     rows = [line.split() for line in matrix.splitlines()]
     states = [row[1:] for row in rows if len(row) > 1 and row[0].startswith("GPU") and "X" in row]
-    pairs = [(one, other) for one in range(len(states)) for other in range(one + 1, len(states))]
+    pairs = itertools.combinations(range(len(states)), 2)
     known = [(one, other) for one, other in pairs if other < len(states[one])]
     return [f"{one}-{other}" for one, other in known if states[one][other] in _REFUSED], len(known)
 
 
-# The doctor's look at whether GPUs are fit to compute: compute mode, memory errors, architecture, links.
-#
-# NVML is asked by a process of its own (see `_nvml`), torch's architectures by a fork of the fork server:
-# neither changes anything of this process. What is not told is not judged.
-
-_ASK_NVML = Path(__file__).with_name("nvml.py")
-_PROHIBITED, _EXCLUSIVE = 2, (1, 3)
-_RESET = "Reset it when nothing runs on it (nvidia-smi --gpu-reset), or restart the machine."
-_REPLACE = "Have it replaced; until then leave it out with CUDA_VISIBLE_DEVICES."
-_SHARE = "nvidia-smi -c DEFAULT lets processes share a GPU."
-_RECOVERY = {
-    1: (_RESET, "must be reset"),
-    2: ("Restart the machine.", "needs the machine to be restarted"),
-    3: (_RESET, "must be drained and reset"),
-    4: (_RESET, "must be drained and reset"),
-}
-_HARDWARE_XIDS = {
-    48: "uncorrectable memory error",
-    63: "memory row to be remapped",
-    64: "memory row could not be remapped",
-    74: "NVLink error",
-    79: "fell off the bus",
-    94: "contained memory error",
-    95: "uncontained memory error",
-    119: "its own processor (GSP) does not answer",
-    120: "its own processor (GSP) failed",
-}
-"""Those that no program causes; NVIDIA's list of Xid errors has them all."""
-_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([af]?)")
-
-Gpus = Mapping[str, Mapping[str, Any]]
-"""What NVML says of each GPU, by its number."""
+# Whether GPUs are fit to compute: compute mode, memory errors, architecture, links. NVML is asked by a
+# process of its own, torch's architectures by a fork of the fork server: neither changes anything in this
+# process. What the driver does not report is not judged.
 
 
 def health() -> Iterator[Finding]:
@@ -296,7 +280,7 @@ def health() -> Iterator[Finding]:
         return
     deadline = time.monotonic() + _SECONDS
     try:
-        said = ask_nvml()
+        answers = ask_nvml()
     except subprocess.TimeoutExpired:
         yield warning(
             "GPU health",
@@ -304,15 +288,15 @@ def health() -> Iterator[Finding]:
             "The driver is stuck, or slow to wake. Persistence mode (nvidia-smi -pm 1) keeps it awake.",
         )
         return
-    gpus = {str(index): gpu for index, gpu in enumerate(said.get("gpus", ()))}
-    used = visible(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = {str(index): gpu for index, gpu in enumerate(answers.get("gpus", ()))}
+    used = visible(gpus, os.environ.get(_visible.CUDA))
     yield from compute_mode(used, cuda_here=torch.cuda.is_initialized())
     yield from memory_errors(used)
-    yield from driver_errors(used, said.get("xids", ()))
+    yield from driver_errors(used, answers.get("xids", ()))
     if any("capability" in gpu for gpu in used.values()):
         yield from architecture(used, torchs_architectures(deadline))
     yield from persistence(used)
-    yield from nvlink(used, said)
+    yield from nvlink(used, answers)
 
 
 def ask_nvml() -> dict[str, Any]:
@@ -325,25 +309,20 @@ def ask_nvml() -> dict[str, Any]:
         return {}
 
 
-def visible(gpus: Gpus, chosen: str | None) -> Gpus:
-    """Return the GPUs that ranks will see; all, where `CUDA_VISIBLE_DEVICES` is not understood.
+def visible(gpus: Gpus, choice: str | None) -> Gpus:
+    """Return the GPUs that ranks will see; all, where `CUDA_VISIBLE_DEVICES` names instances of MIG.
 
     >>> sorted(visible({"0": {"uuid": "GPU-a1"}, "1": {"uuid": "GPU-b2"}}, "GPU-b"))
     ['1']
     """
-    if chosen is None:
+    if choice is None or _visible.is_mig(choice):
         return gpus
-    names = [name.strip() for name in chosen.split(",")]
-    found = {
-        index: gpu
-        for index, gpu in gpus.items()
-        if any(name == index or (name and gpu.get("uuid", "").startswith(name)) for name in names)
-    }
-    return found if found or chosen.strip() in ("", "-1") else gpus
+    uuids = [gpu.get("uuid", "") for gpu in gpus.values()]
+    return {str(each): gpus[str(each)] for each in _visible.ordinals(choice, len(gpus), lambda: uuids)}
 
 
 def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
-    """Report whether several processes may use a GPU; `cuda_here` says that this process does."""
+    """Report whether several processes may use a GPU; `cuda_here`: this process has initialised CUDA."""
     name = "compute mode"
     modes = {index: gpu["compute_mode"] for index, gpu in gpus.items() if "compute_mode" in gpu}
     prohibited = [index for index, mode in modes.items() if mode == _PROHIBITED]
@@ -371,25 +350,27 @@ def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:
 def memory_errors(gpus: Gpus) -> Iterator[Finding]:
     """Report GPUs with faulty memory, as far as they count errors (ECC)."""
     name = "GPU memory errors"
-    found = 0
+    fine = True
     for index, gpu in gpus.items():
         _, _, pending, failed = gpu.get("rows") or (0, 0, 0, 0)
         count = gpu.get("uncorrected", 0)
-        found += bool(failed or count or pending or gpu.get("pages_pending"))
         if failed:
             yield problem(name, f"GPU {index}: faulty memory could not be replaced by spare rows", _REPLACE)
         elif count:
-            errors = f"{count} uncorrected ECC error{'' if count == 1 else 's'}"
             yield warning(
                 name,
-                f"GPU {index}: {errors} since the driver was loaded",
+                f"GPU {index}: {count_of(count, 'uncorrected ECC error')} since the driver was loaded",
                 f"What ran on it then has failed. {_RESET} If it comes again, have it replaced.",
             )
         elif pending or gpu.get("pages_pending"):
             yield warning(name, f"GPU {index}: faulty memory waits to be taken out of use", _RESET)
+        else:
+            continue
+        fine = False
     counted = sum("uncorrected" in gpu for gpu in gpus.values())
-    if counted and not found:
-        yield ok(name, f"no uncorrected ECC errors on {_count(counted)} since the driver was loaded")
+    if counted and fine:
+        gpus_counted = count_of(counted, "GPU")
+        yield ok(name, f"no uncorrected ECC errors on {gpus_counted} since the driver was loaded")
 
 
 def driver_errors(gpus: Gpus, xids: Sequence[Sequence[Any]]) -> Iterator[Finding]:
@@ -455,26 +436,18 @@ def runs_on(capability: tuple[int, ...], built_for: Sequence[str]) -> bool:
 def torchs_architectures(deadline: float) -> list[str]:
     """Return what torch was built for, nothing where that is not known in time (monotonic).
 
-    Asked in a fork: torch may initialise CUDA to tell.
+    Asked in a fork: torch may initialise CUDA to answer.
     """
     runtime = local()
     answer = runtime.directory.root() / f"architectures-{os.getpid()}-{time.monotonic_ns()}"
-    process = RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-doctor")
     try:
         runtime.server.ensure_running()
-        with runtime.server.forking():
-            process.start()
-        process.join(max(deadline - time.monotonic(), 0.1))
-        if process.exitcode is None:
-            process.kill()
-        else:
-            process.close()
+        in_a_fork(write_architectures, str(answer), seconds=max(deadline - time.monotonic(), 0.1))
         return list(json.loads(answer.read_text()))
     except (LaunchError, OSError, ValueError):
-        return []  # another check says why nothing can be forked
+        return []  # another check reports why nothing can be forked
     finally:
-        with contextlib.suppress(OSError):
-            answer.unlink()
+        answer.unlink(missing_ok=True)
 
 
 def write_architectures(path: str) -> None:
@@ -488,23 +461,19 @@ def write_architectures(path: str) -> None:
 
 def persistence(gpus: Gpus) -> Iterator[Finding]:
     """Report whether the driver stays loaded while nothing uses it (persistence mode)."""
+    name = "persistence mode"
     modes = [gpu["persistence"] for gpu in gpus.values() if "persistence" in gpu]
-    if not modes:
-        return
-    if all(modes):
-        yield ok("persistence mode", "on")
-    else:
-        yield ok(
-            "persistence mode",
-            "off: the first run after a pause may wait seconds for the driver",
-            "nvidia-smi -pm 1 keeps the driver awake.",
-        )
+    if modes and all(modes):
+        yield ok(name, "on")
+    elif modes:
+        summary = "off: the first run after a pause may wait seconds for the driver"
+        yield ok(name, summary, "nvidia-smi -pm 1 keeps the driver awake.")
 
 
-def nvlink(gpus: Gpus, said: Mapping[str, Any]) -> Iterator[Finding]:
+def nvlink(gpus: Gpus, answers: Mapping[str, Any]) -> Iterator[Finding]:
     """Report which GPUs NVLink connects."""
     name = "NVLink"
-    joined, pairs = said.get("joined", 0), said.get("pairs", 0)
+    joined, pairs = answers.get("joined", 0), answers.get("pairs", 0)
     down = {index: gpu["links"].count(0) for index, gpu in gpus.items() if any(gpu.get("links", ()))}
     broken = [f"GPU {index}: {count}" for index, count in down.items() if count > min(down.values())]
     if broken:
@@ -522,7 +491,3 @@ def nvlink(gpus: Gpus, said: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _listed(indices: Sequence[str]) -> str:
     return f"GPU{'' if len(indices) == 1 else 's'} {', '.join(indices)}"
-
-
-def _count(number: int) -> str:
-    return f"{number} GPU{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ import psutil
 
 from nblaunch import _cgroups
 from nblaunch._errors import LaunchError
-from nblaunch.checks.report import Finding, ok, problem, warning
+from nblaunch.checks.report import Finding, by_room, ok, problem, warning
 from nblaunch.elastic import descriptors
 from nblaunch.elastic.runtime_dir import PREFIX
 from nblaunch.group.runtime import local
@@ -34,8 +34,14 @@ _TASKS_PER_RANK = 10
 _FEW_RANKS = 2
 _MANY_RANKS = 32
 _FILES_WANTED = 1024
-_MEMORY_WANTED = 1 * _GIB
-_MEMORY_NEEDED = 256 * _MIB
+_MEMORY_NEEDED, _MEMORY_WANTED = 256 * _MIB, 1 * _GIB
+_SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
+_CONTAINER_DEFAULT = 64 * _MIB
+_SHARED_NEEDED, _SHARED_WANTED = 4 * _MIB, 512 * _MIB
+_DISK_NEEDED, _DISK_WANTED = 32 * _MIB, 1024 * _MIB
+_SHOWN = 3
+_YOUNG_SECONDS = 60.0
+"""A kernel that starts makes its directory a moment before the processes by which it is known."""
 
 
 def open_files() -> Iterator[Finding]:
@@ -49,14 +55,9 @@ def open_files() -> Iterator[Finding]:
     summary = f"{used} of {hard} in use by this process"
     if soft < hard:
         summary += f" (the limit is {soft} until a run needs more)"
-    room = f"{summary}, room for about {ranks} ranks"
+    wanted = _MANY_RANKS if hard >= _FILES_WANTED else ranks + 1
     advice = "Raise it: ulimit -n 65536 where Jupyter is started."
-    if ranks < _FEW_RANKS:
-        yield problem("open files", room, advice)
-    elif ranks < _MANY_RANKS or hard < _FILES_WANTED:
-        yield warning("open files", room, advice)
-    else:
-        yield ok("open files", summary)
+    yield _room_for("open files", ranks, wanted, summary, advice)
 
 
 def processes() -> Iterator[Finding]:
@@ -69,18 +70,16 @@ def processes() -> Iterator[Finding]:
     whose, used, limit = min(limits, key=lambda each: each[2] - each[1])
     ranks = max(limit - used - _TASKS_AT_ALL, 0) // _TASKS_PER_RANK
     summary = f"{used} of {limit} processes and threads in use by {whose}"
-    room = f"{summary}, room for about {ranks} ranks"
-    advice = (
-        "Raise it: --pids-limit of the container, pids.max of the cgroup."
-        if whose == "the container"
-        else "Raise it: ulimit -u where Jupyter is started."
-    )
-    if ranks < _FEW_RANKS:
-        yield problem(name, room, advice)
-    elif ranks < _MANY_RANKS:
-        yield warning(name, room, advice)
-    else:
-        yield ok(name, summary)
+    how = "--pids-limit of the container, pids.max of the cgroup."
+    if whose == "this user":
+        how = "ulimit -u where Jupyter is started."
+    yield _room_for(name, ranks, _MANY_RANKS, summary, f"Raise it: {how}")
+
+
+def _room_for(name: str, ranks: int, wanted: int, summary: str, advice: str) -> Finding:
+    if ranks < wanted:
+        summary += f", room for about {ranks} ranks"
+    return by_room(name, ranks, summary, advice, needed=_FEW_RANKS, wanted=wanted)
 
 
 def _user_tasks() -> tuple[str, int, int] | None:
@@ -114,19 +113,12 @@ def memory() -> Iterator[Finding]:
         if left < free:
             free = left
             advice = "Raise the container's limit (--memory), or free some: who exceeds it is killed."
-    if free < _MEMORY_NEEDED:
-        yield problem("memory", summary, advice)
-    elif free < _MEMORY_WANTED:
-        yield warning("memory", summary, advice)
-    else:
-        yield ok("memory", summary)
+    yield by_room("memory", free, summary, advice, needed=_MEMORY_NEEDED, wanted=_MEMORY_WANTED)
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
-        yield warning(
-            "address space",
-            f"limited to {size(address_space)} for each process",
-            "CUDA reserves far more than it uses, and fails under it. ulimit -v unlimited lifts it.",
-        )
+        summary = f"limited to {size(address_space)} for each process"
+        advice = "CUDA reserves far more than it uses, and fails under it. ulimit -v unlimited lifts it."
+        yield warning("address space", summary, advice)
 
 
 def container_memory() -> tuple[int, int] | None:
@@ -145,28 +137,15 @@ def threads() -> Iterator[Finding]:
         )
         return
     summary = f"OMP_NUM_THREADS={value}, and {cpus} CPUs for all ranks together"
-    if value.isdecimal() and int(value) > 1 and int(value) * _FEW_RANKS > cpus:
-        yield warning(
-            "CPU threads",
-            summary,
-            f"Even {_FEW_RANKS} ranks have more threads than there are CPUs, and slow each other down. "
-            "Unset it, or set it to CPUs divided by ranks, before the kernel starts.",
-        )
-    else:
+    if not value.isdecimal() or int(value) <= 1 or int(value) * _FEW_RANKS <= cpus:
         yield ok("CPU threads", summary)
-
-
-# The doctor's look at shared memory and the temporary directory.
-
-_SHARED = "/dev/shm"  # noqa: S108 - looked at, not written to
-_CONTAINER_DEFAULT = 64 * _MIB
-_SHARED_WANTED = 512 * _MIB
-_SHARED_NEEDED = 4 * _MIB
-_DISK_WANTED = 1024 * _MIB
-_DISK_NEEDED = 32 * _MIB
-_SHOWN = 3
-_YOUNG_SECONDS = 60.0
-"""A kernel that starts makes its directory a moment before the processes by which it is known."""
+        return
+    yield warning(
+        "CPU threads",
+        summary,
+        f"Even {_FEW_RANKS} ranks have more threads than there are CPUs, and slow each other down. "
+        "Unset it, or set it to CPUs divided by ranks, before the kernel starts.",
+    )
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -179,17 +158,12 @@ def shared_memory() -> Iterator[Finding]:
         return
     free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
     summary = f"{size(free)} free of {size(total)}"
-    used_by = "NCCL and the workers of a DataLoader share memory there and die of SIGBUS when it is full."
+    advice = "NCCL and the workers of a DataLoader share memory there and die of SIGBUS when it is full. "
     if total <= _CONTAINER_DEFAULT:
-        advice = f"{used_by} Start the container with --shm-size=8g, or with --ipc=host."
+        advice += "Start the container with --shm-size=8g, or with --ipc=host."
     else:
-        advice = f"{used_by} Remove what dead processes have left in it."
-    if free < _SHARED_NEEDED:
-        yield problem(_SHARED, summary, advice)
-    elif free < _SHARED_WANTED:
-        yield warning(_SHARED, summary, advice)
-    else:
-        yield ok(_SHARED, summary)
+        advice += "Remove what dead processes have left in it."
+    yield by_room(_SHARED, free, summary, advice, needed=_SHARED_NEEDED, wanted=_SHARED_WANTED)
 
 
 def temporary_directory() -> Iterator[Finding]:
@@ -212,11 +186,7 @@ def temporary_directory() -> Iterator[Finding]:
     free = shutil.disk_usage(root).free
     summary = f"{root.parent}, {size(free)} free"
     wanted = os.environ.get("TMPDIR") or tempfile.gettempdir()
-    if free < _DISK_NEEDED:
-        yield problem(name, summary, "What ranks print is kept there. Make room, or set TMPDIR elsewhere.")
-    elif free < _DISK_WANTED:
-        yield warning(name, summary, "What ranks print is kept there. Make room, or set TMPDIR elsewhere.")
-    elif not _same(Path(wanted), root.parent):
+    if free >= _DISK_WANTED and not _same_file(Path(wanted), root.parent):
         yield warning(
             name,
             f"{summary}, in place of TMPDIR={wanted}",
@@ -224,7 +194,8 @@ def temporary_directory() -> Iterator[Finding]:
             "Set it to a short path before the kernel starts, or leave it.",
         )
     else:
-        yield ok(name, summary)
+        advice = "What ranks print is kept there. Make room, or set TMPDIR elsewhere."
+        yield by_room(name, free, summary, advice, needed=_DISK_NEEDED, wanted=_DISK_WANTED)
 
 
 def _try_out(root: Path) -> None:
@@ -240,7 +211,7 @@ def _try_out(root: Path) -> None:
         path.unlink()
 
 
-def _same(one: Path, other: Path) -> bool:
+def _same_file(one: Path, other: Path) -> bool:
     with contextlib.suppress(OSError):
         return one.samefile(other)
     return False
@@ -260,15 +231,13 @@ def leftovers() -> Iterator[Finding]:
         yield ok("leftovers", "no directory of a dead kernel")
         return
     shown = " ".join(dead[:_SHOWN]) + (" ..." if len(dead) > _SHOWN else "")
-    yield warning(
-        "leftovers",
-        f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}",
-        "Remove them, unless another machine or container shares this directory and uses them.",
-    )
+    summary = f"{len(dead)} director{'y' if len(dead) == 1 else 'ies'} of dead kernels: {shown}"
+    advice = "Remove them, unless another machine or container shares this directory and uses them."
+    yield warning("leftovers", summary, advice)
 
 
 def _old(path: Path) -> bool:
-    """Whether a directory is one of ours, of this user, and older than a start takes."""
+    """Return whether a directory is private, of this user, and older than a start takes."""
     with contextlib.suppress(OSError):
         state = path.lstat()
         private = stat.S_ISDIR(state.st_mode) and stat.S_IMODE(state.st_mode) == stat.S_IRWXU

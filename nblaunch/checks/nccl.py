@@ -6,20 +6,18 @@ It uses torch and NCCL alone, so a failure here is not nblaunch's.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from nblaunch.checks.processes import why_no_torch
-from nblaunch.checks.report import Finding, ok, one_line, problem
+from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
 from nblaunch.elastic import placement
 from nblaunch.elastic.runtime_dir import remove_tree
 from nblaunch.group.runtime import local
@@ -44,26 +42,8 @@ _ADVICE = (
     "variables, the GPUs above, and that no other process hangs on them (nvidia-smi)."
 )
 
-
-@dataclass(slots=True)
-class _Rank:
-    """One process, and what it has said."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-    words: dict[str, Any] = field(default_factory=dict)
-    complaint: str = ""
-
-    def listen(self) -> None:
-        """Read what it has said so far: its own words, and what NCCL warns of among them."""
-        for line in self.output.read_text("utf-8", "replace").splitlines():
-            with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    self.words |= said
-            found = _WARNING.search(line)
-            if found is not None and not self.complaint:
-                self.complaint = found[1]
+RankReport = dict[str, Any]
+"""What one rank has reported, by name; `at` is the step that it has reached."""
 
 
 def all_reduce() -> Iterator[Finding]:
@@ -76,9 +56,9 @@ def all_reduce() -> Iterator[Finding]:
     if count == 0:
         yield ok(NAME, "left out: ranks use NCCL on GPUs only, and there is none here for this torch")
         return
-    ranks, failed = _try(count, {}, _SECONDS)
+    reports, failed = _try(count, {}, _SECONDS)
     if not failed:
-        yield _success(ranks)
+        yield _success(reports)
     elif count > 1 and "NCCL_P2P_DISABLE" not in os.environ:
         _, still = _try(count, {"NCCL_P2P_DISABLE": "1"}, _AGAIN_SECONDS)
         yield problem(NAME, failed, _ADVICE if still else _PEERS_ADVICE)
@@ -86,47 +66,46 @@ def all_reduce() -> Iterator[Finding]:
         yield problem(NAME, failed, _ADVICE)
 
 
-def _try(count: int, environ: Mapping[str, str], seconds: float) -> tuple[list[_Rank], str]:
-    """Run it once; return the ranks, which have ended, and what failed, nothing if all is well."""
+def _try(count: int, environ: Mapping[str, str], seconds: float) -> tuple[list[RankReport], str]:
+    """Run it once; return what each rank has reported, and what failed, nothing if all is well."""
     scratch = local().directory.make("doctor-")
-    ranks: list[_Rank] = []
+    outputs = [scratch / f"rank{rank}" for rank in range(count)]
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(count):
-            ranks += [_start(rank, count, scratch, environ, seconds)]
+        for rank, output in enumerate(outputs):
+            arguments = map(str, (rank, count, scratch / "meeting", seconds))
+            ranks += [_start(arguments, output, environ)]
         in_time = _wait(ranks, time.monotonic() + seconds)
     finally:
         for each in ranks:
-            each.process.kill()
+            each.kill()
         for each in ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                each.process.wait(_KILLED_SECONDS)  # one that the driver holds is left alone
-            each.listen()
+                each.wait(_KILLED_SECONDS)  # one that the driver holds is left alone
+        reports = [_reported(output) for output in outputs[: len(ranks)]]
         remove_tree(scratch)
-    return ranks, _failure(ranks, seconds, in_time=in_time)
+    return reports, _failure(reports, f"no answer within {seconds:g} s" if not in_time else "")
 
 
-def _start(rank: int, count: int, scratch: Path, environ: Mapping[str, str], seconds: float) -> _Rank:
-    output = scratch / f"rank{rank}"
-    # As in a run: one machine needs no network, and NCCL says what it stumbles over.
+def _start(arguments: Iterable[str], output: Path, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # As in a run: one machine needs no network, and NCCL reports what it stumbles over.
     usual = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
-    command = [sys.executable, "-P", str(_RANK), *map(str, (rank, count, scratch / "meeting", seconds))]
     with output.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - this Python, and a file of ours
-            command,
+        return subprocess.Popen(  # noqa: S603 - this Python, and a file of ours
+            [sys.executable, "-P", str(_RANK), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**usual, **os.environ, **environ},
             start_new_session=True,  # the stop button is not meant for it
         )
-    return _Rank(process, output)
 
 
-def _wait(ranks: list[_Rank], deadline: float) -> bool:
-    """Wait until all have ended; once one has failed, no longer than the others need to say so, too."""
+def _wait(ranks: list[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Wait until all have ended; once one has failed, only as long as the others need to fail, too."""
     failed = False
     while time.monotonic() < deadline:
-        codes = [each.process.poll() for each in ranks]
+        codes = [each.poll() for each in ranks]
         if None not in codes:
             return True
         if any(codes) and not failed:
@@ -135,43 +114,43 @@ def _wait(ranks: list[_Rank], deadline: float) -> bool:
     return failed
 
 
-def _failure(ranks: list[_Rank], seconds: float, *, in_time: bool) -> str:
-    """Say in one line what went wrong; nothing if all is well."""
-    name = _gpus(len(ranks))
-    complaint = next((f" (NCCL: {_short(each.complaint)})" for each in ranks if each.complaint), "")
-    errors = {number: each.words["error"] for number, each in enumerate(ranks) if "error" in each.words}
-    if errors:
-        number, error = next(iter(errors.items()))
-        return f"{name}: {_where(number, ranks[number])}: {_short(error)}{complaint}"
-    unfinished = {number: each for number, each in enumerate(ranks) if "bandwidth" not in each.words}
+def _reported(output: Path) -> RankReport:
+    """Return what a rank has printed: its own reports, and the first warning of NCCL among them."""
+    report: RankReport = {}
+    for line in output.read_text("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError):
+            step = json.loads(line)
+            if isinstance(step, dict):
+                report |= step
+        warned = _WARNING.search(line)
+        if warned is not None:
+            report.setdefault("warning", warned[1])
+    return report
+
+
+def _failure(reports: list[RankReport], late: str) -> str:
+    """Return in one line what went wrong; nothing if all is well."""
+    gpus = count_of(len(reports), "GPU")
+    warned = [on_one_line(each["warning"], _WORDS) for each in reports if "warning" in each]
+    warning = f" (NCCL: {warned[0]})" if warned else ""
+    places = [f"rank {number} in {each.get('at', 'starting')}" for number, each in enumerate(reports)]
+    for place, each in zip(places, reports, strict=True):
+        if "error" in each:
+            return f"{gpus}: {place}: {on_one_line(each['error'], _WORDS)}{warning}"
+    unfinished = [place for place, each in zip(places, reports, strict=True) if "bandwidth" not in each]
     if unfinished:
-        where = ", ".join(itertools.islice((_where(*each) for each in unfinished.items()), _SHOWN))
-        how = "ended without a word" if in_time else f"no answer within {seconds:g} s"
-        return f"{name}: {how}: {where}{complaint}"
-    wrong = sum(each.words["wrong"] for each in ranks)
-    return f"{name}: the sum is wrong in {wrong} places{complaint}" if wrong else ""
+        return f"{gpus}: {late or 'ended without a word'}: {', '.join(unfinished[:_SHOWN])}{warning}"
+    wrong = sum(each["wrong"] for each in reports)
+    return f"{gpus}: the sum is wrong in {wrong} places{warning}" if wrong else ""
 
 
-def _where(number: int, rank: _Rank) -> str:
-    return f"rank {number} in {rank.words.get('at', 'starting')}"
-
-
-def _success(ranks: list[_Rank]) -> Finding:
-    words = ranks[0].words
-    version, first = words["version"], max(each.words["first"] for each in ranks)
-    if len(ranks) == 1:
+def _success(reports: list[RankReport]) -> Finding:
+    version, first = reports[0]["version"], max(each["first"] for each in reports)
+    if len(reports) == 1:
         return ok(NAME, f"1 GPU: NCCL {version} works; there is no other GPU to talk to")
-    slowest = min(each.words["bandwidth"] for each in ranks) / 1e9
+    slowest = min(each["bandwidth"] for each in reports) / 1e9
     return ok(
         NAME,
-        f"{_gpus(len(ranks))}: {slowest:.3g} GB/s (bus bandwidth, 64 MiB) with NCCL {version}; the first "
+        f"{len(reports)} GPUs: {slowest:.3g} GB/s (bus bandwidth, 64 MiB) with NCCL {version}; the first "
         f"one, which connects them, took {first:.1f} s",
     )
-
-
-def _gpus(count: int) -> str:
-    return f"{count} GPU{'' if count == 1 else 's'}"
-
-
-def _short(text: str) -> str:
-    return one_line(text, _WORDS)

@@ -18,13 +18,13 @@ _TIMES = 10
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-def _say(**words: object) -> None:
+def _report(**words: object) -> None:
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
 def _end_with_parent(seconds: float) -> None:
-    """Be gone with whoever started this, and at the latest after `seconds`: NCCL waits for ever."""
+    """End with the parent process, at the latest after `seconds`: NCCL itself waits without a limit."""
     signal.alarm(int(seconds) + 1)
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == 1:
@@ -32,15 +32,15 @@ def _end_with_parent(seconds: float) -> None:
 
 
 def _measure(rank: int, ranks: int, rdzv: str, seconds: float) -> None:
-    _say(at="importing torch")
+    _report(at="importing torch")
     import torch
     import torch.distributed as dist
 
-    _say(at="initialising CUDA")
+    _report(at="initialising CUDA")
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     given = torch.empty(_BYTES // 4, device=device)
-    _say(at="forming a process group")
+    _report(at="forming a process group")
     dist.init_process_group(
         "nccl",
         init_method=f"file://{rdzv}",
@@ -48,14 +48,14 @@ def _measure(rank: int, ranks: int, rdzv: str, seconds: float) -> None:
         world_size=ranks,
         timeout=timedelta(seconds=seconds),
     )
-    _say(at="its first all_reduce")
+    _report(at="its first all_reduce")
     began = time.perf_counter()
     given.fill_(float(rank + 1))
     dist.all_reduce(given)
     torch.cuda.synchronize()
     first = time.perf_counter() - began
     wrong = int((given != ranks * (ranks + 1) / 2).sum().item())
-    _say(at="timing all_reduce")
+    _report(at="timing all_reduce")
     given.zero_()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -66,17 +66,17 @@ def _measure(rank: int, ranks: int, rdzv: str, seconds: float) -> None:
     # What goes through the slowest link: the figure that NCCL's own tests call bus bandwidth.
     bandwidth = 2 * (ranks - 1) / ranks * _BYTES / took
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    _say(first=first, wrong=wrong, bandwidth=bandwidth, version=version)
+    _report(first=first, wrong=wrong, bandwidth=bandwidth, version=version)
 
 
 def main() -> None:
-    """Take part, and end at once: to leave the group in order may wait for a peer."""
+    """Take part, then exit at once: destroying the group may wait for a peer."""
     rank, ranks, rdzv, seconds = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
     _end_with_parent(seconds)
     try:
         _measure(rank, ranks, rdzv, seconds)
     except Exception as error:  # noqa: BLE001 - whatever torch raises is what is looked for
-        _say(error=f"{type(error).__name__}: {error}")
+        _report(error=f"{type(error).__name__}: {error}")
         os._exit(1)
     os._exit(0)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
@@ -26,8 +27,6 @@ _LOG = "/dev/kmsg"
 _LOG_RECORD = 8192
 _LOG_SECONDS = 1.0
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
-
-Answer = dict[str, Any]
 
 
 class _Field(ctypes.Structure):
@@ -54,13 +53,16 @@ class Nvml:
             msg = "NVML cannot be initialised"
             raise OSError(msg)
 
+    def does(self, function: str, *arguments: Any) -> bool:
+        """Call a function; return whether NVML has it, and it worked."""
+        call = getattr(self._library, function, None)
+        return call is not None and call(*arguments) == 0
+
     def numbers(self, function: str, *arguments: Any, kinds: tuple[Any, ...]) -> list[int] | None:
         """Call a function that writes numbers of these kinds."""
         found = [kind() for kind in kinds]
-        call = getattr(self._library, function, None)
-        if call is None or call(*arguments, *map(ctypes.byref, found)) != 0:
-            return None
-        return [int(each.value) for each in found]
+        done = self.does(function, *arguments, *map(ctypes.byref, found))
+        return [int(each.value) for each in found] if done else None
 
     def number(self, function: str, *arguments: Any, kind: Any = ctypes.c_uint) -> int | None:
         """Call a function that writes one number."""
@@ -70,66 +72,51 @@ class Nvml:
     def text(self, function: str, handle: ctypes.c_void_p) -> str | None:
         """Call a function that writes a text."""
         written = ctypes.create_string_buffer(_NAME_BYTES)
-        call = getattr(self._library, function, None)
-        if call is None or call(handle, written, ctypes.c_uint(_NAME_BYTES)) != 0:
-            return None
-        return written.value.decode("utf-8", "replace")
+        done = self.does(function, handle, written, ctypes.c_uint(_NAME_BYTES))
+        return written.value.decode("utf-8", "replace") if done else None
 
     def handles(self) -> Iterator[ctypes.c_void_p]:
         """Yield the GPUs in NVML's order, that of the PCI bus."""
         for index in range(self.number("nvmlDeviceGetCount_v2") or 0):
             handle = ctypes.c_void_p()
-            if self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
+            if self.does("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)):
                 yield handle
 
     def field(self, handle: ctypes.c_void_p, field: int) -> int | None:
         """Return the value of a field that is an unsigned int."""
         asked = _Field(field=field)
-        call = getattr(self._library, "nvmlDeviceGetFieldValues", None)
-        if call is None or call(handle, 1, ctypes.byref(asked)) != 0 or asked.status != 0:
-            return None
-        return int(asked.value) & 0xFFFFFFFF
+        done = self.does("nvmlDeviceGetFieldValues", handle, 1, ctypes.byref(asked))
+        return int(asked.value) & 0xFFFFFFFF if done and asked.status == 0 else None
 
 
-def look(nvml: Nvml) -> Answer:
+def look(nvml: Nvml) -> dict[str, Any]:
     """Return what is known of each GPU, and how many pairs of them NVLink joins."""
     handles = list(nvml.handles())
-    pairs = [(one, other) for index, one in enumerate(handles) for other in handles[index + 1 :]]
     joined = [
         nvml.number("nvmlDeviceGetP2PStatus", one, other, _P2P_NVLINK, kind=ctypes.c_int)
-        for one, other in pairs
+        for one, other in itertools.combinations(handles, 2)
     ]
     known = [status == _P2P_OK for status in joined if status is not None]
     return {"gpus": [_gpu(nvml, handle) for handle in handles], "joined": sum(known), "pairs": len(known)}
 
 
-def _gpu(nvml: Nvml, handle: ctypes.c_void_p) -> Answer:
-    ull = ctypes.c_ulonglong
-    questions: dict[str, Callable[[], Any]] = {
-        "name": lambda: nvml.text("nvmlDeviceGetName", handle),
-        "uuid": lambda: nvml.text("nvmlDeviceGetUUID", handle),
-        "compute_mode": lambda: nvml.number("nvmlDeviceGetComputeMode", handle),
-        "persistence": lambda: nvml.number("nvmlDeviceGetPersistenceMode", handle),
-        "uncorrected": lambda: nvml.number(
-            "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE, kind=ull
-        ),
-        "pages_pending": lambda: nvml.number("nvmlDeviceGetRetiredPagesPendingStatus", handle),
-        "rows": lambda: nvml.numbers("nvmlDeviceGetRemappedRows", handle, kinds=(ctypes.c_uint,) * 4),
-        "capability": lambda: nvml.numbers(
-            "nvmlDeviceGetCudaComputeCapability", handle, kinds=(ctypes.c_int,) * 2
-        ),
-        "recovery": lambda: nvml.field(handle, _RECOVERY_ACTION),
-        "links": lambda: _links(nvml, handle),
+def _gpu(nvml: Nvml, handle: ctypes.c_void_p) -> dict[str, Any]:
+    uint, ull = ctypes.c_uint, ctypes.c_ulonglong
+    asked = (nvml.number("nvmlDeviceGetNvLinkState", handle, uint(link)) for link in range(_NVLINKS))
+    answers = {
+        "name": nvml.text("nvmlDeviceGetName", handle),
+        "uuid": nvml.text("nvmlDeviceGetUUID", handle),
+        "compute_mode": nvml.number("nvmlDeviceGetComputeMode", handle),
+        "persistence": nvml.number("nvmlDeviceGetPersistenceMode", handle),
+        "uncorrected": nvml.number("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE, kind=ull),
+        "pages_pending": nvml.number("nvmlDeviceGetRetiredPagesPendingStatus", handle),
+        "rows": nvml.numbers("nvmlDeviceGetRemappedRows", handle, kinds=(uint,) * 4),
+        "capability": nvml.numbers("nvmlDeviceGetCudaComputeCapability", handle, kinds=(ctypes.c_int,) * 2),
+        "recovery": nvml.field(handle, _RECOVERY_ACTION),
+        # Of each NVLink, whether it is up.
+        "links": [state for state in asked if state is not None] or None,
     }
-    answers = {name: ask() for name, ask in questions.items()}
     return {name: answer for name, answer in answers.items() if answer is not None}
-
-
-def _links(nvml: Nvml, handle: ctypes.c_void_p) -> list[int] | None:
-    """Return of each NVLink whether it is up."""
-    asked = [nvml.number("nvmlDeviceGetNvLinkState", handle, ctypes.c_uint(link)) for link in range(_NVLINKS)]
-    found = [state for state in asked if state is not None]
-    return found or None
 
 
 def xids(text: str) -> list[tuple[str, int]]:

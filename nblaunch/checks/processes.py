@@ -12,18 +12,40 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic.forkserver import RankProcess, Server
+from nblaunch.elastic.forkserver import RankProcess
 from nblaunch.group.runtime import local
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."
+_OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 _SLOWED = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1")
+_LOG = "forkserver.log"
+_SLOW_SECONDS = 3.0
+_JOIN_SECONDS = 2.0
+_CHILD_SECONDS = 3.0
+_LOOPBACK = "127.0.0.1"
+_TOKEN = b"nblaunch"
+# Runs in a process of its own: what is tried here would change the process it is tried in.
+_CHILD = """
+import ctypes, json, sys
+found = {}
+try:
+    with open(sys.argv[1], "rb") as file:
+        found["read"] = file.read().decode()
+except OSError as error:
+    found["refused"] = str(error)
+libc = ctypes.CDLL(None, use_errno=True)
+for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
+    found[name] = libc.prctl(option, value, 0, 0, 0) == 0
+print(json.dumps(found), flush=True)
+sys.stdin.read()
+"""
 
 
 def build() -> Iterator[Finding]:
@@ -46,10 +68,10 @@ def build() -> Iterator[Finding]:
     summary += f"; backends: {', '.join(backends) or 'none'}"
     if torch.cuda.is_initialized():
         summary += "; CUDA is initialised in this process, which ranks do not mind"
-    if "gloo" not in backends:
-        yield problem("torch", f"{summary}. Ranks on the CPU need gloo", _REINSTALL)
-    else:
+    if "gloo" in backends:
         yield ok("torch", summary)
+    else:
+        yield problem("torch", f"{summary}. Ranks on the CPU need gloo", _REINSTALL)
 
 
 def nccl() -> Iterator[Finding]:
@@ -67,10 +89,8 @@ def nccl() -> Iterator[Finding]:
     chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")]
     slowed = [each for each in chosen if each in _SLOWED]
     summary = ", ".join([version, *chosen])
-    if slowed:
-        yield warning("NCCL", summary, f"{' and '.join(slowed)}: GPUs of one machine talk by slower ways.")
-    else:
-        yield ok("NCCL", summary)
+    advice = f"{' and '.join(slowed)}: GPUs of one machine talk by slower ways."
+    yield warning("NCCL", summary, advice) if slowed else ok("NCCL", summary)
 
 
 def why_no_torch() -> str:
@@ -80,32 +100,6 @@ def why_no_torch() -> str:
     except Exception as error:  # noqa: BLE001 - missing, of the wrong version, a library that is not there ...
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-# The doctor's look at what ranks are made of: fork server, process control, hand-over, network.
-
-
-_LOG = "forkserver.log"
-_SLOW_SECONDS = 3.0
-_JOIN_SECONDS = 2.0
-_CHILD_SECONDS = 3.0
-_LOOPBACK = "127.0.0.1"
-_TOKEN = b"nblaunch"
-# Runs in a process of its own: what is tried here would change the process it is tried in.
-_CHILD = """
-import ctypes, json, sys
-said = {}
-try:
-    with open(sys.argv[1], "rb") as file:
-        said["read"] = file.read().decode()
-except OSError as error:
-    said["refused"] = str(error)
-libc = ctypes.CDLL(None, use_errno=True)
-for name, option, value in ("subreaper", 36, 1), ("death signal", 1, 9):
-    said[name] = libc.prctl(option, value, 0, 0, 0) == 0
-print(json.dumps(said), flush=True)
-sys.stdin.read()
-"""
 
 
 def fork_server() -> Iterator[Finding]:
@@ -123,40 +117,37 @@ def fork_server() -> Iterator[Finding]:
         return
     with log:
         try:
-            _fork_once(server)
+            # A function of the standard library: nothing of the notebook is sent.
+            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
             ready = time.monotonic()
-            _fork_once(server)
+            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
         except (LaunchError, OSError) as error:
             yield _no_fork(name, log.read().strip() or str(error))
             return
     took, forked = ready - started, time.monotonic() - ready
     word = "ready" if server.pid == before else "started"
     summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
-    if took > _SLOW_SECONDS:
-        yield warning(
-            name,
-            summary,
-            "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
-            "torch on a local disk it starts faster.",
-        )
-    else:
-        yield ok(name, summary)
+    advice = (
+        "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
+        "torch on a local disk it starts faster."
+    )
+    yield warning(name, summary, advice) if took > _SLOW_SECONDS else ok(name, summary)
 
 
 def _no_fork(name: str, words: str) -> Finding:
-    """Return the problem that makes every run fail; a traceback's last line is what it says."""
+    """Return the problem that makes every run fail; of a traceback the last line."""
     return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
 
 
-def _fork_once(server: Server) -> None:
-    # A function of the standard library: nothing of the notebook is sent.
-    process = RankProcess(target=os.getpid, name="nblaunch-doctor")
-    with server.forking():
+def in_a_fork(target: Callable[..., object], *args: str, seconds: float) -> None:
+    """Run a function in a fork of the running fork server. Raises `TimeoutError`, an `OSError`."""
+    process = RankProcess(target=target, args=args, name="nblaunch-doctor")
+    with local().server.forking():
         process.start()
-    process.join(_JOIN_SECONDS)
+    process.join(seconds)
     if process.exitcode is None:
         process.kill()
-        msg = f"a process was forked, and did not end within {_JOIN_SECONDS:g} s"
+        msg = f"a process was forked, and did not end within {seconds:g} s"
         raise TimeoutError(msg)
     process.close()
 
@@ -168,17 +159,15 @@ def process_control() -> Iterator[Finding]:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
         how = "looking twenty times a second (no pidfd_open)"
-    said = _in_child(os.devnull)[1]
-    missing = [call for call in ("subreaper", "death signal") if not said.get(call)]
-    if missing:
-        yield warning(
-            name,
-            f"prctl refuses: {', '.join(missing)}",
-            "Processes that ranks start may outlive them. Allow prctl in the sandbox (seccomp) of this "
-            "container.",
-        )
-    else:
+    found = _in_child(os.devnull)
+    missing = [call for call in ("subreaper", "death signal") if not found.get(call)]
+    if not missing:
         yield ok(name, f"{how}, subreaper and death signal work: nothing outlives the kernel")
+        return
+    advice = (
+        "Processes that ranks start may outlive them. Allow prctl in the sandbox (seccomp) of this container."
+    )
+    yield warning(name, f"prctl refuses: {', '.join(missing)}", advice)
 
 
 def hand_over() -> Iterator[Finding]:
@@ -193,9 +182,9 @@ def hand_over() -> Iterator[Finding]:
             yield warning(name, f"no memory files (memfd_create): {error}", advice)
             return
         os.pwrite(fd, _TOKEN, 0)
-        refused, said = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
-    refused = refused or said.get("refused", "")
-    if refused or said.get("read") != _TOKEN.decode():
+        found = _in_child(f"/proc/{os.getpid()}/fd/{fd}", fd)
+    refused = found.get("refused", "")
+    if refused or found.get("read") != _TOKEN.decode():
         yield problem(
             name,
             f"processes cannot open each other's memory through /proc: {refused}",
@@ -206,8 +195,8 @@ def hand_over() -> Iterator[Finding]:
         yield ok(name, "kernel and ranks can open each other's memory: large payloads cross once")
 
 
-def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
-    """Start a child that reads `path`; return why its `fd` cannot be opened from here, and what it says."""
+def _in_child(path: str, fd: int | None = None) -> dict[str, Any]:
+    """Return what a child reports that reads `path`; `refused` also where its `fd` cannot be opened here."""
     child = subprocess.Popen(  # noqa: S603 - our own interpreter, our own text
         [sys.executable, "-I", "-S", "-c", _CHILD, path],
         stdin=subprocess.PIPE,
@@ -216,13 +205,13 @@ def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
         pass_fds=() if fd is None else (fd,),
         start_new_session=True,
     )
-    refused = ""
+    refused = {}
     try:
         if fd is not None:
             try:
                 os.close(os.open(f"/proc/{child.pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
             except OSError as error:
-                refused = str(error)
+                refused = {"refused": str(error)}
         printed, errors = child.communicate(timeout=_CHILD_SECONDS)
     finally:
         if child.poll() is None:
@@ -231,23 +220,20 @@ def _in_child(path: str, fd: int | None = None) -> tuple[str, dict[str, Any]]:
     if child.returncode:
         msg = f"a child process ended with {child.returncode}: {errors.decode(errors='replace')}"
         raise RuntimeError(msg)
-    said: dict[str, Any] = json.loads(printed)
-    return refused, said
+    found: dict[str, Any] = json.loads(printed)
+    return found | refused
 
 
 def loopback() -> Iterator[Finding]:
     """Connect to a socket on the loopback interface, as ranks connect to theirs."""
     name = "loopback"
     try:
-        with socket.socket() as listener:
-            listener.bind((_LOOPBACK, 0))
-            listener.listen()
+        # Not `create_connection`, which asks the resolver: that one has a check of its own.
+        with socket.create_server((_LOOPBACK, 0)) as listener, socket.socket() as client:
             listener.settimeout(1)
-            # Not `create_connection`, which asks the resolver: that one has a check of its own.
-            with socket.socket() as client:
-                client.settimeout(1)
-                client.connect(listener.getsockname())
-                listener.accept()[0].close()
+            client.settimeout(1)
+            client.connect(listener.getsockname())
+            listener.accept()[0].close()
     except OSError as error:
         advice = "Ranks meet there. Bring the interface up: ip link set lo up; look at the firewall."
         yield problem(name, f"{_LOOPBACK} cannot be connected to: {error}", advice)
@@ -278,9 +264,7 @@ def this_process() -> Iterator[Finding]:
     """Report whether this process is a rank: a rank cannot start ranks."""
     name = "this process"
     rank = _notebook.inside_rank()
-    variables = [
-        each for each in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR") if each in os.environ
-    ]
+    variables = [each for each in _OF_A_RANK if each in os.environ]
     if rank is not None:
         yield problem(
             name,

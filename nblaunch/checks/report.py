@@ -11,7 +11,7 @@ _CELL = "padding:2px 8px;text-align:left;vertical-align:top"
 
 
 class Level(StrEnum):
-    """How bad a finding is: a problem fails runs, a warning fails some of them or slows them down."""
+    """How bad a finding is: a problem makes runs fail, a warning some of them, or slows them down."""
 
     OK = "ok"
     WARNING = "warning"
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DoctorReport:
-    """What `nblaunch.doctor()` found on this machine, in this process, `seconds` after it was asked.
+    """What `nblaunch.doctor()` found on this machine, in this process, within `seconds`.
 
     >>> report = DoctorReport((ok("torch", "2.13.0"), problem("network", "no loopback", "Bring up lo.")))
     >>> report.ok
@@ -52,18 +52,18 @@ class DoctorReport:
 
     @property
     def problems(self) -> tuple[Finding, ...]:
-        """The findings that fail runs."""
+        """The findings that make runs fail."""
         return tuple(each for each in self.findings if each.level is Level.PROBLEM)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """The findings that fail some runs, or slow them down."""
+        """The findings that make some runs fail, or slow them down."""
         return tuple(each for each in self.findings if each.level is Level.WARNING)
 
     @property
     def summary(self) -> str:
         """The report in one line."""
-        return f"{_count(len(self.problems), 'problem')}, {_count(len(self.warnings), 'warning')}"
+        return f"{count_of(len(self.problems), 'problem')}, {count_of(len(self.warnings), 'warning')}"
 
     def __str__(self) -> str:
         """Return one line per finding, in columns, with the advice below."""
@@ -89,30 +89,40 @@ class DoctorReport:
 
 def ok(name: str, summary: str, advice: str = "") -> Finding:
     """Return a finding that needs nothing done."""
-    return Finding(name, Level.OK, one_line(summary), advice)
+    return Finding(name, Level.OK, on_one_line(summary), advice)
 
 
 def warning(name: str, summary: str, advice: str = "") -> Finding:
-    """Return a finding that fails some runs, or slows them down."""
-    return Finding(name, Level.WARNING, one_line(summary), advice)
+    """Return a finding that makes some runs fail, or slows them down."""
+    return Finding(name, Level.WARNING, on_one_line(summary), advice)
 
 
 def problem(name: str, summary: str, advice: str = "") -> Finding:
-    """Return a finding that fails runs."""
-    return Finding(name, Level.PROBLEM, one_line(summary), advice)
+    """Return a finding that makes runs fail."""
+    return Finding(name, Level.PROBLEM, on_one_line(summary), advice)
 
 
-def one_line(text: str, limit: int = 300) -> str:
+def by_room(  # noqa: PLR0913 - three figures, and what they mean
+    name: str, room: float, summary: str, advice: str, *, needed: float, wanted: float
+) -> Finding:
+    """Return a problem where `room` is less than what is needed, a warning where it is less than wanted."""
+    if room < needed:
+        return problem(name, summary, advice)
+    return warning(name, summary, advice) if room < wanted else ok(name, summary)
+
+
+def on_one_line(text: str, limit: int = 300) -> str:
     r"""Return `text`, which may be a library's, in one line of at most `limit` characters.
 
-    >>> one_line("first\n  second")
+    >>> on_one_line("first\n  second")
     'first second'
     """
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """Return `1 GPU`, `2 GPUs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -6,7 +6,7 @@ calling thread, when `%distributed export` or `--export` asks for it. No rank ta
 
     cells ──plain Python──> names they need ──Collector──> imports, definitions, literals, files
                                                                    │
-    text of the script <── _Writer <── split: what goes above main, what into it
+    text of the script <── _ScriptWriter <── split: what goes above main, what into it
 
 For each name the collector takes the first that applies: an import that the notebook ran; the source text of
 a function or class, and in turn what that needs; a literal, if a person would write one; a file beside the
@@ -24,9 +24,9 @@ Invariants:
 Modules, each after those that it imports:
 
     imports   import statements: which the notebook ran, which a value needs, how they are written
-    files     values in files: arrays, tensors, everything else pickled
     literals  values as source: numbers, texts, containers, paths, devices, settings
+    files     values in files: arrays, tensors, everything else pickled
     source    where functions and classes are defined; cells as plain Python text
     collect   follows names to all that they need, in an order in which it can be defined
-    script    splits the cells between the top and `main`, and writes the file
+    writer    splits the cells between the top and `main`, and writes the file
 """

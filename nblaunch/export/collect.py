@@ -5,19 +5,20 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import RANK_NAMES, SHELL_NAMES
 from nblaunch.capture.names import CellNames
-from nblaunch.export.files import Load, loads
+from nblaunch.export.files import Load, how_to_load
 from nblaunch.export.imports import Import, import_of, submodules
-from nblaunch.export.literals import NoLiteralError, Writer
+from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import NotebookSource
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class CollectedItem:
     """Statements of a script that bind variables."""
 
     names: tuple[str, ...]
@@ -34,7 +35,7 @@ class Item:
 class Collected:
     """Everything that a script takes from the notebook."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[CollectedItem] = field(default_factory=list)
     imports: set[Import] = field(default_factory=set)
     files: list[Load] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
@@ -52,9 +53,9 @@ class Collector:
         self._source = source
         self._device = device
         self._owned: dict[str, Any] = {}
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, CollectedItem] = {}
         self._values: dict[str, Any] = {}
-        self._literals: dict[str, Writer] = {}
+        self._literals: dict[str, LiteralWriter] = {}
         self._aliases: dict[str, str] = {}
         self._seen: set[str] = set()
 
@@ -64,33 +65,31 @@ class Collector:
         for name in self._in_common():
             self._items.pop(name, None)
             self._values[name] = self._namespace[name]
+        load_all = partial(how_to_load, own=self._own, directory=directory, device=self._device)
         try:
-            files = loads(self._values, self._own, directory, device=self._device)
+            files = load_all(self._values)
         except NblaunchError:
-            self._leave_out(names, directory)
-            files = loads(self._values, self._own, directory, device=self._device)
+            # Leave out what cannot be saved and may never be used.
+            for name in [name for name in self._values if name not in names.needed]:
+                try:
+                    load_all({name: self._values[name]})
+                except NblaunchError:
+                    del self._values[name]
+                    self.found.left_out.append(name)
+            files = load_all(self._values)
         for load in files:
             place = max(self._source.place(name) for name in load.names)
-            self._items[load.names[0]] = Item(load.names, load.text, place, load.uses)
+            self._items[load.names[0]] = CollectedItem(load.names, load.text, place, load.uses)
             self.found.imports.update(load.imports)
             self.found.files.append(load)
         for name, first in self._aliases.items():
             place = max(self._source.place(name), self._source.place(first))
-            self._items[name] = Item((name,), f"{name} = {first}", place, frozenset({first}))
+            self._items[name] = CollectedItem((name,), f"{name} = {first}", place, frozenset({first}))
         self.found.items = list(_in_order(self._items))
         if any(item.definition for item in self.found.items):
             # In a notebook it holds for all cells that follow.
             self.found.imports.update(each for each in self._source.imports if each.module == "__future__")
         return self.found
-
-    def _leave_out(self, names: CellNames, directory: str) -> None:
-        """Leave values out that may never be used, and cannot be saved."""
-        for name in [name for name in self._values if name not in names.needed]:
-            try:
-                loads({name: self._values[name]}, self._own, directory, device=self._device)
-            except NblaunchError:
-                del self._values[name]
-                self.found.left_out.append(name)
 
     def _follow(self, names: CellNames, *, certain: bool) -> None:
         self.found.names |= names.needed | names.maybe
@@ -109,8 +108,8 @@ class Collector:
         first = self._same_object(name, value)
         if first is not None:
             self._aliases[name] = first
-            return
-        self._values_or_source(name, value)
+        else:
+            self._import_or_source(name, value)
 
     def _same_object(self, name: str, value: object) -> str | None:
         """Return another variable that is this very object, and has been taken along."""
@@ -122,7 +121,7 @@ class Collector:
         known = [*self._items, *self._values]
         return next((each for each in known if self._namespace[each] is value), None)
 
-    def _values_or_source(self, name: str, value: Any) -> None:
+    def _import_or_source(self, name: str, value: Any) -> None:
         known = import_of(name, value, self._source.imports)
         if known is not None:
             self.found.imports.add(known)
@@ -133,31 +132,27 @@ class Collector:
         if source is not None:
             if definition or (isinstance(value, type) and value.__qualname__ == name):
                 self._owned[name] = value
-            names = source.names
-            self._items[name] = Item(
-                (name,), source.text, source.place, names.needed, names.maybe, definition
-            )
-            self._follow(names, certain=False)
-            return
-        self._literal_or_file(name, value)
+            needs, later = source.names.needed, source.names.maybe
+            self._items[name] = CollectedItem((name,), source.text, source.place, needs, later, definition)
+            self._follow(source.names, certain=False)
+        else:
+            self._literal_or_file(name, value)
 
     def _literal_or_file(self, name: str, value: Any) -> None:
         for owned in _classes_within(value):
             self._own(owned)
-        writer = Writer(self._owned)
+        writer = LiteralWriter(self._owned)
         try:
             text = writer.assignment(name, value)
         except (NoLiteralError, RecursionError):
             self._values[name] = value
             return
-        if any(
-            each.bound in self._namespace and not each.finds(self._namespace[each.bound])
-            for each in writer.imports
-        ):
+        taken = [each for each in writer.imports if each.bound in self._namespace]
+        if not all(each.finds(self._namespace[each.bound]) for each in taken):
             self._values[name] = value  # the notebook calls something else by that name
             return
         self._literals[name] = writer
-        self._items[name] = Item((name,), text, self._source.place(name), frozenset(writer.names))
+        self._items[name] = CollectedItem((name,), text, self._source.place(name), frozenset(writer.names))
         self.found.imports |= writer.imports
 
     def _in_common(self) -> set[str]:
@@ -196,13 +191,13 @@ def _classes_within(value: object, depth: int = 0) -> Iterator[type]:
             yield from _classes_within(each, depth + 1)
 
 
-def _in_order(items: dict[str, Item]) -> Iterator[Item]:
+def _in_order(items: dict[str, CollectedItem]) -> Iterator[CollectedItem]:
     """Yield items in the notebook's order, each below what it needs."""
     owner = {name: item for item in items.values() for name in item.names}
     done: set[str] = set()
     begun: set[tuple[str, bool]] = set()
 
-    def put(item: Item, *, whole: bool) -> Iterator[Item]:
+    def put(item: CollectedItem, *, whole: bool) -> Iterator[CollectedItem]:
         if (item.names[0], whole) in begun:
             return
         begun.add((item.names[0], whole))

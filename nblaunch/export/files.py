@@ -6,7 +6,7 @@ import importlib.util
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from nblaunch._errors import NblaunchError
 from nblaunch.capture import pickling
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
+from nblaunch.export.literals import quoted
 
 Own = Callable[[object], str | None]
-"""Says under which name a script defines an object itself; None where it does not."""
+"""Returns the name under which a script defines an object itself; None where it does not."""
 
 _ORDERED_KEYS = 30
 
@@ -37,24 +38,27 @@ class Load:
     """Definitions that must stand above it."""
 
 
-def loads(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
+def how_to_load(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
     """Return how to load `values`; `directory` is the script's variable for where the files are.
 
     With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. Raises
     `NblaunchError` for a value that cannot be saved.
     """
-    arrays = {name: value for name, value in values.items() if _is_array(value)}
-    others = {name: value for name, value in values.items() if name not in arrays}
-    tensors = {name: value for name, value in others.items() if _is_saved_safely(value)}
-    pile = {name: value for name, value in others.items() if name not in tensors}
-    pickled = _Pickled(pile, own)
+    arrays, tensors, rest = [], {}, {}
+    for name, value in values.items():
+        if _is_array(value):
+            arrays.append(_array(name, value, directory))
+        elif _is_saved_safely(value):
+            tensors[name] = value
+        else:
+            rest[name] = value
+    pickled = _Pickled(rest, own)
     # Memory that two of them share is shared in one pickle only.
     while shared := _sharing(tensors, pickled):
-        pile |= {name: tensors.pop(name) for name in shared}
-        pickled = _Pickled(pile, own)
-    found = [_array(name, value, directory) for name, value in arrays.items()]
-    found += [_safetensors(name, value, directory, device=device) for name, value in tensors.items()]
-    return [*found, pickled.load(directory, device=device)] if pile else found
+        rest |= {name: tensors.pop(name) for name in shared}
+        pickled = _Pickled(rest, own)
+    safe = [_safetensors(name, value, directory, device=device) for name, value in tensors.items()]
+    return [*arrays, *safe, *([pickled.load(directory, device=device)] if rest else [])]
 
 
 def _is_array(value: Any) -> bool:
@@ -68,11 +72,10 @@ def _array(name: str, value: Any, directory: str) -> Load:
 
         np.save(path, value, allow_pickle=False)
 
-    text = (
-        f"# {_what(value)}, saved from the notebook with numpy.save.\n"
-        f'{name} = np.load({directory} / "{name}.npy")'
-    )
-    return Load((name,), text, (Import("numpy", alias="np"),), f"{name}.npy", write)
+    file = f"{name}.npy"
+    text = f"# {_what(value)}, saved from the notebook with numpy.save.\n"
+    text += f'{name} = np.load({directory} / "{file}")'
+    return Load((name,), text, (Import("numpy", alias="np"),), file, write)
 
 
 def _is_saved_safely(value: object) -> bool:
@@ -81,11 +84,8 @@ def _is_saved_safely(value: object) -> bool:
     if torch is None or importlib.util.find_spec("safetensors") is None:
         return False
     tensors = _tensors_in(value)
-    return (
-        bool(tensors)
-        and len({each.untyped_storage().data_ptr() for each in tensors}) == len(tensors)
-        and all(_is_plain(torch, each) for each in tensors)
-    )
+    own_memory = len({_address(each) for each in tensors}) == len(tensors)
+    return bool(tensors) and own_memory and all(_is_plain(torch, each) for each in tensors)
 
 
 def _tensors_in(value: Any) -> list[Any]:
@@ -93,9 +93,9 @@ def _tensors_in(value: Any) -> list[Any]:
     if type(value) is torch.Tensor:
         return [value]
     if isinstance(value, dict) and type(value).__name__ in ("dict", "OrderedDict"):
-        each = list(value.values())
-        if all(type(key) is str for key in value) and all(type(one) is torch.Tensor for one in each):
-            return each
+        items = value.items()
+        if all(type(key) is str and type(each) is torch.Tensor for key, each in items):
+            return list(value.values())
     return []
 
 
@@ -114,18 +114,18 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
 
 
 def _sharing(tensors: Mapping[str, object], pickled: _Pickled) -> list[str]:
-    owners: dict[int, list[str]] = {}
+    owners: dict[int, set[str]] = {}
     for name, value in tensors.items():
         for tensor in _tensors_in(value):
-            owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return sorted(
-        {
-            name
-            for where, names in owners.items()
-            if len(names) > 1 or where in pickled.storages
-            for name in names
-        }
-    )
+            owners.setdefault(_address(tensor), set()).add(name)
+    shared = [names for where, names in owners.items() if len(names) > 1 or where in pickled.storages]
+    return sorted(set().union(*shared))
+
+
+def _address(tensor: Any) -> int:
+    """Return where a tensor's memory is; 0 where it has none of its own."""
+    dense = tensor.layout is sys.modules["torch"].strided and not tensor.is_meta
+    return int(tensor.untyped_storage().data_ptr()) if dense else 0
 
 
 def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load:
@@ -137,23 +137,23 @@ def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load
 
         save_file(content, path)
 
+    file = f"{name}.safetensors"
     where = ", device=str(device)" if device and any(each.is_cuda for each in content.values()) else ""
-    call = f'load_file({directory} / "{name}.safetensors"{where})'
     what = _what(value) if single else f"{len(content)} tensors"
     text = f"# {what}, saved from the notebook with safetensors.\n"
-    text += f'{name} = {call}["{name}"]' if single else f"{name} = {call}"
+    text += f'{name} = load_file({directory} / "{file}"{where})' + (f'["{name}"]' if single else "")
     if not single and 1 < len(content) <= _ORDERED_KEYS and list(content) != sorted(content):
-        keys = ", ".join(f'"{key}"' if key.isprintable() and '"' not in key else repr(key) for key in content)
+        keys = ", ".join(map(quoted, content))
         text += f"\n# The file has an order of its own.\n{name} = {{key: {name}[key] for key in ({keys})}}"
-    return Load((name,), text, (Import("safetensors.torch", "load_file"),), f"{name}.safetensors", write)
+    return Load((name,), text, (Import("safetensors.torch", "load_file"),), file, write)
 
 
 def _what(value: Any) -> str:
     return f"{tuple(value.shape)} of {value.dtype}"
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
-    """Pickles by reference what the script defines, by value what can be imported by nobody."""
+class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+    """Pickles by reference what the script defines, by value what cannot be imported."""
 
     note: _Pickled
 
@@ -166,7 +166,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
             self.note.by_value.add(obj.__qualname__)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
-            self.note.saw_tensor(obj)
+            self.note.tensors.append(obj)
         reduced = pickling.reduce_notebook_type(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -178,94 +178,77 @@ class _Pickled:
         self.own = own
         self.uses: set[str] = set()
         self.by_value: set[str] = set()
+        self.tensors: list[Any] = []
         self.storages: set[int] = set()
-        self._of_torch = False
-        self._gpus: set[str] = set()
         self._names = tuple(values)
+        self._pickler = type("Pickler", (_ScriptPickler,), {"note": self})
         self._data = b""
         if not values:
             return
         content = next(iter(values.values())) if len(values) == 1 else tuple(values.values())
         try:
-            self._dump(content)
+            self._data = self._dumped(content)
+            if self.tensors:
+                self._data = self._dumped_by_torch(content)
+                self.storages = set(map(_address, self.tensors))
         except Exception as error:
-            raise _unsavable(values, self._refusal, error) from error
+            raise self._unsavable(values, error) from error
 
-    def saw_tensor(self, tensor: Any) -> None:
-        """Take note of a tensor within."""
-        self._of_torch = True
-        if tensor.is_cuda:
-            self._gpus.add(str(tensor.device))
-        if tensor.layout is sys.modules["torch"].strided and not tensor.is_meta:
-            self.storages.add(tensor.untyped_storage().data_ptr())
-
-    def _dump(self, content: object) -> None:
+    def _dumped(self, content: object) -> bytes:
         stream = io.BytesIO()
-        kind = type("Pickler", (_Pickler,), {"note": self})
-        kind(stream, protocol=5).dump(content)
-        if self._of_torch:
-            import torch
+        self._pickler(stream, protocol=5).dump(content)
+        return stream.getvalue()
 
-            stream = io.BytesIO()
-            module = types.SimpleNamespace(Pickler=kind, __name__="cloudpickle")
-            torch.save(content, stream, pickle_module=module)
-        self._data = stream.getvalue()
+    def _dumped_by_torch(self, content: object) -> bytes:
+        import torch
 
-    def _refusal(self, content: object) -> Exception | None:
-        try:
-            type("Pickler", (_Pickler,), {"note": self})(io.BytesIO(), protocol=5).dump(content)
-        except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            return error
-        return None
+        stream = io.BytesIO()
+        torch.save(
+            content,
+            stream,
+            pickle_module=types.SimpleNamespace(Pickler=self._pickler, __name__="cloudpickle"),
+        )
+        return stream.getvalue()
 
     def load(self, directory: str, *, device: bool) -> Load:
         """Return how to load them."""
         stem = self._names[0] if len(self._names) == 1 else "objects"
         targets = ", ".join(self._names)
-        comment = f"# {len(self._data):,} bytes, saved from the notebook with "
-        comment += "torch.save." if self._of_torch else "pickle."
-        if self.by_value:
-            told = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
-            comment += f"\n# Reading it needs cloudpickle, for code that has no source to be copied: {told}."
-        if self._of_torch:
+        if self.tensors:
             arrival = "str(device)" if device else '"cpu"'
-            moved = ", ".join(f'"{gpu}": {arrival}' for gpu in sorted(self._gpus))
+            gpus = sorted({str(each.device) for each in self.tensors if each.is_cuda})
+            moved = ", ".join(f'"{gpu}": {arrival}' for gpu in gpus)
             place = f", map_location={{{moved}}}" if moved else ""
-            text = f'{targets} = torch.load({directory} / "{stem}.pt", weights_only=False{place})'
-            imports, file = (Import("torch"),), f"{stem}.pt"
+            by, file = Import("torch"), f"{stem}.pt"
+            text = f'{targets} = torch.load({directory} / "{file}", weights_only=False{place})'
         else:
-            file = f"{stem}.pickle"
+            by, file = Import("pickle"), f"{stem}.pickle"
             text = f'with ({directory} / "{file}").open("rb") as file:\n    {targets} = pickle.load(file)'
-            imports = (Import("pickle"),)
-        data = self._data
-        return Load(
-            self._names,
-            f"{comment}\n{text}",
-            imports,
-            file,
-            lambda path: _write(path, data),
-            frozenset(self.uses),
-        )
+        saved_by = "torch.save" if self.tensors else "pickle"
+        comment = f"# {len(self._data):,} bytes, saved from the notebook with {saved_by}."
+        if self.by_value:
+            names = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
+            comment += f"\n# Reading it needs cloudpickle, for code that has no source to be copied: {names}."
 
+        def write(path: Path) -> None:
+            path.write_bytes(self._data)
 
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+        return Load(self._names, f"{comment}\n{text}", (by,), file, write, frozenset(self.uses))
 
-
-def _unsavable(
-    values: Mapping[str, object], refusal: Callable[[object], Exception | None], error: Exception
-) -> NblaunchError:
-    culprit = find_culprit(values, refusal)
-    if culprit is None:
+    def _unsavable(self, values: Mapping[str, object], error: Exception) -> NblaunchError:
+        culprit = find_culprit(values, self._refusal)
+        if culprit is None:
+            return NblaunchError(
+                f"{', '.join(values)} cannot be saved for a script: {type(error).__name__}: {error}"
+            )
         return NblaunchError(
-            f"{_listed(values)} cannot be saved for a script: {type(error).__name__}: {error}"
+            f"{culprit.path}: {culprit.reason} ({culprit.type_name}). The cell uses {culprit.name}, which "
+            "has no source that could be copied, and cannot be saved beside a script. Make it in the cell."
         )
-    msg = (
-        f"{culprit.path}: {culprit.reason} ({culprit.type_name}). The cell uses {culprit.name}, which has no "
-        "source that could be copied, and cannot be saved beside a script. Make it in the cell."
-    )
-    return NblaunchError(msg)
 
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    def _refusal(self, content: object) -> Exception | None:
+        try:
+            self._dumped(content)
+        except Exception as error:  # noqa: BLE001 - whatever the objects raise
+            return error
+        return None

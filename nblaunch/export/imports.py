@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_LINE = 88
+LINE = 88
+"""What formatters take for a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,55 +87,39 @@ def submodules(chains: Iterable[str], namespace: dict[str, Any], known: Iterable
             yield Import(deepest)
 
 
-def rendered(imports: Iterable[Import]) -> str:
+def as_statements(imports: Iterable[Import]) -> str:
     """Return import statements in the usual order: the future, the standard library, everything else."""
     everything = set(imports)
-    dotted = {each for each in everything if "." in each.module and not each.name and not each.alias}
-    covered = {each.module.partition(".")[0] for each in dotted}
-    # `import torch.nn` makes `torch` as well.
-    everything -= {
-        Import(package) for package in covered if Import(package) in everything and _stdlib(package)
-    }
-    groups: list[list[Import]] = [[], [], []]
-    for each in everything:
-        root = each.module.partition(".")[0]
-        groups[0 if root == "__future__" else 1 if _stdlib(root) else 2].append(each)
-    return "\n\n".join("\n".join(_statements(group)) for group in groups if group)
+    # `import os.path` binds `os` as well.
+    covered = {each.bound for each in everything if "." in each.module and not each.name and not each.alias}
+    everything -= {Import(package) for package in covered & sys.stdlib_module_names}
+    statements: dict[Import | str, list[Import]] = {}
+    for each in sorted(everything, key=_usual_place):
+        # One statement for all names of a module, but for those with an alias.
+        alone = each.alias or each.name in ("", "*")
+        statements.setdefault(each if alone else each.module, []).append(each)
+    blocks: list[list[str]] = [[], [], []]
+    for bound in statements.values():
+        root = bound[0].module.partition(".")[0]
+        block = 0 if root == "__future__" else 1 if root in sys.stdlib_module_names else 2
+        blocks[block].append(_statement(bound))
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _stdlib(root: str) -> bool:
-    return root in sys.stdlib_module_names
-
-
-def _statements(group: list[Import]) -> Iterator[str]:
-    for each in sorted((each for each in group if not each.name), key=lambda each: _natural(each.module)):
-        yield f"import {each.module}" + (f" as {each.alias}" if each.alias else "")
-    for module in sorted({each.module for each in group if each.name}, key=_natural):
-        names = sorted((each for each in group if each.name and each.module == module), key=_by_kind)
-        plain = [each.name for each in names if not each.alias]
-        for each in [each for each in names if each.alias]:
-            if plain and _by_kind(Import(module, plain[0])) < _by_kind(each):
-                yield _from(module, plain)
-                plain = []
-            yield _from(module, [f"{each.name} as {each.alias}"])
-        if plain:
-            yield _from(module, plain)
-
-
-def _natural(module: str) -> tuple[str, str]:
-    return module.lower(), module
-
-
-def _by_kind(each: Import) -> tuple[int, str, str, str]:
-    """Order names as isort does: constants, classes, the rest."""
+def _usual_place(each: Import) -> tuple[object, ...]:
+    """Order as isort does: modules first, then names: constants, classes, the rest."""
     name = each.name
     kind = 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
-    return kind, name.lower(), name, each.alias
+    return bool(name), each.module.lower(), each.module, kind, name.lower(), name, each.alias
 
 
-def _from(module: str, names: list[str]) -> str:
-    line = f"from {module} import {', '.join(names)}"
-    if len(line) <= _LINE:
+def _statement(bound: list[Import]) -> str:
+    first = bound[0]
+    alias = f" as {first.alias}" if first.alias else ""
+    if not first.name:
+        return f"import {first.module}{alias}"
+    line = f"from {first.module} import {', '.join(each.name for each in bound)}{alias}"
+    if len(line) <= LINE or len(bound) == 1:
         return line
-    inner = "".join(f"    {name},\n" for name in names)
-    return f"from {module} import (\n{inner})"
+    inner = "".join(f"    {each.name},\n" for each in bound)
+    return f"from {first.module} import (\n{inner})"

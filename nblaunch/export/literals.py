@@ -9,22 +9,56 @@ import enum
 import math
 import pathlib
 import sys
+import textwrap
 import types
-from collections.abc import Iterable
 from typing import Any
 
-from nblaunch.export.imports import Import
+from nblaunch.export.imports import LINE, Import
 
 _MOST_CHARACTERS = 2000
-_LINE = 88
+_MOST_DEPTH = 20
 _FEW_ELEMENTS = 16
+_EXACT = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+"""Types whose numbers Python writes exactly."""
+_FIXED = (int, float, complex, str, bytes, tuple, frozenset, type, type(None))
 
 
 class NoLiteralError(Exception):
     """A value has no literal, or one that is too large."""
 
 
-class Writer:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bracketed:
+    """Parts between brackets, each with what stands before it: `key: ` or `name=`."""
+
+    opening: str
+    parts: list[tuple[str, _Bracketed | str]]
+    closing: str
+    filled: bool = False
+    """As many parts on a line as fit, where they need several lines."""
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{before}{part}" for before, part in self.parts)
+        comma = "," if self.opening == "(" and len(self.parts) == 1 else ""
+        return f"{self.opening}{inner}{comma}{self.closing}"
+
+
+def _laid_out(text: _Bracketed | str, margin: str, taken: int) -> str:
+    """Return a text on one line if it fits behind `taken` characters, else each part on a line of its own."""
+    if isinstance(text, str) or taken + len(str(text)) <= LINE:
+        return str(text)
+    inner = f"{margin}    "
+    if text.filled:
+        words = f"{', '.join(str(part) for _, part in text.parts)},"
+        lines = textwrap.fill(words, LINE - len(inner), break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.indent(lines, inner) + "\n"
+    else:
+        parts = [f"{before}{_laid_out(part, inner, len(inner + before) + 1)}" for before, part in text.parts]
+        lines = "".join(f"{inner}{part},\n" for part in parts)
+    return f"{text.opening}\n{lines}{margin}{text.closing}"
+
+
+class LiteralWriter:
     """Writes one value; `imports` and `names` are what the text refers to."""
 
     def __init__(self, owned: dict[str, Any]) -> None:
@@ -34,86 +68,58 @@ class Writer:
         self.mutable: set[int] = set()
         """What is written out and could be changed in place: two values may not have it in common."""
         self._owned = owned
-        self._inside: set[int] = set()
-        self._depth = 0
+        self._around: list[int] = []
 
     def assignment(self, name: str, value: object) -> str:
         """Return `name = value`, on several lines where it is long. Raises `NoLiteralError`."""
-        flat = self._flat(value)
-        if len(flat) > _MOST_CHARACTERS:
+        text = self._text(value)
+        if len(str(text)) > _MOST_CHARACTERS:
             raise NoLiteralError
         if type(value) is str and "\n" in value and _fits_triple_quotes(value):
             return f'{name} = """\\\n{value}"""'
-        line = f"{name} = {flat}"
-        return line if len(line) <= _LINE else f"{name} = {self._long(value, '')}"
+        return f"{name} = {_laid_out(text, '', len(name) + 3)}"
 
-    def _flat(self, value: object) -> str:
-        if id(value) in self._inside or self._depth > 20:  # noqa: PLR2004 - nobody writes more
+    def _text(self, value: object) -> _Bracketed | str:
+        if id(value) in self._around or len(self._around) > _MOST_DEPTH:
             raise NoLiteralError
-        self._inside.add(id(value))
-        if (
-            not isinstance(value, int | float | complex | str | bytes | tuple | frozenset | type)
-            and value is not None
-        ):
+        if not isinstance(value, _FIXED):
             self.mutable.add(id(value))
-        self._depth += 1
+        self._around.append(id(value))
         try:
             return self._written(value)
         finally:
-            self._inside.discard(id(value))
-            self._depth -= 1
+            self._around.pop()
 
-    def _written(self, value: object) -> str:
+    def _written(self, value: Any) -> _Bracketed | str:
         kind = type(value)
         if kind in (list, tuple, set, frozenset, dict):
-            assert isinstance(value, list | tuple | set | frozenset | dict)  # noqa: S101 - said above
-            if len(value) > _MOST_CHARACTERS:
-                raise NoLiteralError
-            opening, inner, closing = self._container(value)
-            comma = "," if kind is tuple and len(inner) == 1 else ""
-            return f"{opening}{', '.join(inner)}{comma}{closing}"
+            return self._container(value) if len(value) <= _MOST_CHARACTERS else _no()
         if kind is float:
-            assert isinstance(value, float)  # noqa: S101 - said above
             return repr(value) if math.isfinite(value) else f'float("{value}")'
-        if value is None or value is ... or kind in (bool, int):
+        if value is None or value is ... or kind in (bool, int, range):
             return repr(value)
         if kind in (str, bytes):
-            if len(value) > _MOST_CHARACTERS:  # type: ignore[arg-type] # both have a length
-                raise NoLiteralError
-            return _quoted(repr(value))
+            return quoted(value) if len(value) <= _MOST_CHARACTERS else _no()
         if kind is complex:
             return repr(value) if repr(value).strip("(").rstrip("j)").replace("+", "").isdigit() else _no()
         return self._object(value)
 
-    def _container(self, value: Any) -> tuple[str, list[str], str]:
-        match value:
-            case dict():
-                return "{", [f"{self._flat(key)}: {self._flat(each)}" for key, each in value.items()], "}"
-            case list():
-                return "[", [self._flat(each) for each in value], "]"
-            case tuple():
-                return "(", [self._flat(each) for each in value], ")"
-        inner = sorted(self._flat(each) for each in value)
-        if isinstance(value, frozenset):
-            return ("frozenset({", inner, "})") if inner else ("frozenset(", [], ")")
-        return ("{", inner, "}") if inner else ("set(", [], ")")
-
-    def _long(self, value: object, margin: str) -> str:
-        """Return a container with each element on a line of its own."""
-        flat = self._flat(value)
-        if len(margin) + len(flat) <= _LINE - 12 or type(value) not in (list, tuple, set, frozenset, dict):
-            return flat
-        opening, inner, closing = self._container(value)
+    def _container(self, value: Any) -> _Bracketed | str:
         if isinstance(value, dict):
-            inner = [f"{self._flat(key)}: {self._long(each, margin + '    ')}" for key, each in value.items()]
-        elif isinstance(value, list | tuple):
-            if all(type(each) in (int, float, bool) for each in value):
-                return f"{opening}\n{_filled(inner, margin + '    ')}\n{margin}{closing}"
-            inner = [self._long(each, margin + "    ") for each in value]
-        lines = "".join(f"{margin}    {each},\n" for each in inner)
-        return f"{opening}\n{lines}{margin}{closing}"
+            pairs = [(f"{self._text(key)}: ", self._text(each)) for key, each in value.items()]
+            return _Bracketed("{", pairs, "}")
+        parts = [("", self._text(each)) for each in value]
+        if isinstance(value, list | tuple):
+            opening, closing = "[]" if isinstance(value, list) else "()"
+            filled = all(type(each) in (int, float, bool) for each in value)
+            return _Bracketed(opening, parts, closing, filled)
+        parts.sort(key=str)
+        kind = type(value).__name__
+        if not parts:
+            return f"{kind}()"
+        return _Bracketed("{", parts, "}") if kind == "set" else _Bracketed("frozenset({", parts, "})")
 
-    def _object(self, value: Any) -> str:
+    def _object(self, value: Any) -> _Bracketed | str:
         kind = type(value)
         if isinstance(value, type | types.BuiltinFunctionType):
             name = str(getattr(value, "__name__", ""))
@@ -122,19 +128,14 @@ class Writer:
             return f"{kind.__qualname__}.{value.name}"
         if kind is type(pathlib.Path()):
             self.imports.add(Import("pathlib", "Path"))
-            return f"Path({self._flat(str(value))})"
-        if kind is range:
-            return repr(value)
+            return f"Path({self._text(str(value))})"
         if kind is types.SimpleNamespace or kind is argparse.Namespace:
             self.imports.add(Import(kind.__module__, kind.__name__))
-            return self._call(kind.__name__, vars(value).items())
+            return self._call(kind, vars(value))
         if dataclasses.is_dataclass(value) and self._is_owned(kind):
             return self._dataclass(value)
-        if (
-            kind.__init__ is object.__init__
-            and getattr(value, "__dict__", None) == {}
-            and self._is_owned(kind)
-        ):
+        bare = kind.__init__ is object.__init__ and getattr(value, "__dict__", None) == {}
+        if bare and self._is_owned(kind):
             return f"{kind.__qualname__}()"
         return self._of_torch(value)
 
@@ -144,81 +145,65 @@ class Writer:
             self.names.add(kind.__qualname__)
         return owned
 
-    def _dataclass(self, value: Any) -> str:
+    def _dataclass(self, value: Any) -> _Bracketed:
         """Write the call that makes it, where that does nothing but keep its arguments."""
-        fields = dataclasses.fields(value)
-        own = type(value).__dict__
-        simple = (
-            "__init__" in own
-            and hasattr(type(value), "__dataclass_params__")
-            and not hasattr(value, "__post_init__")
-        )
-        names = {each.name for each in fields}
-        if (
-            not simple
-            or not all(each.init for each in fields)
-            or getattr(value, "__dict__", {}).keys() - names
-        ):
-            return _no()
-        if not value.__dataclass_params__.init:
-            return _no()
-        return self._call(
-            type(value).__qualname__, ((name.name, getattr(value, name.name)) for name in fields)
-        )
+        kind, fields = type(value), dataclasses.fields(value)
+        kept = {each.name: getattr(value, each.name) for each in fields}
+        simple = {"__init__", "__dataclass_params__"} <= vars(kind).keys() and kind.__dataclass_params__.init
+        if not simple or hasattr(value, "__post_init__") or not all(each.init for each in fields):
+            raise NoLiteralError
+        if getattr(value, "__dict__", {}).keys() - kept:
+            raise NoLiteralError
+        return self._call(kind, kept)
 
-    def _call(self, name: str, arguments: Iterable[tuple[str, object]]) -> str:
-        pairs = list(arguments)
-        if not all(each.isidentifier() for each, _ in pairs):
-            return _no()
-        return f"{name}({', '.join(f'{each}={self._flat(value)}' for each, value in pairs)})"
+    def _call(self, kind: type, arguments: dict[str, object]) -> _Bracketed:
+        if not all(name.isidentifier() for name in arguments):
+            raise NoLiteralError
+        parts = [(f"{name}=", self._text(value)) for name, value in arguments.items()]
+        return _Bracketed(f"{kind.__qualname__}(", parts, ")")
 
     def _of_torch(self, value: Any) -> str:
-        torch = sys.modules.get("torch")
-        numpy = sys.modules.get("numpy")
-        if torch is not None and isinstance(value, torch.dtype):
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(value, torch.dtype | torch.device | torch.Tensor):
             self.imports.add(Import("torch"))
-            return str(value)
-        if torch is not None and isinstance(value, torch.device):
-            self.imports.add(Import("torch"))
-            return f'torch.device("{value}")'
-        if torch is not None and type(value) is torch.Tensor:
+            if isinstance(value, torch.dtype):
+                return str(value)
+            if isinstance(value, torch.device):
+                return f'torch.device("{value}")'
             return self._tensor(torch, value)
         if numpy is not None and type(value) is numpy.ndarray:
+            self.imports.add(Import("numpy", alias="np"))
             return self._array(numpy, value)
         return _no()
 
     def _tensor(self, torch: Any, value: Any) -> str:
-        usual = {torch.float32: "", torch.int64: "", torch.bool: ""}
-        exact = {torch.float64, torch.int32, torch.int16, torch.int8, torch.uint8}
-        plain = value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad
-        if not plain or value.numel() > _FEW_ELEMENTS or value.dtype not in {*usual, *exact}:
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
+        dtype = str(value.dtype).removeprefix("torch.")
+        if not plain or value.device.type != "cpu" or value.numel() > _FEW_ELEMENTS or dtype not in _EXACT:
             return _no()
         # A view shares its memory with another tensor, which a literal would not.
         if 0 in value.shape or value.untyped_storage().nbytes() != value.numel() * value.element_size():
             return _no()
         if not bool(torch.isfinite(value).all()):
             return _no()
-        self.imports.add(Import("torch"))
-        dtype = usual.get(value.dtype, f", dtype={value.dtype}")
-        return f"torch.tensor({self._numbers(_shortest(torch, value))}{dtype})"
+        shown = "" if dtype in ("float32", "int64", "bool") else f", dtype={value.dtype}"
+        return f"torch.tensor({self._numbers(_shortest(torch, value))}{shown})"
 
     def _array(self, numpy: Any, value: Any) -> str:
-        usual = {"float64": "", "int64": "", "bool": ""}
-        exact = {"float32", "int32", "uint8"}
-        if value.size > _FEW_ELEMENTS or 0 in value.shape or value.dtype.name not in {*usual, *exact}:
+        dtype = value.dtype.name
+        if value.size > _FEW_ELEMENTS or 0 in value.shape or dtype not in _EXACT:
             return _no()
         if value.base is not None or not value.dtype.isnative or not numpy.isfinite(value).all():
             return _no()
-        self.imports.add(Import("numpy", alias="np"))
-        dtype = usual.get(value.dtype.name, f", dtype=np.{value.dtype.name}")
-        return f"np.array({self._numbers(value.tolist())}{dtype})"
+        shown = "" if dtype in ("float64", "int64", "bool") else f", dtype=np.{dtype}"
+        return f"np.array({self._numbers(value.tolist())}{shown})"
 
     def _numbers(self, made: object) -> str:
         """Write lists that were made for this alone: nothing else can have them in common."""
         kept = set(self.mutable)
-        text = self._flat(made)
+        text = self._text(made)
         self.mutable = kept
-        return text
+        return str(text)
 
 
 def _shortest(torch: Any, tensor: Any) -> Any:
@@ -236,26 +221,15 @@ def _no() -> str:
     raise NoLiteralError
 
 
-def _quoted(written: str) -> str:
-    """Return a `repr` in double quotes, as formatters write it."""
-    prefix = "b" if written.startswith("b") else ""
+def quoted(text: str | bytes) -> str:
+    """Return a text in double quotes, as formatters write it."""
+    written = repr(text)
+    prefix = "b" if isinstance(text, bytes) else ""
     body = written[len(prefix) :]
-    if body.startswith("'") and '"' not in body:
-        return f'{prefix}"{body[1:-1]}"'
-    return written
+    return f'{prefix}"{body[1:-1]}"' if body.startswith("'") and '"' not in body else written
 
 
 def _fits_triple_quotes(text: str) -> bool:
     plain = all(character.isprintable() or character == "\n" for character in text)
     tidy = not any(line.endswith(" ") for line in text.split("\n"))
     return plain and tidy and "\\" not in text and '"""' not in text and not text.endswith('"')
-
-
-def _filled(words: list[str], margin: str) -> str:
-    """Return numbers with as many on each line as fit."""
-    lines = [margin]
-    for word in words:
-        if len(lines[-1]) + len(word) + 2 > _LINE and lines[-1] != margin:
-            lines.append(margin)
-        lines[-1] += f"{word}, "
-    return "\n".join(line.rstrip() for line in lines)

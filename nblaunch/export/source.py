@@ -13,27 +13,55 @@ import re
 import tokenize
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
 from nblaunch.export.imports import Import, imports_in
+from nblaunch.export.literals import quoted
 
 _MADE_BY_CALLS = (
     *(types.FunctionType, type, functools.partial, typing.TypeVar, typing.ParamSpec, typing.NewType),
     *(types.GenericAlias, types.UnionType, logging.Logger, re.Pattern, functools.partialmethod),
 )
-"""What is made anew rather than saved: kinds that hold no data of their own."""
+"""What is made again rather than saved: kinds that hold no data of their own."""
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The statement that binds a variable: its text, its place, and the names that it uses."""
+class Chunk:
+    """Statements on lines of their own, with the comments above them, and one empty line at most."""
+
+    text: str
+    nodes: tuple[ast.stmt, ...]
+
+    @property
+    def node(self) -> ast.stmt | None:
+        """The statement, where it is one."""
+        return self.nodes[0] if len(self.nodes) == 1 else None
+
+    @property
+    def definition(self) -> Definition | None:
+        """The function or class, where it is one."""
+        return self.node if isinstance(self.node, Definition) else None
+
+
+@dataclass(frozen=True, slots=True)
+class BindingStatement:
+    """The statement that binds a variable: its text, its cell and line, and the names that it uses."""
 
     text: str
     place: tuple[int, int]
     names: CellNames
+
+    @classmethod
+    def of(cls, chunk: Chunk, number: int) -> BindingStatement:
+        """Take it from a chunk of a cell."""
+        return cls(chunk.text.strip("\n"), (number, chunk.nodes[0].lineno), cell_names(chunk.text))
 
 
 class NotebookSource:
@@ -47,10 +75,10 @@ class NotebookSource:
         for number, text in sorted(cells.items()):
             for part in _with_bodies(text):
                 self._numbers[part.strip("\n")] = number
-                for chunk in _chunks(part):
+                for chunk in chunks(part)[0]:
                     for node in chunk.nodes:
                         self.imports += [each for inner in _run(node) for each in imports_in(inner)]
-                    for name in _bound(chunk):
+                    for name in _stored(chunk):
                         self._bindings[name] = (number, chunk)
 
     def place(self, name: str) -> tuple[int, int]:
@@ -58,40 +86,35 @@ class NotebookSource:
         number, chunk = self._bindings.get(name, (0, None))
         return number, chunk.nodes[0].lineno if chunk is not None else 0
 
-    def definition(self, name: str, value: object) -> Source | None:
+    def definition(self, name: str, value: object) -> BindingStatement | None:
         """Return the `def` or `class` statement that made `value`, if it is called `name`."""
         number, chunk = self._bindings.get(name, (0, None))
-        node = chunk.node if chunk is not None else None
-        is_def = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if chunk is not None and not is_def and hasattr(value, "__wrapped__"):
+        if chunk is not None and not chunk.definition and hasattr(value, "__wrapped__"):
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        codes = [code for code in _codes(value) if _cell_of(code) is not None]
-        found = {self._defined_at(name, code) for code in codes}
+        cells = {code: text for code in _codes(value) if (text := _source_of(code)) is not None}
+        found = {self._defined_at(name, code, text) for code, text in cells.items()}
         if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
         for source in found - {None}:
             return source
-        if chunk is None or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if chunk is None or chunk.definition is None:
             return None
         # A class without methods, or what a decorator made of a function, cannot be asked where it is from.
-        if (isinstance(value, type) and value.__module__ == "__main__") or node.decorator_list:
-            return Source(chunk.text.strip("\n"), (number, node.lineno), cell_names(chunk.text))
+        is_class = isinstance(value, type) and value.__module__ == "__main__"
+        return BindingStatement.of(chunk, number) if is_class or chunk.definition.decorator_list else None
+
+    def _defined_at(self, name: str, code: types.CodeType, text: str) -> BindingStatement | None:
+        with contextlib.suppress(SyntaxError, ValueError):
+            for chunk in chunks(text)[0]:
+                node = chunk.definition
+                if node is None or node.name != name:
+                    continue
+                within = _first_line(node) <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+                if within and (isinstance(node, ast.ClassDef) or code.co_name == name):
+                    return BindingStatement.of(chunk, self._numbers.get(text.strip("\n"), 0))
         return None
 
-    def _defined_at(self, name: str, code: types.CodeType) -> Source | None:
-        text = _cell_of(code) or ""
-        for chunk in _chunks(text):
-            node = chunk.node
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            within = first <= code.co_firstlineno <= (node.end_lineno or first)
-            if within and node.name == name and (isinstance(node, ast.ClassDef) or code.co_name == name):
-                number = self._numbers.get(text.strip("\n"), 0)
-                return Source(chunk.text.strip("\n"), (number, node.lineno), cell_names(chunk.text))
-        return None
-
-    def statement(self, name: str, value: object, namespace: Mapping[str, object]) -> Source | None:
+    def statement(self, name: str, value: object, namespace: Mapping[str, object]) -> BindingStatement | None:
         """Return the assignment that made `value`, if running it again makes an equal one.
 
         That is so where it refers to nothing but functions, classes and modules.
@@ -106,7 +129,7 @@ class NotebookSource:
                 return None
         names = cell_names(chunk.text)
         if any(self.place(each) > (number, chunk.nodes[0].lineno) for each in names.needed):
-            return None  # what it was made of has been defined anew since
+            return None  # what it was made of has been defined again since
         used = [namespace[each] for each in names.needed & namespace.keys() if each != "__name__"]
         if name in names.needed or not all(
             isinstance(each, types.ModuleType) or callable(each) for each in used
@@ -114,10 +137,10 @@ class NotebookSource:
             return None
         if isinstance(made, ast.Lambda) and getattr(value, "__name__", "") != "<lambda>":
             return None
-        return Source(chunk.text.strip("\n"), (number, chunk.nodes[0].lineno), names)
+        return BindingStatement.of(chunk, number)
 
 
-def _cell_of(code: types.CodeType) -> str | None:
+def _source_of(code: types.CodeType) -> str | None:
     """Return the source of the cell that code was compiled from."""
     entry = linecache.cache.get(code.co_filename)
     # Entries without a modification time are no files: IPython puts cells there.
@@ -152,35 +175,25 @@ def _with_bodies(text: str) -> list[str]:
     return [text]
 
 
-def _chunks(text: str) -> list[Chunk]:
-    try:
-        return chunks(text)[0]
-    except (SyntaxError, ValueError):
-        return []
-
-
 def _run(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the statements that run with `node`: not those inside of functions and classes."""
     yield node
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if not isinstance(node, Definition):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.stmt | ast.ExceptHandler):
                 yield from _run(child)
 
 
-def _bound(chunk: Chunk) -> Iterator[str]:
+def _stored(chunk: Chunk) -> Iterator[str]:
     for node in chunk.nodes:
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case _:
-                for each in ast.walk(node):
-                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
-                        yield each.id
+        if isinstance(node, Definition):
+            yield node.name
+        else:
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            yield from (each.id for each in stored if isinstance(each.ctx, ast.Store))
 
 
 # The text of cells on its way into a script: IPython's syntax, statements, comments, indentation.
-
 
 # They set a notebook up, and mean nothing in a script.
 _OF_THE_NOTEBOOK = frozenset(
@@ -189,42 +202,28 @@ _OF_THE_NOTEBOOK = frozenset(
 _NOTHING = "pass  #"
 _SHORT = 40
 _CLOCKS = frozenset({"time", "local"})
-_SAY_NOTHING = frozenset(
+_WITHOUT_VALUE = frozenset(
     {"print", "pprint", "display", "barrier", "all_reduce", "broadcast", "all_gather", "reduce", "scatter"}
     | {"backward", "step", "zero_grad", "init_process_group", "destroy_process_group", "append", "extend"}
 )
 """Calls at the end of a cell that have no value to be shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Statements on lines of their own, with the comments above them, and one empty line at most."""
-
-    text: str
-    nodes: tuple[ast.stmt, ...]
-
-    @property
-    def node(self) -> ast.stmt | None:
-        """The statement, where it is one."""
-        return self.nodes[0] if len(self.nodes) == 1 else None
-
-
-def plain(source: str, transform: Callable[[str], str], title: str) -> str:
+def plain_python(source: str, transform: Callable[[str], str], title: str) -> str:
     """Return a cell as Python: IPython's syntax becomes Python where it can.
 
     Raises `NblaunchError` that names the line where it cannot.
     """
     code = transform(source)
     tree = ast.parse(code)
-    edits: list[tuple[ast.AST, str]] = []
+    edits: list[tuple[ast.stmt, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             call = ipython_call(node.value)
             text = _as_python(*call, transform, title) if call is not None else None
-            if text is not None and text.startswith(_NOTHING) and node in tree.body:
-                text = ""
             if text is not None:
-                edits.append((node, text))
+                gone = text.startswith(_NOTHING) and node in tree.body
+                edits.append((node, "" if gone else text))
     edited = {id(child) for node, _ in edits for child in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id == "get_ipython" and id(node) not in edited:
@@ -235,18 +234,14 @@ def plain(source: str, transform: Callable[[str], str], title: str) -> str:
 def _as_python(method: str, texts: list[str], transform: Callable[[str], str], title: str) -> str | None:
     match method, texts:
         case "system", [command] if not interpolated(command):
-            return f"subprocess.run({_quoted(command)}, shell=True, check=False)"
+            return f"subprocess.run({quoted(command)}, shell=True, check=False)"
         case "run_line_magic", ["time", statement]:
-            return plain(statement, transform, title).strip()
+            return plain_python(statement, transform, title).strip()
         case "run_line_magic", [name, line] if name in _OF_THE_NOTEBOOK:
             return f"{_NOTHING} %{name} {line}".rstrip()
         case "run_cell_magic", [name, _, body] if name in _CLOCKS:
-            return plain(body, transform, title).strip("\n")
+            return plain_python(body, transform, title).strip("\n")
     return None
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"' if text.isprintable() and '"' not in text and "\\" not in text else repr(text)
 
 
 def _refusal(source: str, line: int, title: str) -> NblaunchError:
@@ -259,46 +254,38 @@ def _refusal(source: str, line: int, title: str) -> NblaunchError:
     return NblaunchError(msg)
 
 
-def replaced(source: str, edits: Iterable[tuple[ast.AST, str]]) -> str:
-    """Return `source` with the text of some nodes replaced."""
+def replaced(source: str, edits: Iterable[tuple[ast.stmt, str]]) -> str:
+    """Return `source` with the text of some statements replaced."""
     lines = source.splitlines(keepends=True)
-    for node, text in sorted(edits, key=lambda edit: _place(edit[0]), reverse=True):
-        first, column, last, end = _extent(node)
+    for node, text in sorted(edits, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         # ast counts columns in bytes.
-        before = lines[first].encode()[:column].decode()
-        after = lines[last].encode()[end:].decode()
+        before = lines[first].encode()[: node.col_offset].decode()
+        after = lines[last].encode()[node.end_col_offset :].decode()
         lines[first : last + 1] = (before + text + after).splitlines(keepends=True)
     return "".join(lines)
-
-
-def _place(node: ast.AST) -> tuple[int, int]:
-    return _extent(node)[:2]
-
-
-def _extent(node: ast.AST) -> tuple[int, int, int, int]:
-    assert isinstance(node, ast.stmt | ast.expr)  # noqa: S101 - the callers' nodes have places
-    return node.lineno - 1, node.col_offset, (node.end_lineno or 1) - 1, node.end_col_offset or 0
 
 
 def chunks(source: str) -> tuple[list[Chunk], str]:
     """Take a module apart; returns its chunks, and the comments after the last one."""
     lines = source.splitlines()
     found: list[Chunk] = []
-    end = 0
-    begin = 0
+    begin = end = 0
     for node in ast.parse(source).body:
-        decorators = getattr(node, "decorator_list", [])
-        first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
-        last = node.end_lineno or node.lineno
-        if found and first < end:
+        if found and _first_line(node) <= end:
             nodes = (*found.pop().nodes, node)
         else:
             begin, nodes = end, (node,)
-        end = max(end, last)
+        end = max(end, node.end_lineno or node.lineno)
         text = "\n".join(lines[begin:end])
         gap = "\n" if not text.split("\n", 1)[0].strip() else ""
         found.append(Chunk(gap + text.strip("\n"), nodes))
     return found, "\n".join(lines[end:]).strip("\n")
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
 def printing_its_value(source: str, name: str) -> str:
@@ -307,18 +294,16 @@ def printing_its_value(source: str, name: str) -> str:
     if not body or not isinstance(body[-1], ast.Expr):
         return source
     node = body[-1]
-    if _says_nothing(node.value) or _ends_with_semicolon(source):
+    if _has_no_value(node.value) or _ends_with_semicolon(source):
         return source
-    first, column, last, end = _extent(node)
-    lines = [line.encode() for line in source.splitlines()]
-    text = b"\n".join([*lines[first:last], lines[last][:end]])[column:].decode()
+    text = ast.get_source_segment(source, node) or ""
     long = len(text) > _SHORT or isinstance(node.value, ast.Tuple)
     if long or any(character in text for character in "\"'\\{}\n:!=#") or text.startswith("("):
         return replaced(source, [(node, f'{name} = {text}\nprint(f"[rank {{rank}}] {{{name}!r}}")')])
     return replaced(source, [(node, f'print(f"[rank {{rank}}] {{{text}!r}}")')])
 
 
-def _says_nothing(value: ast.expr) -> bool:
+def _has_no_value(value: ast.expr) -> bool:
     if isinstance(value, ast.Await):
         value = value.value
     match value:
@@ -327,12 +312,12 @@ def _says_nothing(value: ast.expr) -> bool:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="subprocess"))):
             return True
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name in _SAY_NOTHING
+            return name in _WITHOUT_VALUE
     return False
 
 
 def _ends_with_semicolon(source: str) -> bool:
-    """Say what IPython's display hook says: whether the last word before comments is a semicolon."""
+    """Return whether the last token before comments is a semicolon, as IPython's display hook does."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER)
     tokens = [each for each in _tokens(source) if each.type not in skipped]
     return bool(tokens) and tokens[-1].string == ";"
@@ -354,22 +339,14 @@ def indented(source: str) -> str:
             inside.update(range(begun.pop() + 1, token.end[0] + 1))
         elif kind == "STRING":
             inside.update(range(token.start[0] + 1, token.end[0] + 1))
-    lines = source.splitlines()
+    lines = enumerate(source.splitlines(), start=1)
     return "\n".join(
-        line if number in inside or not line.strip() else f"    {line}"
-        for number, line in enumerate(lines, start=1)
+        f"    {line}" if number not in inside and line.strip() else line for number, line in lines
     )
 
 
 def uses_await(tree: ast.Module) -> bool:
     """Return whether a cell uses `await` outside functions, as IPython allows."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith):
-            return True
-        if isinstance(node, ast.comprehension) and node.is_async:
-            return True
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            waiting += ast.iter_child_nodes(node)
-    return False
+    with warnings.catch_warnings(action="ignore"):
+        code = compile(tree, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    return bool(code.co_flags & inspect.CO_COROUTINE)

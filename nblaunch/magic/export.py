@@ -18,13 +18,12 @@ from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.elastic.placement import Placement
 from nblaunch.export.imports import imports_in
-from nblaunch.export.script import Cell, Script, Setting, bound_in, export, is_exported
+from nblaunch.export.writer import Cell, ExportedScript, Setting, bound_in, export, is_exported
 from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
-from nblaunch.options.kinds import rank_list
+from nblaunch.options import kinds
 from nblaunch.options.launch import LaunchOptions, within
-from nblaunch.options.line import split_words
-from nblaunch.options.torchrun import torchrun_command
+from nblaunch.options.line import split_words, torchrun_command
 
 FLAGS = ("--cells", "--force")
 _USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
@@ -116,9 +115,8 @@ def _parsed(line: str) -> tuple[tuple[int, ...] | None, str, bool]:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    kind = rank_list()
     try:
-        numbers = kind.check(kind.parse(text))
+        numbers = kinds.ranks.check(kinds.ranks.parse(text))
     except ValueError:
         msg = (
             f"--cells {text!r} was asked for, but it takes numbers of cells, as in In[3]. "
@@ -237,7 +235,7 @@ def _check_free(target: Path, *, force: bool) -> None:
         raise NblaunchError(msg)
 
 
-def _save(script: Script, target: Path, *, force: bool) -> None:
+def _save(script: ExportedScript, target: Path, *, force: bool) -> None:
     """Write the files, the script last; nothing that is not an export's own is overwritten."""
     directory = _data_directory(target)
     paths = {load.file: directory / load.file for load in script.files}
@@ -269,7 +267,7 @@ def _save(script: Script, target: Path, *, force: bool) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _said(script: Script, target: Path, command_line: str) -> str:
+def _said(script: ExportedScript, target: Path, command_line: str) -> str:
     beside = (
         f" with {', '.join(load.file for load in script.files)} in {_data_directory(target)}"
         if script.files

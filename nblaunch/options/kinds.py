@@ -1,7 +1,7 @@
 """What the value of an option may be: one `Kind` for each sort of value.
 
 A kind does not know the name of its option. It raises `ValueError`: without a message where the value
-is simply not what it takes, with one ("what is true. What to do.") where there is more to say.
+is simply not what it takes, with one ("what is true. What to do.") where there is more to explain.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 LONGEST_SECONDS = 1e9
-"""Longer waits overflow timers of the operating system; no limit at all is said by leaving the option out."""
+"""Longer waits overflow timers of the operating system; to have no limit, leave the option out."""
+LARGEST = 2**31 - 1
+LAST_PORT = 65_535
 
 _SHOWN_CHARACTERS = 120
 _MOST_RANKS = 100_000
 _MOST_NODES = 100_000
-_LAST_PORT = 65_535
 _BOTH_STREAMS = 3
-_TRUE_WORDS = ("1", "true", "yes", "on")
-_FALSE_WORDS = ("0", "false", "no", "off")
+_BACKENDS = ("auto", "gloo", "nccl")
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True}
+_TRUTH |= {"0": False, "false": False, "no": False, "off": False}
 _NAME = r"[a-z][a-z0-9_]*"
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
-_HOST_AND_PORT = re.compile(rf"(?P<host>{_HOST})(?::(?P<port>\d{{1,5}}))?")
-_BARE_IPV6 = re.compile(r"[0-9A-Fa-f]*:[0-9A-Fa-f:.]+")
 _STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
 _BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
 _AGENT_VARIABLE = re.compile(
@@ -41,12 +41,12 @@ _AGENT_VARIABLE = re.compile(
 """What torchelastic sets in each rank (`LocalElasticAgent._start_workers`); two variables it only reads."""
 
 
-class Variables(Mapping[str, str]):
+class EnvironmentVariables(Mapping[str, str]):
     """Environment variables by name; cannot be changed, can be pickled and hashed.
 
     `repr` leaves the values out: they are often keys and tokens, and a notebook is saved and shared.
 
-    >>> Variables({"HF_TOKEN": "secret"})
+    >>> EnvironmentVariables({"HF_TOKEN": "secret"})
     {'HF_TOKEN': '…'}
     """
 
@@ -110,20 +110,21 @@ class Kind:
     """Adds the value of an option that is given again; None where it replaces the one before."""
 
 
+def _kind(takes: str, metavar: str, **columns: Any) -> Callable[[Callable[[object], object]], Kind]:
+    """Make the check of a value a kind."""
+    return lambda check: Kind(takes, metavar, check, **columns)
+
+
+# Numbers and switches
+
+
 def whole_number(least: int, most: int, *words: str, metavar: str = "N") -> Kind:
     """Take an int between two limits, or one of `words`."""
 
     def check(value: object) -> int | str:
-        if isinstance(value, str) and value in words:
-            return str(value)
-        number = _whole(value)
-        if number is None or not least <= number <= most:
-            raise ValueError
-        return number
+        return str(value) if isinstance(value, str) and value in words else _whole(value, least, most)
 
-    takes = f"a whole number from {least} to {most}"
-    if words:
-        takes = f"{', '.join([takes, *words[:-1]])} or {words[-1]}"
+    takes = _alternatives(f"a whole number from {least} to {most}", *words)
     return Kind(takes, metavar, check, _read_by(int), words=words)
 
 
@@ -132,7 +133,7 @@ def seconds(*, or_zero: bool = False) -> Kind:
 
     def check(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
+            raise ValueError
         try:
             number = float(value)
         except OverflowError:
@@ -142,9 +143,8 @@ def seconds(*, or_zero: bool = False) -> Kind:
         raise ValueError
 
     lower = "from 0" if or_zero else "above 0"
-    return Kind(
-        f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})", "SECONDS", check, _read_by(float)
-    )
+    takes = f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})"
+    return Kind(takes, "SECONDS", check, _read_by(float))
 
 
 def switch(*, given: bool) -> Kind:
@@ -156,10 +156,8 @@ def switch(*, given: bool) -> Kind:
         raise ValueError
 
     def parse(text: str) -> object:
-        word = text.strip().lower()
-        if word in _TRUE_WORDS:
-            return given
-        return not given if word in _FALSE_WORDS else text
+        truth = _TRUTH.get(text.strip().lower())
+        return text if truth is None else truth is given
 
     def texts(value: object) -> tuple[str, ...]:
         return ("true" if value is given else "false",)
@@ -167,66 +165,115 @@ def switch(*, given: bool) -> Kind:
     return Kind("True or False (as text: true, false, 1 or 0)", "", check, parse, texts, switch=True)
 
 
-def _text(takes: str, metavar: str, accepts: Callable[[str], bool], words: tuple[str, ...] = ()) -> Kind:
-    """Take the texts that `accepts` returns True for; it may also raise `ValueError`, with what to do."""
-
-    def check(value: object) -> str:
-        if isinstance(value, str) and accepts(value):
-            return str(value)
+def _whole(value: object, least: int, most: int) -> int:
+    """Return a whole number as an int. Python counts True as one; here nproc=True is a slip."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ValueError
+    return int(value)
 
-    return Kind(takes, metavar, check, words=words)
+
+def _read_by(convert: Callable[[str], object]) -> Callable[[str], object]:
+    def parse(text: str) -> object:
+        try:
+            return convert(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
+def _alternatives(*words: str) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+# Texts
+
+
+def _text(takes: str, metavar: str, **columns: Any) -> Callable[[Callable[[str], object]], Kind]:
+    """Make the judgement of a text a kind; it may also raise `ValueError`."""
+
+    def kind(accepts: Callable[[str], object]) -> Kind:
+        def check(value: object) -> str:
+            if isinstance(value, str) and accepts(value):
+                return str(value)
+            raise ValueError
+
+        return Kind(takes, metavar, check, **columns)
+
+    return kind
 
 
 def choice(*words: str) -> Kind:
     """Take one of some words."""
-    return _text(f"{', '.join(words[:-1])} or {words[-1]}", "NAME", words.__contains__, words)
+    return _text(_alternatives(*words), "NAME", words=words)(words.__contains__)
 
 
-def one_line() -> Kind:
-    """Take text that is not empty and has no control characters."""
-    return _text(
-        "text on one line that is not empty", "NAME", lambda value: value.isprintable() and value != ""
-    )
+@_text("text on one line that is not empty", "NAME")
+def one_line(text: str) -> bool:
+    """Take text without control characters."""
+    return text.isprintable() and text != ""
 
 
-def python_name() -> Kind:
+@_text("a Python name, as in results", "VARIABLE")
+def python_name(text: str) -> bool:
     """Take a name that a Python program can assign to."""
-    return _text("a Python name, as in results", "VARIABLE", _is_name)
+    return text.isidentifier() and not iskeyword(text)
 
 
-def backend_name() -> Kind:
-    """Take auto, a torch backend's name, or one for each device as `init_process_group` does."""
-    words = ("auto", "gloo", "nccl")
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not _BACKEND.fullmatch(value.lower()):
-            raise ValueError
-        devices = [part.partition(":")[0] for part in value.lower().split(",")]
-        if len(devices) != len(set(devices)):
-            message = "it names a device twice. Give one backend for each device."
-            raise ValueError(message)
-        return value.lower()
-
-    takes = f"{', '.join(words)}, another backend of torch, or one for each device as in cpu:gloo,cuda:nccl"
-    return Kind(takes, "NAME", check, words=words)
+@_text("the name or the address of a host", "HOST")
+def host(text: str) -> object:
+    """Take a host; an IPv6 address may stand in brackets."""
+    return re.fullmatch(rf"{_HOST}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]+", text)
 
 
-def node_range() -> Kind:
-    """Take a number of nodes, or the least and the most as `1:2`; the value is a str."""
+@_text("host or host:port (an IPv6 address in brackets)", "HOST:PORT")
+def endpoint(text: str) -> bool:
+    """Take a host, or a host and its port, or nothing."""
+    found = re.fullmatch(rf"(?:{_HOST}(?::(?P<port>\d{{1,5}}))?)?", text)
+    return found is not None and int(found["port"] or 0) <= LAST_PORT
 
-    def check(value: object) -> str:
-        number = _whole(value)
-        if number is not None and number <= _MOST_NODES:
-            value = str(number)
-        if not isinstance(value, str) or not re.fullmatch(r"\d{1,6}(:\d{1,6})?", value):
-            raise ValueError
-        least, most = node_limits(value)
-        if not 0 < least <= most <= _MOST_NODES:
-            raise ValueError
-        return str(least) if least == most else f"{least}:{most}"
 
-    return Kind("a number of nodes, or the least and the most as in 1:2", "N", check)
+@_text("settings as in join_timeout=60,read_timeout=60", "KEY=VALUE,...")
+def settings(text: str) -> bool:
+    """Take settings of a rendezvous backend, maybe none."""
+    parts = [part.partition("=") for part in text.split(",")] if text else []
+    return text.isprintable() and all(key.strip() and value.strip() for key, _, value in parts)
+
+
+@_text("names of signals as in SIGTERM,SIGINT", "NAMES")
+def signal_names(text: str) -> bool:
+    """Take names of signals of this system."""
+    wrong = [name for name in text.split(",") if name not in signal.Signals.__members__]
+    if wrong and text:
+        message = f"there is no signal {brief(wrong[0])} here. Write names as in SIGTERM,SIGINT."
+        raise ValueError(message)
+    return text != ""
+
+
+@_kind(
+    f"{', '.join(_BACKENDS)}, another backend of torch, or one for each device as in cpu:gloo,cuda:nccl",
+    "NAME",
+    words=_BACKENDS,
+)
+def backend(value: object) -> str:
+    """Take what `init_process_group` takes, and auto."""
+    if not isinstance(value, str) or not _BACKEND.fullmatch(value.lower()):
+        raise ValueError
+    _refuse_twice("device", value.lower())
+    return value.lower()
+
+
+@_kind("a number of nodes, or the least and the most as in 1:2", "N")
+def nodes(value: object) -> str:
+    """Take `2`, 2 or `1:2`; the value is a str."""
+    if not isinstance(value, str):
+        value = str(_whole(value, 1, _MOST_NODES))
+    if not re.fullmatch(r"\d{1,6}(:\d{1,6})?", value):
+        raise ValueError
+    least, most = node_limits(value)
+    if not 0 < least <= most <= _MOST_NODES:
+        raise ValueError
+    return str(least) if least == most else f"{least}:{most}"
 
 
 def node_limits(value: str) -> tuple[int, int]:
@@ -235,62 +282,15 @@ def node_limits(value: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def endpoint(*, port: bool) -> Kind:
-    """Take the name or address of a host, with `port` also `host:port` (an IPv6 address in brackets)."""
-
-    def accepts(value: str) -> bool:
-        if value == "" or (not port and _BARE_IPV6.fullmatch(value)):
-            return port or value != ""
-        found = _HOST_AND_PORT.fullmatch(value)
-        if found is None or (found["port"] is not None and not port):
-            return False
-        return int(found["port"] or 0) <= _LAST_PORT
-
-    if port:
-        return _text("host or host:port (an IPv6 address in brackets)", "HOST:PORT", accepts)
-    return _text("the name or the address of a host", "HOST", accepts)
-
-
-def pairs() -> Kind:
-    """Take `key=value,key2=value2`; the value is that text."""
-
-    def accepts(value: str) -> bool:
-        keys = [part.partition("=") for part in value.split(",")] if value else []
-        return value.isprintable() and all(key.strip() and text.strip() for key, _, text in keys)
-
-    return _text("settings as in join_timeout=60,read_timeout=60", "KEY=VALUE,...", accepts)
-
-
-def signal_names() -> Kind:
-    """Take names of signals, separated by commas; the value is that text."""
-
-    def accepts(value: str) -> bool:
-        wrong = [name for name in value.split(",") if name not in signal.Signals.__members__]
-        if wrong and value:
-            message = f"there is no signal {brief(wrong[0])} here. Write names as in SIGTERM,SIGINT."
-            raise ValueError(message)
-        return value != ""
-
-    return _text("names of signals as in SIGTERM,SIGINT", "NAMES", accepts)
-
-
-def streams() -> Kind:
-    """Take torchrun's number of streams (0 none, 1 stdout, 2 stderr, 3 both), or one for some local ranks."""
-
-    def check(value: object) -> str:
-        number = _whole(value)
-        if number is not None and number <= _BOTH_STREAMS:
-            value = str(number)
-        if not isinstance(value, str) or not _STREAMS.fullmatch(value):
-            raise ValueError
-        ranks = [part.partition(":")[0] for part in value.split(",")] if ":" in value else []
-        if len(ranks) != len(set(ranks)):
-            message = "it names a local rank twice. Give each local rank once."
-            raise ValueError(message)
-        return value
-
-    takes = "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one for some local ranks as in 0:3,1:1"
-    return Kind(takes, "STREAMS", check)
+@_kind("0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one for some local ranks as in 0:3,1:1", "STREAMS")
+def streams(value: object) -> str:
+    """Take torchrun's number of streams, or one for some local ranks; the value is a str."""
+    if not isinstance(value, str):
+        value = str(_whole(value, 0, _BOTH_STREAMS))
+    if not _STREAMS.fullmatch(value):
+        raise ValueError
+    _refuse_twice("local rank", value)
+    return value
 
 
 def streams_of(value: str, local_rank: int) -> int:
@@ -301,163 +301,106 @@ def streams_of(value: str, local_rank: int) -> int:
     return int(by_rank.get(str(local_rank), 0))
 
 
-def rank_list() -> Kind:
-    """Take the numbers of some ranks, on a line as `0,2-5`; the value is a tuple, in order, each once."""
-
-    def check(value: object) -> tuple[int, ...]:
-        numbers = {_whole(each) for each in _several(value)}
-        ranks = tuple(sorted(each for each in numbers if each is not None and each >= 0))
-        if not 0 < len(ranks) == len(numbers) <= _MOST_RANKS:
-            raise ValueError
-        return ranks
-
-    def parse(text: str) -> object:
-        if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
-            return text
-        ends = [part.partition("-") for part in text.split(",")]
-        spans = [range(int(first), int(last or first) + 1) for first, _, last in ends]
-        if not all(spans) or sum(map(len, spans)) > _MOST_RANKS:
-            return text
-        return [rank for span in spans for rank in span]
-
-    return Kind("numbers of ranks (on a line as in 0,2-5)", "RANKS", check, parse, _with_commas)
+def _refuse_twice(what: str, value: str) -> None:
+    """Raise `ValueError` where `key:value,key:value` has a key twice."""
+    keys = [part.partition(":")[0] for part in value.split(",")]
+    if len(keys) != len(set(keys)):
+        message = f"it names a {what} twice. Give each {what} once."
+        raise ValueError(message)
 
 
-def texts() -> Kind:
-    """Take some texts, on a line separated by commas; the value is a tuple."""
+# Several values, kept as a tuple
 
-    def check(value: object) -> tuple[str, ...]:
-        words = _several(value)
-        if all(isinstance(word, str) and word and word.isprintable() and "," not in word for word in words):
-            return words
+
+def _several(value: object) -> tuple[Any, ...]:
+    """Return what some values hold. Raises `ValueError` for a text, which is one value."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError
-
-    def parse(text: str) -> object:
-        return text.split(",") if text else ()
-
-    takes = "texts without commas (on a line as in error,warning)"
-    return Kind(takes, "TEXT,...", check, parse, _with_commas)
-
-
-def python_names() -> Kind:
-    """Take names that a Python program can have, as one text separated by commas or several; a tuple."""
-
-    def check(value: object) -> tuple[str, ...]:
-        names = _several(value.split(",") if isinstance(value, str) else value)
-        if all(isinstance(name, str) and _is_name(name) for name in names):
-            return tuple(dict.fromkeys(names))
-        raise ValueError
-
-    def join(before: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(before + more))
-
-    takes = "Python names (on a line as in model,losses)"
-    return Kind(takes, "NAME,...", check, texts=_with_commas, join=join)
-
-
-def directory() -> Kind:
-    """Take a path that is a directory or can become one; `~` is the home directory, as in a shell."""
-
-    def check(value: object) -> str:
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if not isinstance(path, str) or not path or not _reaches_the_system(path):
-            raise ValueError
-        try:
-            path = _with_home(path)
-            there = _nearest_existing(Path(path))
-            usable = there.is_dir()
-        except OSError as error:
-            message = f"this path cannot be used ({error.strerror}). Give a directory that you can write to."
-            raise ValueError(message) from None
-        if not usable:
-            message = f"{brief(str(there))} is there and is no directory. Give a directory, or a free path."
-            raise ValueError(message)
-        return path
-
-    return Kind("the path of a directory", "PATH", check)
-
-
-def script_path() -> Kind:
-    """Take the path that a script can be written to; `~` is the home directory, as in a shell."""
-
-    def check(value: object) -> str:
-        if not isinstance(value, str) or not value.isprintable() or not _reaches_the_system(value):
-            raise ValueError
-        if Path(value).suffix != ".py":
-            raise ValueError
-        return _with_home(value)
-
-    return Kind("the path of a file whose name ends in .py", "FILE", check)
-
-
-def variables() -> Kind:
-    """Take a mapping of names to texts; on a line one `KEY=VALUE` each time."""
-
-    def check(value: object) -> Variables:
-        if not isinstance(value, Mapping):
-            raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-        for name, text in value.items():
-            _check_variable(name, text)
-        return value if isinstance(value, Variables) else Variables(value)
-
-    def parse(text: str) -> object:
-        name, equals, value = text.partition("=")
-        return {name: value} if equals else text
-
-    def texts(value: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple(f"{name}={text}" for name, text in value.items())
-
-    def shown(value: object) -> str:
-        if isinstance(value, Mapping):
-            return brief(dict.fromkeys(value, "…"))
-        if not isinstance(value, str):
-            return f"<{type(value).__name__}>"
-        name, equals, _ = value.partition("=")
-        return brief(f"{name}=…" if equals else value)
-
-    def join(before: Variables, more: Variables) -> Variables:
-        return Variables({**before, **more})
-
-    takes = "a mapping of names to texts (on a line: KEY=VALUE, once for each)"
-    return Kind(takes, "KEY=VALUE", check, parse, texts, shown, join=join)
-
-
-def _read_by(convert: Callable[[str], object]) -> Callable[[str], object]:
-    """Return what parses a text with `convert`, and returns a text that means nothing as it is."""
-
-    def parse(text: str) -> object:
-        try:
-            return convert(text)
-        except ValueError:
-            return text
-
-    return parse
+    return tuple(value)
 
 
 def _with_commas(values: Iterable[object]) -> tuple[str, ...]:
     return (",".join(map(str, values)),)
 
 
-def _several(value: object) -> tuple[Any, ...]:
-    """Return what some values hold. Raises `ValueError` for a text, which is one value."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError  # noqa: TRY004  every refusal is a ValueError, so that OptionError is one
-    return tuple(value)
+def _parse_ranks(text: str) -> object:
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        return text
+    ends = [part.partition("-") for part in text.split(",")]
+    spans = [range(int(first), int(last or first) + 1) for first, _, last in ends]
+    if not all(spans) or sum(map(len, spans)) > _MOST_RANKS:
+        return text
+    return [rank for span in spans for rank in span]
 
 
-def _whole(value: object) -> int | None:
-    """Return a whole number as an int, else None. Python counts True as one; here nproc=True is a slip."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        return None
-    return int(value)
+@_kind("numbers of ranks (on a line as in 0,2-5)", "RANKS", parse=_parse_ranks, texts=_with_commas)
+def ranks(value: object) -> tuple[int, ...]:
+    """Take the numbers of some ranks; the value has them in order, each once."""
+    numbers = {_whole(each, 0, LARGEST) for each in _several(value)}
+    if not 0 < len(numbers) <= _MOST_RANKS:
+        raise ValueError
+    return tuple(sorted(numbers))
 
 
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not iskeyword(text)
+@_kind(
+    "texts without commas (on a line as in error,warning)",
+    "TEXT,...",
+    parse=lambda text: text.split(",") if text else (),
+    texts=_with_commas,
+)
+def texts(value: object) -> tuple[str, ...]:
+    """Take some texts, maybe none."""
+    words = _several(value)
+    if all(isinstance(word, str) and word and word.isprintable() and "," not in word for word in words):
+        return words
+    raise ValueError
+
+
+@_kind(
+    "Python names (on a line as in model,losses)",
+    "NAME,...",
+    texts=_with_commas,
+    join=lambda before, more: tuple(dict.fromkeys(before + more)),
+)
+def python_names(value: object) -> tuple[str, ...]:
+    """Take some names, or one text with commas between them; the value has each once."""
+    names = _several(value.split(",") if isinstance(value, str) else value)
+    return tuple(dict.fromkeys(str(python_name.check(name)) for name in names))
+
+
+# Paths; `~` is the home directory, as in a shell
+
+
+@_kind("the path of a directory", "PATH")
+def directory(value: object) -> str:
+    """Take a path that is a directory or can become one."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or not _reaches_the_system(path):
+        raise ValueError
+    try:
+        path = _with_home(path)
+        there = _nearest_existing(Path(path))
+        usable = there.is_dir()
+    except OSError as error:
+        message = f"this path cannot be used ({error.strerror}). Give a directory that you can write to."
+        raise ValueError(message) from None
+    if not usable:
+        message = f"{brief(str(there))} is there and is no directory. Give a directory, or a free path."
+        raise ValueError(message)
+    return path
+
+
+@_kind("the path of a file whose name ends in .py", "FILE")
+def script_path(value: object) -> str:
+    """Take the path that a script can be written to."""
+    if not isinstance(value, str) or not value.isprintable() or not _reaches_the_system(value):
+        raise ValueError
+    if Path(value).suffix != ".py":
+        raise ValueError
+    return _with_home(value)
 
 
 def _with_home(path: str) -> str:
-    """Return a path whose `~` is the home directory."""
     try:
         # Only ~ changes the text, so that checking it again leaves it alone ("./~" stays itself).
         return str(Path(path).expanduser()) if path.startswith("~") else path
@@ -477,6 +420,48 @@ def _nearest_existing(path: Path) -> Path:
             return path
 
 
+def _reaches_the_system(text: str) -> bool:
+    """Return whether the operating system can take this text."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+# Environment variables
+
+
+def _parse_variable(text: str) -> object:
+    name, equals, value = text.partition("=")
+    return {name: value} if equals else text
+
+
+def _without_values(value: object) -> str:
+    if isinstance(value, Mapping):
+        return brief(dict.fromkeys(value, "…"))
+    if not isinstance(value, str):
+        return f"<{type(value).__name__}>"
+    name, equals, _ = value.partition("=")
+    return brief(f"{name}=…" if equals else value)
+
+
+@_kind(
+    "a mapping of names to texts (on a line: KEY=VALUE, once for each)",
+    "KEY=VALUE",
+    parse=_parse_variable,
+    texts=lambda value: tuple(f"{name}={text}" for name, text in value.items()),
+    shown=_without_values,
+    join=lambda before, more: EnvironmentVariables({**before, **more}),
+)
+def variables(value: object) -> EnvironmentVariables:
+    """Take environment variables for the ranks."""
+    if not isinstance(value, Mapping):
+        raise ValueError
+    for name, text in value.items():
+        _check_variable(name, text)
+    return value if isinstance(value, EnvironmentVariables) else EnvironmentVariables(value)
+
+
 def _check_variable(name: object, text: object) -> None:
     """Raise `ValueError` where a rank cannot be given this variable."""
     if not isinstance(name, str) or not re.fullmatch(r"[^\s=\0]+", name) or not _reaches_the_system(name):
@@ -489,20 +474,9 @@ def _check_variable(name: object, text: object) -> None:
         )
         raise ValueError(message)
     if not isinstance(text, str) or not _reaches_the_system(text):
+        what = "a str that it cannot hold" if isinstance(text, str) else f"of type {type(text).__name__}"
         message = (
-            f"an environment holds text only and the value of {brief(name)} is {_what(text)}. "
+            f"an environment holds text only and the value of {brief(name)} is {what}. "
             "Give a str without null characters."
         )
         raise ValueError(message)
-
-
-def _reaches_the_system(text: str) -> bool:
-    """Say whether the operating system can be given this text."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
-def _what(text: object) -> str:
-    return "a str that it cannot hold" if isinstance(text, str) else f"of type {type(text).__name__}"

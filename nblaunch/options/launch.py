@@ -14,35 +14,11 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from nblaunch._errors import OptionError
-from nblaunch.options.kinds import (
-    Variables,
-    backend_name,
-    choice,
-    directory,
-    endpoint,
-    node_limits,
-    node_range,
-    one_line,
-    pairs,
-    python_name,
-    python_names,
-    rank_list,
-    script_path,
-    seconds,
-    signal_names,
-    streams,
-    switch,
-    texts,
-    variables,
-    whole_number,
-)
+from nblaunch.options import kinds
 from nblaunch.options.table import Option, option, plain_help, unknown
 
 MOST_RANKS_PER_NODE = 4096
 """More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
-
-_MOST = 2**31 - 1
-_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +29,8 @@ class LaunchOptions:
     directly; `dataclasses.replace` works too. Each way checks every value and raises `OptionError`. Only
     the first two read `PET_` variables: an explicit option beats the variable, which beats the default.
 
-    Instances can be pickled, compared and hashed. `env` is kept as `Variables`, a mapping that nobody can
-    change and whose `repr` leaves the values out.
+    Instances can be pickled, compared and hashed. `env` is kept as `EnvironmentVariables`, a mapping that
+    nobody can change and whose `repr` leaves the values out.
 
     >>> LaunchOptions(timeout=60).timeout
     60.0
@@ -63,183 +39,184 @@ class LaunchOptions:
     # A row of the table each: what the option takes and means, then its columns.
     # fmt: off
     nproc_per_node: int | Literal["auto", "cpu", "gpu"] = option(
-        whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
+        kinds.whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
         "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
         *("-n", "--nproc"),
         default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",),
     )
     backend: str = option(
-        backend_name(),
+        kinds.backend,
         "Backend of the default group. auto: gloo, and nccl (xccl) where every rank has a GPU.",
         default="auto", scope="group", torchrun="omitted",
     )
     init_process_group: bool = option(
-        switch(given=False),
+        kinds.switch(given=False),
         "With --no-init (init_process_group=False), and scripts, ranks begin without a process group.",
         default=True, scope="group", torchrun="omitted", flag="--no-init",
     )
     out: str | None = option(
-        python_name(), "Variable of the notebook that gets the result, also when the run fails.",
+        kinds.python_name, "Variable of the notebook that gets the result, also when the run fails.",
         default=None, scope="notebook", torchrun="omitted",
     )
     session: str | None = option(
-        python_name(), "Session whose ranks run the cell. None: the open one.",
+        kinds.python_name, "Session whose ranks run the cell. None: the open one.",
         default=None, scope="notebook", torchrun="omitted",
     )
     fresh: bool = option(
-        switch(given=True), "Run the cell on fresh ranks, beside an open session.",
+        kinds.switch(given=True), "Run the cell on fresh ranks, beside an open session.",
         default=False, scope="notebook", torchrun="omitted",
     )
     background: bool = option(
-        switch(given=True), "Go on while the cell runs; its result is a handle.",
+        kinds.switch(given=True), "Go on while the cell runs; its result is a handle.",
         default=False, scope="notebook", torchrun="omitted",
     )
     export: str | None = option(
-        script_path(), "Also write the cell as a script for torchrun, to this file.",
+        kinds.script_path, "Also write the cell as a script for torchrun, to this file.",
         default=None, scope="notebook", torchrun="omitted",
     )
     ranks: tuple[int, ...] | None = option(
-        rank_list(), "Ranks of a session that run the cell. None: all.",
+        kinds.ranks, "Ranks of a session that run the cell. None: all.",
         default=None, scope="notebook", torchrun="comment",
     )
     env: Mapping[str, str] = option(
-        variables(), "Environment variable for the ranks only; on a line, repeat it to set several.",
-        default=Variables(), scope="group", torchrun="omitted",
+        kinds.variables, "Environment variable for the ranks only; on a line, repeat it to set several.",
+        default=kinds.EnvironmentVariables(), scope="group", torchrun="omitted",
     )
     timeout: float | None = option(
-        seconds(), "Longest time the run may take. None: no limit.",
+        kinds.seconds(), "Longest time the run may take. None: no limit.",
         default=None, scope="cell", torchrun="comment",
     )
     grace: float = option(
-        seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout.",
+        kinds.seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout.",
         default=5.0, scope="cell", torchrun="comment",
     )
     hang_after: float | None = option(
-        seconds(), "Report, without stopping, ranks that are silent this long inside one collective.",
+        kinds.seconds(), "Report, without stopping, ranks that are silent this long inside one collective.",
         default=None, scope="cell", torchrun="comment",
     )
     max_restarts: int = option(
-        whole_number(0, _MOST), "How often the whole group starts again after a rank failed.",
+        kinds.whole_number(0, kinds.LARGEST), "How often the whole group starts again after a rank failed.",
         default=0, scope="group", torchrun="variable",
     )
     monitor_interval: float = option(
-        seconds(), "Time between two looks of the agent at its ranks.",
+        kinds.seconds(), "Time between two looks of the agent at its ranks.",
         default=0.02, scope="group", torchrun="variable", torchrun_default=0.1,
     )
     role: str = option(
-        one_line(), "Name of the ranks' role, as logs show it.",
+        kinds.one_line, "Name of the ranks' role, as logs show it.",
         default="rank", scope="node", torchrun="variable", torchrun_default="default",
     )
     log_dir: str | None = option(
-        directory(), "Where runs keep their logs. None: in private, removed with the result.",
+        kinds.directory, "Where runs keep their logs. None: in private, removed with the result.",
         default=None, scope="node", torchrun="variable",
     )
     shutdown_timeout: int = option(
-        whole_number(1, _MOST, metavar="SECONDS"),
+        kinds.whole_number(1, kinds.LARGEST, metavar="SECONDS"),
         "Whole seconds from SIGTERM to SIGKILL when the agent stops ranks.",
         default=5, scope="group", torchrun="variable", torchrun_default=None,
     )
     standalone: bool = option(
-        switch(given=True), "Rendezvous on this machine only, on a free port.",
+        kinds.switch(given=True), "Rendezvous on this machine only, on a free port.",
         default=True, scope="group", torchrun="variable", torchrun_default=False,
     )
     nnodes: str = option(
-        node_range(), "Nodes, or the least and the most: 1:2. Others `join`.",
+        kinds.nodes, "Nodes, or the least and the most: 1:2. Others `join`.",
         default="1", scope="rendezvous", torchrun="variable",
     )
     rdzv_backend: str = option(
-        one_line(), "Rendezvous of the nodes: c10d, static, or another one of torch's.",
+        kinds.one_line, "Rendezvous of the nodes: c10d, static, or another one of torch's.",
         default="c10d", scope="rendezvous", torchrun="variable", torchrun_default="static",
     )
     rdzv_endpoint: str = option(
-        endpoint(port=True), "Where the nodes meet. Empty: in private, on this machine.",
+        kinds.endpoint, "Where the nodes meet. Empty: in private, on this machine.",
         default="", scope="rendezvous", torchrun="variable",
     )
     rdzv_id: str | None = option(
-        one_line(), "Name of the run at the rendezvous. None: a fresh one.",
+        kinds.one_line, "Name of the run at the rendezvous. None: a fresh one.",
         default=None, scope="rendezvous", torchrun="variable", torchrun_default="none",
     )
     rdzv_conf: str = option(
-        pairs(), "More settings of the rendezvous backend.",
+        kinds.settings, "More settings of the rendezvous backend.",
         default="", scope="rendezvous", torchrun="variable",
     )
     node_rank: int = option(
-        whole_number(0, _MOST), "This machine's number, for a static rendezvous.",
+        kinds.whole_number(0, kinds.LARGEST), "This machine's number, for a static rendezvous.",
         default=0, scope="rendezvous", torchrun="variable",
     )
     master_addr: str | None = option(
-        endpoint(port=False), "Host of node 0, for a static rendezvous. None: here.",
+        kinds.host, "Host of node 0, for a static rendezvous. None: here.",
         default=None, scope="rendezvous", torchrun="variable", torchrun_default="127.0.0.1",
     )
     master_port: int | None = option(
-        whole_number(0, _LAST_PORT, metavar="PORT"),
+        kinds.whole_number(0, kinds.LAST_PORT, metavar="PORT"),
         "Port on node 0, for a static rendezvous. None: a free one.",
         default=None, scope="rendezvous", torchrun="variable",
     )
     local_addr: str | None = option(
-        endpoint(port=False), "Address of this machine, as the others reach it.",
+        kinds.host, "Address of this machine, as the others reach it.",
         default=None, scope="rendezvous", torchrun="variable",
     )
     start_method: Literal["forkserver", "spawn", "fork"] = option(
-        choice("forkserver", "spawn", "fork"),
+        kinds.choice("forkserver", "spawn", "fork"),
         "Fork a server that has torch loaded, or start a new Python (fork is refused).",
         default="forkserver", scope="node", torchrun="variable", torchrun_default="spawn",
     )
     numa_binding: str | None = option(
-        choice("node", "socket", "exclusive", "core-complex"),
+        kinds.choice("node", "socket", "exclusive", "core-complex"),
         "Bind each rank to the CPUs near its GPU. None: no binding.",
         default=None, scope="node", torchrun="flag",
     )
     virtual_local_rank: bool = option(
-        switch(given=True), "Each rank sees one GPU only and is local rank 0 to itself.",
+        kinds.switch(given=True), "Each rank sees one GPU only and is local rank 0 to itself.",
         default=False, scope="node", torchrun="variable",
     )
     signals_to_handle: str = option(
-        signal_names(), "Signals that end the ranks of a joined node; the notebook keeps its own handlers.",
+        kinds.signal_names,
+        "Signals that end the ranks of a joined node; the notebook keeps its own handlers.",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", scope="node", torchrun="variable",
     )
     event_log_handler: str = option(
-        one_line(), "torchelastic's handler that its events go to as well.",
+        kinds.one_line, "torchelastic's handler that its events go to as well.",
         default="null", scope="node", torchrun="variable",
     )
     redirects: str = option(
-        streams(), "Streams that are only kept, not shown: 1 stdout, 2 stderr, 3 both.", "-r",
+        kinds.streams, "Streams that are only kept, not shown: 1 stdout, 2 stderr, 3 both.", "-r",
         default="0", scope="cell", torchrun="variable",
     )
     tee: str = option(
-        streams(), "Streams that are shown although --redirects has them.", "-t",
+        kinds.streams, "Streams that are shown although --redirects has them.", "-t",
         default="0", scope="cell", torchrun="variable",
     )
     local_ranks_filter: tuple[int, ...] | None = option(
-        rank_list(), "Local ranks whose output is shown. None: all.",
+        kinds.ranks, "Local ranks whose output is shown. None: all.",
         default=None, scope="cell", torchrun="variable",
     )
     logs_specs: str | None = option(
-        one_line(), "Entry point in torchrun.logs_specs that says where logs are written.",
+        kinds.one_line, "Entry point in torchrun.logs_specs that says where logs are written.",
         default=None, scope="node", torchrun="flag",
     )
     duplicate_stdout_filters: tuple[str, ...] = option(
-        texts(), "Lines with one of these also go to filtered_stdout.log.",
+        kinds.texts, "Lines with one of these also go to filtered_stdout.log.",
         default=(), scope="node", torchrun="variable",
     )
     duplicate_stderr_filters: tuple[str, ...] = option(
-        texts(), "Lines with one of these also go to filtered_stderr.log.",
+        kinds.texts, "Lines with one of these also go to filtered_stderr.log.",
         default=(), scope="node", torchrun="variable",
     )
     module: bool = option(
-        switch(given=True), "The script is the name of a module, as python -m takes it.", "-m",
+        kinds.switch(given=True), "The script is the name of a module, as python -m takes it.", "-m",
         default=False, scope="script", torchrun="variable",
     )
     no_python: bool = option(
-        switch(given=True), "The script is a program of its own, not run by Python.",
+        kinds.switch(given=True), "The script is a program of its own, not run by Python.",
         default=False, scope="script", torchrun="variable",
     )
     run_path: bool = option(
-        switch(given=True), "Run the script inside the rank, which every script is anyway.",
+        kinds.switch(given=True), "Run the script inside the rank, which every script is anyway.",
         default=False, scope="script", torchrun="variable",
     )
     pull: tuple[str, ...] = option(
-        python_names(), "Globals of the script that are its value, by name. None: the exit status is.",
+        kinds.python_names, "Globals of the script that are its value, by name. None: the exit status is.",
         default=(), scope="script", torchrun="comment",
     )
     # fmt: on
@@ -290,7 +267,7 @@ class LaunchOptions:
         >>> LaunchOptions(nnodes="1:2").nodes
         (1, 2)
         """
-        return node_limits(self.nnodes)
+        return kinds.node_limits(self.nnodes)
 
     def to_line(self) -> str:
         """Return what to write after `%%distributed` for these options: those that are not the default.
@@ -298,8 +275,15 @@ class LaunchOptions:
         >>> LaunchOptions(max_restarts=3, role="my trainer").to_line()
         "--max-restarts=3 --role='my trainer'"
         """
-        changed = [each for each in OPTIONS if getattr(self, each.name) != each.default]
-        return " ".join(word for each in changed for word in _words(each, getattr(self, each.name)))
+        words = []
+        for each in OPTIONS:
+            value, flag = getattr(self, each.name), each.flags[0]
+            if value != each.default:
+                texts = each.kind.texts(value)
+                bare = each.kind.switch and texts == ("true",)
+                # With "=" because a text may begin with "-".
+                words += [flag] if bare else [f"{flag}={shlex.quote(text)}" for text in texts]
+        return " ".join(words)
 
 
 OPTIONS: tuple[Option, ...] = tuple(each.metadata["row"](name=each.name) for each in fields(LaunchOptions))
@@ -339,7 +323,7 @@ def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptio
 
 def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
     """Return the options of a cell in a session: its own where it may have its own and asks for it."""
-    # What a `PET_` variable says holds for fresh ranks; the cell has not asked for it.
+    # A `PET_` variable holds for fresh ranks; the cell itself has not asked for its value.
     unasked = LaunchOptions.from_keywords()
     values = {each.name: getattr(session, each.name) for each in OPTIONS}
     for each in OPTIONS:
@@ -355,12 +339,3 @@ def _of_checked(values: Mapping[str, object]) -> LaunchOptions:
     for each in OPTIONS:
         object.__setattr__(made, each.name, values.get(each.name, each.default))
     return made
-
-
-def _words(row: Option, value: object) -> list[str]:
-    """Return the words that give an option this value on a line."""
-    flag, texts = row.flags[0], row.kind.texts(value)
-    if row.kind.switch and texts == ("true",):
-        return [flag]
-    # With "=" because a text may begin with "-".
-    return [f"{flag}={shlex.quote(text)}" for text in texts]

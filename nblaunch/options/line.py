@@ -1,4 +1,4 @@
-"""The line of a magic: from the text after `%%distributed` to options, and what can be completed on it.
+"""Command lines: that of a magic, from its text to options; that of torchrun, from options to its text.
 
 IPython fills in values (`-n $ranks`, `-n {len(parts)}`) before it calls a magic.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +23,11 @@ from nblaunch.options.table import Option, nearest, plain_help, unknown
 HELP_FLAGS = ("-h", "--help")
 
 _UNKNOWN = "--?"
-"""Collects the options that there are not, so that the first mistake on a line is the one that is named."""
+"""Collects unknown options, so that the first mistake on a line is the one that is named."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse reads as a value."""
 _MAGIC = re.compile(r"\s*%%?\w+\s")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +161,17 @@ class _Parser(argparse.ArgumentParser):
 
     def without_value(self, spelling: str, words: Sequence[str]) -> OptionError:
         """Return the error for an option that lacks its value."""
-        option = self.flags[spelling]
-        after = (words[place + 1 : place + 2] for place, word in enumerate(words) if word == spelling)
-        following = next((each for each in after if each and each[0].startswith("-")), [])
-        found = f"{brief(following[0])} follows" if following else "the line ends there"
+        takes = self.flags[spelling].kind
+        after = (following for word, following in itertools.pairwise([*words, ""]) if word == spelling)
+        option = next((each for each in after if each.startswith("-")), None)
+        found = "the line ends there" if option is None else f"{brief(option)} follows"
         return OptionError(
-            f"{spelling} was asked for, but it needs a value and {found}. "
-            f"Write {spelling} {option.kind.metavar}: {option.kind.takes}; "
-            f"a value that begins with - is written {spelling}=-value."
+            f"{spelling} was asked for, but it needs a value and {found}. Write {spelling} {takes.metavar}: "
+            f"{takes.takes}; a value that begins with - is written {spelling}=-value."
         )
 
     def unknown(self, word: str) -> OptionError:
-        """Return the error for an option that there is not."""
+        """Return the error for an option that does not exist."""
         spelling = word.partition("=")[0]
         flags = dict.fromkeys(each.flags[0] for each in self.flags.values())
         return unknown(spelling, self._meanings(spelling), flags)
@@ -179,16 +180,15 @@ class _Parser(argparse.ArgumentParser):
         """Return the error for a word that is no option."""
         meanings = self._meanings(word)
         guess = nearest(f"--{word.partition('=')[0]}", meanings)
+        what_to_do = "Leave it out, or write the option that it is the value of before it."
         if word.isdecimal() and "-n" in self.flags:
             what_to_do = f"Did you mean -n {word}?"
         elif guess is not None:
             what_to_do = f"Did you mean {meanings[guess]}?"
-        else:
-            what_to_do = "Leave it out, or write the option that it is the value of before it."
         return OptionError(f"{brief(word)} was given, but only options can stand here. {what_to_do}")
 
     def _meanings(self, word: str) -> Mapping[str, str]:
-        """Map what `word` may be a slip of to the right spelling; a keyword stands for its flag."""
+        """Map the spellings that `word` may be a slip of to the right one; a keyword stands for its flag."""
         keywords = {
             f"--{keyword}": each.flags[0] for each in self.flags.values() for keyword in each.keywords
         }
@@ -247,3 +247,41 @@ def _options_from(word: str, options: Iterable[Option]) -> list[str]:
         return [option.flags[0] for option in options]
     flags = [flag for option in options for flag in (option.spellings if "_" in word else option.flags)]
     return [flag for flag in (*flags, *HELP_FLAGS) if flag.startswith(word)]
+
+
+def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | None = None) -> str:
+    """Return the torchrun command that starts `script` as `%%distributed` started a cell.
+
+    `nproc` is how many ranks there were, where the options leave it open. Options that torchrun does not have
+    stand in comment lines above it. A variable that looks like a secret is written as the shell's own:
+    `HF_TOKEN="$HF_TOKEN"`.
+
+    >>> print(torchrun_command(LaunchOptions(nproc_per_node=2, max_restarts=3, timeout=60), "train.py"))
+    # torchrun has no --timeout (60.0)
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 train.py
+    """
+    values = {each.name: getattr(options, each.name) for each in OPTIONS}
+    chosen = [each for each in OPTIONS if values[each.name] not in (each.default, each.torchrun_default)]
+    missing = [
+        f"# torchrun has no {each.flags[0]} ({', '.join(each.kind.texts(values[each.name]))})"
+        for each in chosen
+        if each.torchrun == "comment"
+    ]
+    words = [
+        f'{name}="${name}"' if _SECRET.search(name) else f"{name}={shlex.quote(text)}"
+        for name, text in options.env.items()
+    ]
+    alone = options.standalone and not any(each.scope == "rendezvous" for each in chosen)
+    known = options.nproc_per_node if options.nproc_per_node != "auto" else nproc or "auto"
+    words += ["torchrun", *["--standalone"] * alone, "--nproc-per-node", str(known)]
+    for each in OPTIONS:
+        value, flag = values[each.name], each.flags[0]
+        met_elsewhere = each.name == "rdzv_backend" and not alone and value != "static"
+        if each.torchrun not in ("variable", "flag") or each.name in ("nproc_per_node", "standalone"):
+            continue
+        if each.kind.switch and each in chosen:
+            words.append(flag)
+        elif each in chosen or met_elsewhere:
+            for text in map(shlex.quote, each.kind.texts(value)):
+                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+    return "\n".join([*missing, " ".join([*words, shlex.quote(script)])])

@@ -26,7 +26,7 @@ Torchrun = Literal["variable", "flag", "comment", "omitted"]
 
 * variable: a flag, and a `PET_` variable, which is read here as well.
 * flag: a flag alone.
-* comment: nothing. A comment above the equivalent torchrun command says so.
+* comment: nothing. A comment above the equivalent torchrun command names it.
 * omitted: nothing that is missed. The script or the environment has it, or it is of the notebook alone.
 """
 
@@ -90,16 +90,18 @@ class Option:
         """Return the value that `text` means; `spelling` is what the user wrote, or the variable."""
         try:
             return self.kind.check(self.kind.parse(text))
-        except ValueError as refusal:
-            reason = str(refusal) or self._way_out(spelling)
-        between = "=" if spelling == self.variable else " "
-        message = f"{spelling}{between}{_as_typed(self.kind.shown(text))} was asked for, but {reason}"
-        if spelling != self.variable and ("$" in text or "{" in text):
-            message += (
-                " IPython fills in $name and {expression} only if every name on the line exists and its "
-                "quotes come in pairs."
-            )
-        raise OptionError(message)
+        except ValueError as error:
+            refusal = error
+        between, hint = "=", ""
+        if spelling != self.variable:
+            between = " "
+            if "$" in text or "{" in text:
+                hint = (
+                    " IPython fills in $name and {expression} only if every name on the line exists and its "
+                    "quotes come in pairs."
+                )
+        asked = f"{spelling}{between}{_as_typed(self.kind.shown(text))}"
+        raise OptionError(self._refused(asked, spelling, refusal) + hint)
 
     def check(self, keyword: str, value: object) -> object:
         """Return a value given as a keyword in its final form; raises `OptionError`."""
@@ -107,18 +109,18 @@ class Option:
             return None
         try:
             return self.kind.check(value)
-        except ValueError as refusal:
-            reason = str(refusal) or self._way_out(keyword)
-        message = f"{keyword}={self.kind.shown(value)} was asked for, but {reason}"
-        raise OptionError(message)
+        except ValueError as error:
+            refusal = error
+        raise OptionError(self._refused(f"{keyword}={self.kind.shown(value)}", keyword, refusal))
 
-    def _way_out(self, spelling: str) -> str:
+    def _refused(self, asked: str, spelling: str, refusal: ValueError) -> str:
         what_to_do = (
             "Correct the environment variable, or unset it."
             if spelling == self.variable
             else f"Give such a value, or leave it out (the default is {self.default})."
         )
-        return f"it takes {self.kind.takes}. {what_to_do}"
+        reason = str(refusal) or f"it takes {self.kind.takes}. {what_to_do}"
+        return f"{asked} was asked for, but {reason}"
 
 
 def option(
@@ -191,5 +193,5 @@ def _as_code(texts: Iterable[str]) -> str:
 
 
 def _as_typed(shown: str) -> str:
-    """Leave the quotes of a `repr` away where nobody would have typed them."""
+    """Drop the quotes of a `repr` where a line needs none."""
     return shown if " " in shown or "\\" in shown else shown.strip("'") or shown

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._errors import NblaunchError
-from nblaunch.export.files import loads
-from nblaunch.export.imports import Import, rendered
-from nblaunch.export.literals import NoLiteralError, Writer
-from nblaunch.export.script import Cell, Setting, export
+from nblaunch.export.files import how_to_load
+from nblaunch.export.imports import Import, as_statements
+from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import indented
+from nblaunch.export.writer import Cell, Setting, export
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.torchrun import torchrun_command
+from nblaunch.options.line import torchrun_command
 
 _atoms = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.just(...)
 _values = st.recursive(
@@ -56,10 +56,10 @@ def same(first: object, second: object) -> bool:
 
 def evaluated(value: object) -> object:
     """Write a value, run what was written, and return what it makes."""
-    writer = Writer({})
+    writer = LiteralWriter({})
     text = writer.assignment("name", value)
     namespace: dict[str, Any] = {}
-    exec(f"{rendered(writer.imports)}\n{text}", namespace)  # noqa: S102 - that it runs is what is tested
+    exec(f"{as_statements(writer.imports)}\n{text}", namespace)  # noqa: S102 - that it runs is what is tested
     return namespace["name"]
 
 
@@ -89,7 +89,7 @@ def test_a_literal_means_the_value_that_it_was_written_for(value: object) -> Non
     ],
 )
 def test_a_value_is_written_as_a_person_would(value: object, text: str) -> None:
-    assert Writer({}).assignment("name", value) == text
+    assert LiteralWriter({}).assignment("name", value) == text
     assert evaluated(value) == value
 
 
@@ -97,23 +97,23 @@ def test_what_holds_itself_is_no_literal() -> None:
     loop: list[object] = []
     loop.append(loop)
     with pytest.raises(NoLiteralError):
-        Writer({}).assignment("loop", loop)
+        LiteralWriter({}).assignment("loop", loop)
 
 
 def test_small_tensors_and_arrays_are_written_out_exactly() -> None:
     import numpy as np
     import torch
 
-    assert Writer({}).assignment("t", torch.tensor([0.1, 2])) == "t = torch.tensor([0.1, 2.0])"
+    assert LiteralWriter({}).assignment("t", torch.tensor([0.1, 2])) == "t = torch.tensor([0.1, 2.0])"
     for tensor in (torch.randn(4, 3), torch.arange(5), torch.tensor(1.5, dtype=torch.float64)):
         made = evaluated(tensor)
         assert isinstance(made, torch.Tensor)
         assert (made.dtype, made.tolist()) == (tensor.dtype, tensor.tolist())
-    assert Writer({}).assignment("a", np.array([1, 2])) == "a = np.array([1, 2])"
+    assert LiteralWriter({}).assignment("a", np.array([1, 2])) == "a = np.array([1, 2])"
     others = [torch.ones(2, requires_grad=True), torch.ones(4)[1:], torch.ones(100), torch.tensor(math.nan)]
     for other in others:
         with pytest.raises(NoLiteralError):
-            Writer({}).assignment("t", other)
+            LiteralWriter({}).assignment("t", other)
 
 
 def test_imports_are_written_in_the_usual_order(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_imports_are_written_in_the_usual_order(tmp_path: Path) -> None:
         Import("torch.distributed", "ReduceOp"), Import("torch.distributed", "reduce_scatter_tensor"),
     ]  # fmt: skip
     path = tmp_path / "imports.py"
-    path.write_text(rendered(imports) + "\n")
+    path.write_text(as_statements(imports) + "\n")
     check = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "I,E", str(path)]
     checked = subprocess.run(check, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, f"{checked.stdout}\n{path.read_text()}"
@@ -172,10 +172,10 @@ def test_indenting_changes_no_text_within_quotes(parts: list[str]) -> None:
 def loaded(values: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Save values, run the statements that load them, and return what these make."""
     directory.mkdir()
-    found = loads(values, lambda _: None, "DATA", device=False)
+    found = how_to_load(values, lambda _: None, "DATA", device=False)
     for load in found:
         load.write(directory / load.file)
-    imports = rendered({each for load in found for each in load.imports})
+    imports = as_statements({each for load in found for each in load.imports})
     namespace: dict[str, Any] = {"DATA": directory}
     exec("\n".join([imports, *(load.text for load in found)]), namespace)  # noqa: S102 - as a script does
     return {name: namespace[name] for name in values}

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nblaunch._errors import OptionError
-from nblaunch.options.kinds import LONGEST_SECONDS, Variables
+from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.options.table import Option, markdown_table, nearest
@@ -598,7 +598,7 @@ def test_values_of_the_environment_are_never_shown() -> None:
     secret = "hunter2"  # noqa: S105  a secret is what this is about
     options = LaunchOptions(env={"KEY": secret})
     assert secret not in repr(options)
-    assert repr(Variables({"KEY": secret})) == "{'KEY': '…'}"
+    assert repr(EnvironmentVariables({"KEY": secret})) == "{'KEY': '…'}"
     for ask in (
         lambda: LaunchOptions(env={"KEY": secret, "": secret}),
         lambda: LaunchOptions.from_keywords(env=[("KEY", secret)]),

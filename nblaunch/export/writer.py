@@ -1,4 +1,9 @@
-"""From cells to a script: their statements split between the top of the file and its main function."""
+"""From cells to a script, in which nothing of nblaunch is left.
+
+Imports come first, then what the cells use (constants, functions, classes, what is loaded from files beside
+the script), then a main function with the cells themselves. The script runs under torchrun, and prints the
+value of each cell as `[rank 0] value`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import builtins
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +20,28 @@ from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import RANK_NAMES
 from nblaunch.capture.dataflow import class_scope, module_scope
 from nblaunch.capture.names import cell_names
-from nblaunch.export.collect import Collected, Collector, Item
+from nblaunch.export.collect import Collected, CollectedItem, Collector
 from nblaunch.export.files import Load
-from nblaunch.export.imports import Import, imports_in, rendered
+from nblaunch.export.imports import Import, as_statements, imports_in
 from nblaunch.export.source import (
     Chunk,
+    Definition,
     NotebookSource,
     chunks,
     indented,
-    plain,
+    plain_python,
     printing_its_value,
     replaced,
     uses_await,
 )
 
+MARKER = "exported from a notebook by nblaunch"
+"""In the docstring of each script: a file that has it there may be overwritten."""
+
+_RANK_NAMES = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
 _REACH_ALL = frozenset({"globals", "exec", "eval"})
 _BEFORE_IMPORTS = frozenset({"environ", "putenv", "path", "use", "install", "set_start_method"})
 """What a cell may do before an import for that import to see it."""
-
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(slots=True)
@@ -77,7 +86,7 @@ def split(source: str, imports: set[Import], above: Iterable[str], used_above: I
         may_move = may_move and not any(_prepares(node) for node in chunk.nodes)
         body.append(chunk)
     body = _without_definitions(body, found, made, taken)
-    found.body = "\n".join(chunk.text for chunk in _spaced(body)) + (f"\n{tail}" if tail else "")
+    found.body = _spaced(body) + (f"\n{tail}" if tail else "")
     tree = ast.parse(found.body)
     at_top = {*above, *(each.bound for each in imports | found.imports)}
     outside = set(used_above).union(*(_names(text) for text in found.definitions))
@@ -92,13 +101,16 @@ def _bound(node: ast.stmt) -> frozenset[str]:
     return scope.bound | scope.declared_global
 
 
-def bound_in_code(source: str) -> frozenset[str]:
-    """Return the variables that cells bind."""
-    return frozenset(name for node in ast.parse(source).body for name in _bound(node))
+def bound_in(source: str, transform: Callable[[str], str] = str) -> frozenset[str]:
+    """Return the variables that a cell binds, as far as its text shows."""
+    try:
+        return frozenset(name for node in ast.parse(transform(source)).body for name in _bound(node))
+    except SyntaxError:
+        return frozenset()
 
 
 def _prepares(node: ast.stmt) -> bool:
-    if isinstance(node, _Definition):
+    if isinstance(node, Definition):
         return False
     return any(isinstance(each, ast.Attribute) and each.attr in _BEFORE_IMPORTS for each in ast.walk(node))
 
@@ -113,16 +125,14 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _without_definitions(
-    body: list[Chunk], found: Split, made: Counter[str], elsewhere: set[str] | frozenset[str]
+    body: list[Chunk], found: Split, made: Counter[str], elsewhere: set[str]
 ) -> list[Chunk]:
     """Move the functions and classes to the top that need nothing of the body."""
-    moving = [
-        chunk
-        for chunk in body
-        if isinstance(chunk.node, _Definition)
-        and made[chunk.node.name] == 1
-        and chunk.node.name not in elsewhere
-    ]
+    moving = []
+    for chunk in body:
+        node = chunk.definition
+        if node is not None and made[node.name] == 1 and node.name not in elsewhere:
+            moving.append(chunk)
     while True:
         stays = [chunk for chunk in body if chunk not in moving]
         of_the_body = frozenset[str]().union(*(_bound(node) for chunk in stays for node in chunk.nodes))
@@ -133,16 +143,13 @@ def _without_definitions(
         moving = kept
 
 
-def _spaced(body: list[Chunk]) -> list[Chunk]:
+def _spaced(body: list[Chunk]) -> str:
     """Return the chunks with an empty line around functions, as their cells had or should have had."""
-    spaced = []
+    parts = []
     for number, chunk in enumerate(body):
-        near = isinstance(chunk.node, _Definition) or (
-            number > 0 and isinstance(body[number - 1].node, _Definition)
-        )
-        gap = "\n" if near and number and not chunk.text.startswith("\n") else ""
-        spaced.append(Chunk(gap + chunk.text, chunk.nodes))
-    return spaced
+        near = number and (chunk.definition or body[number - 1].definition)
+        parts.append("\n" + chunk.text if near and not chunk.text.startswith("\n") else chunk.text)
+    return "\n".join(parts)
 
 
 def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
@@ -163,39 +170,12 @@ def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
 
 def _without_annotations(tree: ast.Module, source: str, shared: set[str]) -> str:
     """Return the body without the annotations of variables declared global, which Python refuses."""
-    edits: list[tuple[ast.AST, str]] = []
+    edits: list[tuple[ast.stmt, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in shared:
             value = ast.get_source_segment(source, node.value) if node.value is not None else None
             edits.append((node, f"{node.target.id} = {value}" if value is not None else "pass"))
     return replaced(source, edits)
-
-
-def written(name: str, found: Split, first: list[str], last: list[str]) -> str:
-    """Return the main function: `first`, the body, `last`."""
-    lines = [f"global {', '.join(found.shared)}"] if found.shared else []
-    lines += first
-    if lines and found.body.strip():
-        lines.append("")
-    lines += [found.body.strip("\n")] if found.body.strip() else []
-    lines += ["", *last] if last else []
-    text = "\n".join(lines)
-    if not ast.parse(text).body:
-        text += "\npass"
-    return f"{'async ' if found.waits else ''}def {name}() -> None:\n{indented(text)}"
-
-
-# A script out of notebook cells: what they are, and what they take from the notebook.
-#
-# The script has no trace of nblaunch: imports first, then what the cells use (constants, functions, classes,
-# what is loaded from files beside the script), then a main function with the cells themselves. It runs under
-# torchrun, and prints the value of each cell as `[rank 0] value`.
-
-
-MARKER = "exported from a notebook by nblaunch"
-"""In the docstring of each script: whoever finds it there may write the script anew."""
-
-_RANK_NAMES = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +197,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class ExportedScript:
     """A script, the files that it loads, and variables that were left out because they may never be used."""
 
     text: str
@@ -235,7 +215,7 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     directory: str,
     transform: Callable[[str], str] = str,
     elsewhere: Mapping[str, int] | None = None,
-) -> Script:
+) -> ExportedScript:
     """Return the script of `cells`, which take what they need from `namespace`.
 
     `history` are the cells that the notebook has run, by number, in Python; `transform` is IPython's.
@@ -243,8 +223,8 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     `elsewhere` are variables that only ranks have, and the numbers of the cells that made them there.
     Raises `NblaunchError` for what cannot be written.
     """
-    texts = [plain(cell.source, transform, cell.title).strip("\n") for cell in cells]
-    used = {name for text in texts for name in _words(text)}
+    texts = [plain_python(cell.source, transform, cell.title).strip("\n") for cell in cells]
+    used = {name for text in texts for name in _names(text) | bound_in(text)}
     value = _unused("value", used)
     texts = [
         printing_its_value(text, value) if cell.on_ranks else text
@@ -264,18 +244,10 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     used_above = found.names - names.needed - names.maybe
     functions = {name for item in found.items for name in item.needs | item.later}
     body = split(source, found.imports, above | of_ranks, used_above | functions)
-    return Script(
-        text=_Writer(found, body, setting, used | found.names, of_ranks).text(
-            ", ".join(cell.title for cell in cells), command, saved, directory
-        ),
-        files=tuple(found.files),
-        left_out=tuple(found.left_out),
-    )
-
-
-def _words(text: str) -> frozenset[str]:
-    names = cell_names(text)
-    return names.needed | names.maybe | bound_in_code(text)
+    writer = _ScriptWriter(found, body, setting, used | found.names, of_ranks)
+    titles = ", ".join(cell.title for cell in cells)
+    text = writer.text(_docstring(titles, command), f'{saved} = Path(__file__).with_name("{directory}")')
+    return ExportedScript(text, tuple(found.files), tuple(found.left_out))
 
 
 def _unused(name: str, used: set[str]) -> str:
@@ -289,126 +261,113 @@ def _refuse_rank_variables(
 ) -> None:
     lacking = sorted(name for name in needed & elsewhere.keys() if not hasattr(builtins, name))
     if lacking:
-        told = ", ".join(f"{name} (made in In[{elsewhere[name]}])" for name in lacking)
+        made = ", ".join(f"{name} (made in In[{elsewhere[name]}])" for name in lacking)
         titles = [cell.title for cell in cells]
         numbers = {elsewhere[name] for name in lacking} | {int(title[3:-1]) for title in titles}
         msg = (
             f"{', '.join(titles)} was to become a script, but uses variables that live only on the ranks: "
-            f"{told}. Export the cells that made them as well: --cells {','.join(map(str, sorted(numbers)))}"
+            f"{made}. Export the cells that made them as well: --cells {','.join(map(str, sorted(numbers)))}"
         )
         raise NblaunchError(msg)
 
 
-def bound_in(source: str, transform: Callable[[str], str] = str) -> frozenset[str]:
-    """Return the variables that a cell binds, as far as its text shows."""
-    try:
-        return bound_in_code(transform(source))
-    except SyntaxError:
-        return frozenset()
-
-
-class _Writer:
+class _ScriptWriter:
     """Puts the parts of a script together."""
 
     def __init__(
-        self,
-        found: Collected,
-        body: Split,
-        setting: Setting,
-        used: set[str],
-        of_ranks: frozenset[str] | set[str],
+        self, found: Collected, body: Split, setting: Setting, used: set[str], of_ranks: set[str]
     ) -> None:
         self._found, self._body, self._setting, self._used = found, body, setting, used
-        self._imports = set(found.imports) | body.imports
-        self._of_ranks = set(of_ranks)
-        self._everything = "\n".join([*(item.text for item in found.items), *body.definitions, body.body])
+        self._imports = found.imports | body.imports
+        self._of_ranks = of_ranks
 
-    def text(self, title: str, command: str, saved: str, directory: str) -> str:
-        """Return the whole script."""
+    def text(self, docstring: str, saved: str) -> str:
+        """Return the whole script; `saved` is the statement that binds the directory of its files."""
         first, last = self._process_group()
-        main = _unused("main", self._used)
         top = self._rank_variables()
         if self._found.files:
             self._imports.add(Import("pathlib", "Path"))
-            top = [f'{saved} = Path(__file__).with_name("{directory}")', *top]
-        function = written(main, self._body, first, last)
+            top = [saved, *top]
+        main = _unused("main", self._used)
         call = f"{main}()"
         if self._body.waits:
             self._imports.add(Import("asyncio"))
             call = f"asyncio.run({call})"
-        loaded = {load.names[0] for load in self._found.files}
-        constants, others = self._constants(loaded)
-        blocks = [
-            _docstring(title, command),
-            rendered(self._imports),
-            "\n".join([*top]),
-            *constants,
-        ]
+        constants, others = self._constants()
+        blocks = [docstring, as_statements(self._imports), "\n".join(top), *constants]
         above = "\n\n".join(block for block in blocks if block)
+        function = self._function(main, first, last)
         below = [*others, *self._body.definitions, function, f'if __name__ == "__main__":\n    {call}']
         return above + "".join(f"\n\n\n{block}" for block in below) + "\n"
 
-    def _constants(self, loaded: set[str]) -> tuple[list[str], list[str]]:
+    def _constants(self) -> tuple[list[str], list[str]]:
         """Return what stands right below the imports, and what follows, in which functions come first."""
-        items = list(self._found.items)
-        first = []
-        while items and not items[0].definition and not items[0].needs:
-            first.append(items.pop(0))
+        loaded = {load.names[0] for load in self._found.files}
+        first = list(takewhile(lambda item: not item.definition and not item.needs, self._found.items))
         short = "\n".join(item.text for item in first if item.names[0] not in loaded)
         long = [item.text for item in first if item.names[0] in loaded]
-        return [short, *long], list(_grouped(items))
+        return [short, *long], _grouped(self._found.items[len(first) :])
 
     def _rank_variables(self) -> list[str]:
-        wanted = self._of_ranks
-        if self._setting.device_type != "cpu":
+        kind, wanted = self._setting.device_type, set(self._of_ranks)
+        if kind != "cpu":
             wanted |= {"local_rank", "device"}
         lines = [f'{name} = int(os.environ["{key}"])' for name, key in _RANK_NAMES.items() if name in wanted]
         if lines:
             self._imports.add(Import("os"))
         if "device" in wanted:
             self._imports.add(Import("torch"))
-            kind = self._setting.device_type
             place = '"cpu"' if kind == "cpu" else f'"{kind}", local_rank'
             lines.append(f"device = torch.device({place})")
         return lines
 
     def _process_group(self) -> tuple[list[str], list[str]]:
         """Return what forms the default group, and what ends it; nothing that the cells do themselves."""
-        first: list[str] = []
-        last: list[str] = []
         kind, backend = self._setting.device_type, self._setting.backend
-        if kind != "cpu":
-            first.append(f"torch.{kind}.set_device(device)")
+        on_gpu = [] if kind == "cpu" else [f"torch.{kind}.set_device(device)"]
         if backend is None:
-            return first, last
+            return on_gpu, []
         dist = Import("torch.distributed", alias="dist")
         prefix = "dist." if "dist" not in self._used or dist in self._imports else ""
-        called = [
-            name for name in ("init_process_group", "destroy_process_group") if f"{name}(" in self._everything
-        ]
-        if "init_process_group" not in called:
-            where = ", device_id=device" if kind != "cpu" else ""
-            first.append(f'{prefix}init_process_group("{backend}"{where})')
-        if "destroy_process_group" not in called:
+        texts = [*(item.text for item in self._found.items), *self._body.definitions, self._body.body]
+        first: list[str] = []
+        last: list[str] = []
+        if not any("init_process_group(" in text for text in texts):
+            where = ", device_id=device" if on_gpu else ""
+            first = [f'{prefix}init_process_group("{backend}"{where})']
+        if not any("destroy_process_group(" in text for text in texts):
             # Without it a rank may be gone while another one still connects to it.
-            last += [f"{prefix}barrier()", f"{prefix}destroy_process_group()"]
+            last = [f"{prefix}barrier()", f"{prefix}destroy_process_group()"]
         if first or last:
-            here = [line.partition("(")[0] for line in [*first, *last] if not line.startswith("torch.")]
-            self._imports.update([dist] if prefix else [Import("torch.distributed", name) for name in here])
-        return first, last
+            called = [line.partition("(")[0] for line in [*first, *last]]
+            self._imports |= {dist} if prefix else {Import("torch.distributed", name) for name in called}
+        return on_gpu + first, last
+
+    def _function(self, name: str, first: list[str], last: list[str]) -> str:
+        """Return the main function: `first`, the cells, `last`."""
+        body = self._body.body.strip("\n") if self._body.body.strip() else ""
+        lines = [f"global {', '.join(self._body.shared)}"] if self._body.shared else []
+        lines += first
+        if lines and body:
+            lines.append("")
+        lines += [body] if body else []
+        lines += ["", *last] if last else []
+        text = "\n".join(lines)
+        if not ast.parse(text).body:
+            text += "\npass"
+        return f"{'async ' if self._body.waits else ''}def {name}() -> None:\n{indented(text)}"
 
 
-def _grouped(items: list[Item]) -> list[str]:
+def _grouped(items: list[CollectedItem]) -> list[str]:
     """Return texts with functions and classes apart, and other statements in a row together."""
     blocks: list[str] = []
-    open_block = False
+    before: CollectedItem | None = None
     for item in items:
-        if open_block and not item.definition:
-            gap = "\n\n" if item.text.startswith("#") else "\n"
-            blocks[-1] += f"{gap}{item.text}"
-        else:
+        if before is None or before.definition or item.definition:
             blocks.append(item.text)
-        open_block = not item.definition
+        else:
+            blocks[-1] += ("\n\n" if item.text.startswith("#") else "\n") + item.text
+        before = item
     return blocks
 
 
