@@ -368,32 +368,7 @@ class CloseGroup(msgspec.Struct, frozen=True):
     succeeded: bool
 
 
-<<<<<<< HEAD
-Action: TypeAlias = (
-    Send
-    | Dispatch
-    | KeepPayload
-    | ForgetValues
-    | FinishJob
-    | Warn
-    | Explain
-    | ReleaseWorkers
-    | StopAgent
-    | RestartAgent
-    | RejoinNodes
-    | SkipGrace
-    | LetGo
-    | CloseGroup
-)
-=======
-class TellNodes(msgspec.Struct, frozen=True):
-    """Send a message to all other nodes."""
-
-    message: wire.ToNode
-
-
-Action: TypeAlias = Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | TellNodes | Order
->>>>>>> life
+Action: TypeAlias = Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | Order
 
 
 # --- the machine ---------------------------------------------------------------------------------
@@ -466,7 +441,6 @@ class _Step:
             case Trigger.RANKS_ENDING:
                 self.ranks_ending()
             case Trigger.MEMBERSHIP_CHANGING:
-                self.act(TellNodes(wire.Rejoin(attempt=self.state.attempt)))
                 self.change_membership()
             case Trigger.AGENT_ENDED:
                 job = self.state.job
@@ -655,96 +629,7 @@ class _Step:
 
     # --- a job begins ----------------------------------------------------------------------------
 
-<<<<<<< HEAD
-    def _noteworthy(self, exited: Exited) -> bool:
-        """Whether a rank of a kept group has died between two jobs."""
-        return self.state.kept and not exited.expected and not self.state.closed and exited.exitcode != 0
-
-    def _fold_exits(self, now: float) -> None:
-        """Fold exits of ranks whose last words have had time to arrive, or that have no more to say."""
-        for rank, (when, exited) in list(self.state.last_words.items()):
-            job = self.state.working
-            has_outcome = job is None or job.has_outcome(rank)
-            if not has_outcome and now < when:
-                continue
-            waiting = {key: each for key, each in self.state.last_words.items() if key != rank}
-            self.set(last_words=waiting)
-            if not has_outcome or (not self._at_work(rank) and self._noteworthy(exited)):
-                self.act(Explain(exited))
-            else:
-                self.fold(exited)
-
-    def _ranks_ending(self) -> None:
-        """Have all ranks let go of NCCL before one is ended."""
-        state = self.state
-        if state.holding is not None:
-            return
-        alive = [rank.rank for rank in state.members.ranks.values() if rank.node]
-        self.set(holding=frozenset(alive) - state.remote - state.exited)
-        for rank in alive:
-            self.send(rank, Abort())
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if not self.state.holding:
-            self.act(LetGo())
-
-    def _send_leave(self, only: Collection[int] | None = None) -> None:
-        job = self.state.job
-        if job is None:
-            return
-        # A rank that waits for what a failed one has not begun would wait for ever.
-        abort = job.unmatched or not job.succeeded
-        for rank in job.run.ranks.values():
-            if only is not None and rank.rank not in only:
-                continue
-            if rank.state is State.FAILED and rank.failure is not None:
-                self.send(rank.rank, Leave(exitcode=_as_exitcode(rank.failure.exitcode), abort=abort))
-            elif rank.state.final:
-                self.send(rank.rank, Leave(abort=abort))
-
-    def _membership_changing(self, event: MembershipChanging | NodeLeaving) -> None:
-        if isinstance(event, NodeLeaving):
-            job = self.state.working
-            if job is None or job.settled or self.state.interruption.begun or not event.enough:
-                return  # the node's ranks are lost
-            how = "left" if event.asked else "was lost"
-            self._note(f"node {event.name} {how}; the others begin again without it")
-            self.act(RejoinNodes())
-        self.set(changing=True)
-        self.set_job(settle_at=None)
-
-    # --- what the caller asks --------------------------------------------------------------------
-
-    def from_caller(self, event: FromCaller) -> None:
-        match event:
-            case JobGiven():
-                self._job_given(event)
-            case StacksTaken(report) if self.state.working is not None:
-                self.set_job(run=looked_at(self.state.working.run, report))
-            case Noted(text):
-                self._note(text)
-            case NotesForgotten():
-                self.set(notes=())
-            case GraceSet(seconds):
-                self.set(grace=seconds)
-            case InterruptAsked():
-                self._interrupt()
-            case GraceSkipped():
-                self._skip_grace()
-            case RestartAsked(reason):
-                self._replace(reason)
-            case Dismissed():
-                self.act(ReleaseWorkers(succeeded=True, others=frozenset()))
-                for rank in self.state.members.ranks:
-                    self.send(rank, Leave())
-            case _:
-                pass
-
-    def _job_given(self, event: JobGiven) -> None:
-=======
     def job_given(self, event: JobGiven) -> None:
->>>>>>> life
         state = self.state
         if state.prepare is None:
             self.set(prepare=event.prepare)
@@ -794,72 +679,7 @@ class _Step:
         else:
             self.set(notes=(*self.state.notes, text))
 
-<<<<<<< HEAD
-    def _interrupt(self) -> None:
-        job = self.state.working
-        if job is None:
-            return
-        self.set_job(interrupted=True)
-        self._begin_interruption()
-        if job.dispatched:
-            return
-        if self.state.kept:
-            self._finish()
-        else:
-            self.act(StopAgent())  # nothing of the user's runs yet: there is nobody to wait for
-
-    def _begin_interruption(self) -> None:
-        interruption, sends = self.state.interruption.begin(self.state.at_work, self.now)
-        self.set(interruption=interruption)
-        self.send_all(sends)
-
-    def _skip_grace(self) -> None:
-        self.act(SkipGrace())
-        waited_for = self.state.interruption.waited_for
-        if not self.state.kept:
-            self.act(StopAgent())
-        elif waited_for:
-            self._replace(f"{format_ranks(waited_for)} had not ended when the job was interrupted again")
-        else:
-            self._replace("it was interrupted twice")
-
-    def _replace(self, reason: str) -> None:
-        """End the ranks of a kept group, and start others."""
-        if not self.state.closed:
-            self.set(replacing=True, recovery=self.state.recovery.abandoned())
-            self._note(reason)
-            self.act(RestartAgent())
-
-    # --- a job takes its course ------------------------------------------------------------------
-
-    def _fold_run(self, message: Message) -> bool:
-        """Fold a message into the job; return whether that changes anything."""
-        job = self.state.working
-        if job is None:
-            return False
-        run = advance(job.run, message)
-        self.set_job(run=run)
-        return run is not job.run
-
-    def fold(self, message: Message) -> None:
-        """Fold what is about the ranks themselves, and what is about the job; do what follows."""
-        job = self.state.job
-        if isinstance(message, Hello | Entered | AttemptStarted):
-            self.set(members=advance(self.state.members, message))
-        if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
-            warning = advance(job.run, message).ranks[message.rank].warning
-            if warning and warning != job.run.ranks[message.rank].warning:
-                self.act(Warn(warning))
-        if not self._fold_run(message):
-            return
-        job = self.state.working
-        if job is not None and job.run.finished:
-            self._settle()
-        elif job is not None and job.run.failed and job.settle_at is None:
-            self.set_job(settle_at=self.now + SETTLE_SECONDS)
-=======
     # --- a job settles ---------------------------------------------------------------------------
->>>>>>> life
 
     def tick(self) -> None:
         """Do what is due."""
@@ -964,7 +784,7 @@ class _Step:
         self.set(sends, interruption=interruption)
 
     def skip_grace(self) -> None:
-        self.act(Order.SKIP_GRACE, TellNodes(wire.SkipGrace()))
+        self.act(Order.SKIP_GRACE)
         waited_for = self.state.interruption.waited_for
         if not self.state.kept:
             self.act(Order.STOP_AGENT)

@@ -269,19 +269,11 @@ def test_after_a_failure_the_others_have_a_moment_to_say_what_happened_to_them()
     group = Group(3).start()
     assert group.feed(raised(1)) == []
     assert group.after(0.05) == []
-<<<<<<< HEAD
-    actions = group.after(0.1)
-    assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2}))]
-    assert sent(group.feed(life.OthersStopped()), Leave) == [0, 1], "only once nobody is at work"
-    assert finished(group.feed(life.AgentEnded()))
-=======
     group.feed(raised(0))
     actions = group.after(0.06)
-    release = wire.Release(attempt=0, succeeded=False, others=(2,))
-    assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2})), life.TellNodes(release)]
+    assert actions == [life.ReleaseWorkers(succeeded=False, others=frozenset({2}))]
     assert sent(group.feed(life.RanksStopped()), Leave) == [0, 1], "only once nobody is at work"
     assert finished(group.feed(Trigger.AGENT_ENDED))
->>>>>>> life
 
 
 def test_a_fresh_group_that_starts_again_begins_its_job_again():
@@ -377,15 +369,9 @@ def test_an_interrupt_of_idle_ranks_does_nothing():
 def test_a_second_interrupt_skips_the_grace_period():
     fresh, kept = Group().start(), Group(kept=True).start()
     for group in (fresh, kept):
-<<<<<<< HEAD
-        group.feed(life.InterruptAsked())
-    assert fresh.feed(life.GraceSkipped()) == [life.SkipGrace(), life.StopAgent()]
-    assert kept.feed(life.GraceSkipped()) == [life.SkipGrace(), life.RestartAgent()]
-=======
         group.feed(Trigger.INTERRUPT)
-    assert fresh.feed(Trigger.INTERRUPT_AGAIN)[0::2] == [Order.SKIP_GRACE, Order.STOP_AGENT]
-    assert kept.feed(Trigger.INTERRUPT_AGAIN)[0::2] == [Order.SKIP_GRACE, Order.RESTART_AGENT]
->>>>>>> life
+    assert fresh.feed(Trigger.INTERRUPT_AGAIN) == [Order.SKIP_GRACE, Order.STOP_AGENT]
+    assert kept.feed(Trigger.INTERRUPT_AGAIN) == [Order.SKIP_GRACE, Order.RESTART_AGENT]
     assert kept.stage() is Stage.REPLACING
     assert finished(kept.feed(life.AttemptStarting(attempt(1))))
     assert kept.notices() == ("ranks 0-1 had not ended when the job was interrupted again", GONE)
@@ -540,11 +526,7 @@ def test_notes_that_the_user_knows_are_not_shown():
 def test_what_ranks_make_of_a_membership_change_is_no_failure():
     group = Group().start()
     group.feed(returned(0))
-<<<<<<< HEAD
-    assert group.feed(life.MembershipChanging()) == []
-=======
-    assert group.feed(Trigger.MEMBERSHIP_CHANGING) == [life.TellNodes(wire.Rejoin(attempt=0))]
->>>>>>> life
+    assert group.feed(Trigger.MEMBERSHIP_CHANGING) == []
     group.feed(raised(1, "torch.distributed.DistBackendError", PEER_GONE))
     actions = group.feed(life.WorkerExited(exited(1, -15)), Trigger.DRAINED)
     assert {type(each) for each in actions} <= {life.Explain}, "the job is not over"
