@@ -25,11 +25,17 @@ if TYPE_CHECKING:
         RunFailedError,
         RunTimeoutError,
     )
-    from nblaunch._results import Event, RankFailure, RankResult, RunResult
+    from nblaunch._results import (
+        Event,
+        Handle,
+        RankFailure,
+        RankResult,
+        RankStatus,
+        RunResult,
+        SessionStatus,
+    )
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
-    from nblaunch.group.background import Handle
-    from nblaunch.group.usage import RankStatus, SessionStatus
     from nblaunch.options.launch import LaunchOptions
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
@@ -41,7 +47,7 @@ _HOMES = {
     "Display": "protocol.transcript",
     "DoctorReport": "checks.report",
     "Event": "_results",
-    "Handle": "group.background",
+    "Handle": "_results",
     "HangReport": "protocol.reports",
     "LaunchError": "_errors",
     "LaunchOptions": "options.launch",
@@ -49,13 +55,13 @@ _HOMES = {
     "OptionError": "_errors",
     "RankFailure": "_results",
     "RankResult": "_results",
-    "RankStatus": "group.usage",
+    "RankStatus": "_results",
     "RunFailedError": "_errors",
     "RunResult": "_results",
     "RunTimeoutError": "_errors",
     "Session": "_api",
-    "SessionStatus": "group.usage",
-    # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
+    "SessionStatus": "_results",
+    # Not in `_api`, which loads torch: a user asks the doctor when torch cannot be loaded.
     "doctor": "checks.doctor",
     "run": "_api",
 }
@@ -102,7 +108,7 @@ def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
     from nblaunch.group import runtime
 
-    # It boots while this process imports torch, so that the first cell need not wait for it.
+    # It boots while this process imports torch, so the first cell need not wait for it.
     runtime.local().server.ensure_running()
     from nblaunch.magic.magics import register
 

@@ -1,4 +1,4 @@
-"""A script on N ranks: what is asked for is found, or refused, before any process starts."""
+"""A script on N ranks: it is found, or refused, before any process starts."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
-from nblaunch.capture import pickling
-from nblaunch.capture.capture import Captured
-from nblaunch.group import launcher
-from nblaunch.group.launcher import Launch
+from nblaunch.group.launcher import Launch, place_launch
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest
 from nblaunch.protocol.messages import ScriptJob
 
-Script = str | os.PathLike[str]
+ScriptPath = str | os.PathLike[str]
 
 
-def is_script(target: object) -> TypeGuard[Script]:
+def is_script(target: object) -> TypeGuard[ScriptPath]:
     """Return whether `target` is the path of a script, not something to call."""
     return isinstance(target, str | os.PathLike) and not callable(target)
 
 
-def launch(
-    script: Script, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
+def prepare_script(
+    script: ScriptPath, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> Launch:
-    """Return a run of `script`. Raises `OptionError` for what cannot be one."""
+    """Place a run of `script`. Raises `OptionError` if it cannot be run."""
     name = _text(os.fspath(script), "the script")
     _check(options)
     if kwargs:
         msg = (
-            f"kwargs={brief(dict(kwargs))} was given with script {name!r}, but a script takes texts only. "
+            f"kwargs={brief(dict(kwargs))}: script {name!r} takes texts only. "
             'Write them as it reads them: args=["--lr", "0.1"].'
         )
         raise OptionError(msg)
     texts = _texts(args)
-    placement, environ = launcher.place_launch(options)
+    placement, environ = place_launch(options)
     path = file = title = ""
     if options.module:
         file = _module(name)
@@ -66,7 +63,6 @@ def launch(
             program=options.no_python,
             pull=options.pull,
         ),
-        captured=Captured(pickling.dumps(()), (), {}),
         options=options,
         placement=placement,
         environ=environ,
@@ -74,13 +70,13 @@ def launch(
     )
 
 
-def refuse_in_session(script: Script, session: str) -> OptionError:
-    """Return the error for a script that is given to a session's ranks."""
+def refuse_in_session(script: ScriptPath, session: str) -> OptionError:
+    """Return the error for a script on a session's ranks."""
     name = os.fspath(script)
     return OptionError(
-        f"{name!r} was given to session {session!r} to run, but a script is __main__ of its own process, and "
-        "the session's ranks have a __main__ that holds their variables. Use "
-        f"nblaunch.run({name!r}), which starts fresh ranks, or session.cell('%run {name}')."
+        f"session {session!r} cannot run {name!r}: a script is __main__ of its own process, and the ranks' "
+        f"__main__ holds their variables. Use nblaunch.run({name!r}), which starts fresh ranks, or "
+        f"session.cell('%run {name}')."
     )
 
 
@@ -95,24 +91,21 @@ def _check(options: LaunchOptions) -> None:
     ):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
-            msg = f"--no-python and {flag} were asked for together, but {why}. Give one of them."
+            msg = f"--no-python and {flag}: {why}. Give one of them."
             raise OptionError(msg)
 
 
 def _texts(args: Sequence[Any]) -> tuple[str, ...]:
     if isinstance(args, str | bytes):
         msg = (
-            f"args={brief(args)} was given to a script, but it takes a list of texts, one for each word. "
-            "Write args=[...], or args=shlex.split(...)."
+            f"args={brief(args)}: a script takes a list of texts, one for each word. Write args=[...], or "
+            "args=shlex.split(...)."
         )
         raise OptionError(msg)
     found = []
     for place, word in enumerate(args):
         if not isinstance(word, str | os.PathLike):
-            msg = (
-                f"args[{place}]={brief(word)} was given to a script, but it reads texts in sys.argv. "
-                f"Write {str(word)[:100]!r}."
-            )
+            msg = f"args[{place}]={brief(word)}: a script reads texts in sys.argv. Write {str(word)[:100]!r}."
             raise OptionError(msg)
         found.append(_text(os.fspath(word), f"args[{place}]"))
     return tuple(found)
@@ -145,23 +138,22 @@ def _file(name: str) -> tuple[str, str]:
         inside = sorted(each.name for each in path.glob("*.py"))
         listed = f" It holds {', '.join(inside[:5])}." if inside else ""
         msg = (
-            f"the script {name!r} was asked for, but it is a directory without a __main__.py.{listed} "
-            "Give the path of a file."
+            f"the script {name!r}: it is a directory without a __main__.py.{listed} Give the path of a file."
         )
         raise OptionError(msg)
     if path.suffix == ".ipynb":
         msg = (
-            f"the script {name!r} was asked for, but it is a notebook. Give a script: jupyter nbconvert --to "
+            f"the script {name!r}: it is a notebook. Give a script: jupyter nbconvert --to "
             "script makes one of it."
         )
         raise OptionError(msg)
     if not os.access(path, os.R_OK):
-        msg = f"the script {name!r} was asked for, but you may not read it. Change its mode (chmod u+r)."
+        msg = f"the script {name!r}: you may not read it. Change its mode (chmod u+r)."
         raise OptionError(msg)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if not {"__main__.py", "__main__.pyc"} & set(archive.namelist()):
-                msg = f"the script {name!r} was asked for, but it is a zip without a __main__.py. Add one."
+                msg = f"the script {name!r}: it is a zip without a __main__.py. Add one."
                 raise OptionError(msg)
     return written, next((each.name for each in runs if each.is_file()), "")
 
@@ -197,13 +189,13 @@ def _program(name: str, search: str | None) -> str:
     if name and path.is_file():
         what = "it is not executable" if not os.access(path, os.X_OK) else "it is not on PATH"
         how = f"Make it so (chmod +x {name})" if not os.access(path, os.X_OK) else f"Write './{name}'"
-        msg = f"the program {name!r} was asked for, but {what}. {how}."
+        msg = f"the program {name!r}: {what}. {how}."
         raise OptionError(msg)
     if os.sep in name or not name:
         raise _missing(name, path, "program")
     guess = nearest(name, _programs(search))
     what_to_do = f"Did you mean {guess!r}?" if guess else "Install it, or give its path."
-    msg = f"the program {name!r} was asked for, but there is none on PATH. {what_to_do}"
+    msg = f"the program {name!r}: there is none on PATH. {what_to_do}"
     raise OptionError(msg)
 
 
@@ -225,7 +217,7 @@ def _module(name: str) -> str:
     """
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         msg = (
-            f"the module {name!r} was asked for, but that is no name of a module. Give a name as in "
+            f"the module {name!r}: that is no name of a module. Give a name as in "
             "pkg.train, or, for a file, leave module=True (-m) out."
         )
         raise OptionError(msg)
@@ -237,13 +229,13 @@ def _module(name: str) -> str:
             if guess
             else f"Python looks in {Path.cwd()} first, then on sys.path."
         )
-        msg = f"the module {name!r} was asked for, but there is none of that name. {what_to_do}"
+        msg = f"the module {name!r}: there is none of that name. {what_to_do}"
         raise OptionError(msg)
     if spec.submodule_search_locations is not None:
         spec, _ = _spec(f"{name}.__main__")
     if spec is None:
         msg = (
-            f"the module {name!r} was asked for, but it is a package without a __main__, and cannot be run. "
+            f"the module {name!r}: it is a package without a __main__, and cannot be run. "
             "Name one of its modules."
         )
         raise OptionError(msg)

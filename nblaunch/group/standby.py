@@ -31,12 +31,11 @@ _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyGroup:
-    """A group that waits for its job, and what keeps its logs."""
+class GroupAndLogs:
+    """A worker group, and what keeps its log directory."""
 
     group: WorkerGroup
-    private: object
-    """Keeps its log directory."""
+    logs: object
 
 
 class Standby:
@@ -48,13 +47,13 @@ class Standby:
         self._changed = threading.Condition(self._lock)
         self._idle_since = 0.0
         self._used = 0.0
-        self._standby_group: StandbyGroup | None = None
-        self._make: Callable[[AgentSettings], StandbyGroup] | None = None
+        self._standby_group: GroupAndLogs | None = None
+        self._make: Callable[[AgentSettings], GroupAndLogs] | None = None
         self._shape: AgentSettings | None = None
         self._thread: threading.Thread | None = None
         self._running = 0
 
-    def take(self, shape: AgentSettings | None) -> StandbyGroup | None:
+    def take(self, shape: AgentSettings | None) -> GroupAndLogs | None:
         """Return the group of this shape that is ready, if there is one: it is the caller's then.
 
         Whoever calls this must call `used` once the run is over. None is a shape that nothing fits.
@@ -71,7 +70,7 @@ class Standby:
         self._drop(standby_group)
         return None
 
-    def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], StandbyGroup]) -> None:
+    def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], GroupAndLogs]) -> None:
         """Record that a run on fresh ranks is over; `make(shape)` starts the group that is to follow."""
         with self._lock:
             self._running = max(self._running - 1, 0)
@@ -122,16 +121,16 @@ class Standby:
                 self._prepare(shape, make)
 
     @staticmethod
-    def _drop(standby_group: StandbyGroup) -> None:
+    def _drop(standby_group: GroupAndLogs) -> None:
         """End a group that nobody wants."""
         # Its ranks may be about to open their log files.
-        standby_group.group.keep_until_closed(standby_group.private)
+        standby_group.group.keep_until_closed(standby_group.logs)
         if standby_group.group.waiting:
             standby_group.group.leave()
         else:
             standby_group.group.stop()
 
-    def _prepare(self, shape: AgentSettings, make: Callable[[AgentSettings], StandbyGroup]) -> None:
+    def _prepare(self, shape: AgentSettings, make: Callable[[AgentSettings], GroupAndLogs]) -> None:
         standby_group = None
         try:
             standby_group = make(shape)
@@ -146,7 +145,7 @@ class Standby:
             _end(standby_group)
 
 
-def _end(standby_group: StandbyGroup) -> None:
+def _end(standby_group: GroupAndLogs) -> None:
     standby_group.group.stop()
     standby_group.group.closed.wait(_CLOSE_SECONDS)
 

@@ -2,22 +2,120 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._results import Handle, Perform, RunResult
 from nblaunch.checks.doctor import doctor
-from nblaunch.group import runtime
-from nblaunch.group.session import debug, inspect
-from nblaunch.magic import auto, export, scripts, sessions
+from nblaunch.group.launcher import run_fresh
+from nblaunch.group.runtime import local
+from nblaunch.group.scripts import prepare_script
+from nblaunch.magic import auto, export, sessions
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.line import option_completions, parse_line, split_words
+from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
 from nblaunch.protocol.reports import HangReport
+from nblaunch.view.display import view_of
 from nblaunch.view.summary import events_table
 
 Namespace = dict[str, Any]
+
+
+# --- what runs a job -----------------------------------------------------------------------------------
+
+
+def perform_job(
+    perform: Perform, options: LaunchOptions, shell: Any, claim: Callable[[], object] = lambda: None
+) -> Handle | None:
+    """Run a job that a line asks for, and hand its result to the notebook; its error is raised last."""
+    if options.background:
+        handle = Handle(perform, claim=claim)
+        if options.out is not None:
+            shell.user_ns[options.out] = handle
+        return handle
+    outcome = perform(None)
+    if options.out is not None:
+        shell.user_ns[options.out] = outcome.result
+    shell.displayhook.update_user_ns(outcome.result)
+    # IPython also notes every output among its own variables, where neither `%reset out` nor the limit of its
+    # output cache finds it: results would never be freed.
+    hidden = shell.user_ns_hidden
+    for name in [name for name, value in hidden.items() if isinstance(value, RunResult)]:
+        del hidden[name]
+    outcome.unwrap()
+    return None
+
+
+def _run(line: str, _: Namespace) -> object:
+    """Run the script of a line `[options] script [arguments]` on fresh ranks, as torchrun runs it."""
+    # Before the line's own options: of an option given twice the last counts.
+    parsed = parse_line(f"--no-init {line}", script=True)
+    if parsed.help_wanted:
+        print(options_help("%distributed run", script=True))  # noqa: T201 - the user asked for it
+        return None
+    options = parsed.options
+    for option in ("session", "ranks"):
+        if getattr(options, option) is not None:
+            msg = (
+                f"--{option} was given to %distributed run, but a script is __main__ of its own process: "
+                "it has fresh ranks, also beside an open session. Leave it out."
+            )
+            raise OptionError(msg)
+    if not parsed.rest:
+        msg = (
+            "%distributed run needs a script, with options before it and its own arguments behind it. Write "
+            "%distributed run train.py."
+        )
+        raise OptionError(msg)
+    script, *args = parsed.rest
+    launch = prepare_script(script, args, None, options)
+    view = view_of(launch.title, launch.backend, launch.placement.note)
+    return perform_job(functools.partial(run_fresh, launch, view), options, _notebook.shell())
+
+
+_MACRO = re.compile(r"\$\{(\w+)\}")
+
+
+def with_macros_kept(line: str) -> str:
+    """Return a line in which IPython's `{name}` leaves torchrun's `${local_rank}` to a script.
+
+    >>> with_macros_kept("run train.py ${local_rank}").format()
+    'run train.py ${local_rank}'
+    """
+    return _MACRO.sub(r"${{\1}}", line) if line.split()[:1] == ["run"] else line
+
+
+def _script_completions(text_so_far: str) -> list[str]:
+    """Return what the last word of `%distributed run ...` can become: an option or its value, else a file."""
+    before, _, word = text_so_far.rpartition(" ")
+    with contextlib.suppress(OptionError):  # raised for an option whose value is to follow
+        parsed = parse_line(" ".join(before.split()[2:]), script=True)
+        if parsed.rest or not word.startswith("-"):
+            return _files(word)
+    return option_completions(text_so_far, script=True) or _files(word)
+
+
+def _files(word: str) -> list[str]:
+    """Return the files and directories whose path begins with `word`."""
+    directory, _, start = word.rpartition("/")
+    searched = Path(f"{directory}/" if "/" in word else ".").expanduser()
+    try:
+        found = sorted(each for each in searched.iterdir() if each.name.startswith(start))
+    except OSError:
+        return []
+    before = word[: len(word) - len(start)]
+    shown = [each for each in found if start.startswith(".") or not each.name.startswith(".")]
+    return [f"{before}{each.name}{os.sep if each.is_dir() else ''}" for each in shown]
+
+
+# --- the other commands --------------------------------------------------------------------------------
 
 
 class PlainText(str):
@@ -31,9 +129,8 @@ class PlainText(str):
 
 
 def _start(line: str, _: Namespace) -> object:
-    options = parse_line(line).options
-    session = sessions.start(options)
-    given = f" --session {session.name}" if session.name != sessions.DEFAULT else ""
+    session = sessions.start(parse_line(line).options)
+    given = sessions.flag_of(session.name)
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
     return PlainText(
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
@@ -44,10 +141,7 @@ def _start(line: str, _: Namespace) -> object:
 def _only_session(line: str, command: str) -> LaunchOptions:
     parsed = parse_line(line, positional=True)
     if parsed.rest:
-        msg = (
-            f"%distributed {command} was given {parsed.rest[0]!r}, but it takes only --session NAME. "
-            "Leave it out."
-        )
+        msg = f"%distributed {command} takes only --session NAME. Leave {parsed.rest[0]!r} out."
         raise OptionError(msg)
     return parsed.options
 
@@ -88,7 +182,7 @@ def _names_in(line: str, command: str) -> tuple[tuple[str, ...], LaunchOptions]:
     parsed = parse_line(" ".join(words), positional=True)
     names += parsed.rest
     if not names:
-        msg = f"%distributed {command} was given no name. Name the variables: %distributed {command} x y"
+        msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
         raise OptionError(msg)
     return tuple(names), parsed.options
 
@@ -120,8 +214,8 @@ def _pull(line: str, namespace: Namespace) -> object:
         return None
     if not one[1].isdigit() or options.ranks is not None:
         msg = (
-            f"'%distributed pull {line.strip()}' was asked for, but --rank takes the number of one rank, and "
-            "no --ranks beside it. Write --rank 0, or --ranks 0,2 for a list."
+            f"'%distributed pull {line.strip()}': --rank takes the number of one rank, without --ranks. "
+            "Write --rank 0, or --ranks 0,2 for a list."
         )
         raise OptionError(msg)
     found = session.pull(*names, ranks=[int(one[1])])
@@ -131,24 +225,21 @@ def _pull(line: str, namespace: Namespace) -> object:
 
 def _inspect(line: str, _: Namespace) -> object:
     names, options = _names_in(line, "inspect")
-    return PlainText(inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
+    rank = (options.ranks or (0,))[0]
+    return PlainText(sessions.named(options.session).inspect(names[0], rank=rank))
 
 
 def _debug(line: str, _: Namespace) -> object:
     words = split_words(line)
-    number = words.pop(0) if words and words[0].isdigit() else None
-    session = sessions.named(_only_session(" ".join(words), "debug").session)
-    debug(session, session.failed_last if number is None else int(number))
+    rank = int(words.pop(0)) if words and words[0].isdigit() else None
+    sessions.named(_only_session(" ".join(words), "debug").session).debug(rank)
     return None
 
 
 def _doctor(line: str, _: Namespace) -> object:
     words = split_words(line)
     if set(words) - {_NCCL}:
-        msg = (
-            f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it but {_NCCL}. "
-            "Write %distributed doctor."
-        )
+        msg = f"'%distributed doctor {line}': doctor takes nothing after it but {_NCCL}. Leave it out."
         raise OptionError(msg)
     return doctor(nccl=_NCCL in words)
 
@@ -156,11 +247,11 @@ def _doctor(line: str, _: Namespace) -> object:
 def _events(line: str, _: Namespace) -> object:
     if split_words(line):
         msg = (
-            f"'%distributed events {line}' was asked for, but events takes nothing after it: it shows "
-            "those of the last run. Of any other result, look at result.events."
+            f"'%distributed events {line}': events takes nothing after it, and shows those of the last run. "
+            "For another one, look at result.events."
         )
         raise OptionError(msg)
-    log = runtime.local().last_events
+    log = local().last_events
     return PlainText("no run has ended yet" if log is None else events_table(log.all()))
 
 
@@ -185,11 +276,11 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "interrupt": _interrupt,
     "events": _events,
     "auto": _auto,
-    "run": scripts.run,
+    "run": _run,
     "export": _export,
     "doctor": _doctor,
 }
-"""What `%distributed` can be followed by; a call returns what the line shows."""
+"""Each command's function, which returns what the line shows."""
 
 
 def command_completions(text_so_far: str) -> list[str]:
@@ -202,7 +293,7 @@ def command_completions(text_so_far: str) -> list[str]:
     if len(before.split()) <= 1:
         return [name for name in COMMANDS if name.startswith(word)]
     if before.split()[1] == "run":
-        return scripts.completions(text_so_far)
+        return _script_completions(text_so_far)
     if before.split()[-1] == "--session":
         return [name for name in sessions.opened() if name.startswith(word)]
     if before.split()[1] == "doctor":
@@ -213,7 +304,7 @@ def command_completions(text_so_far: str) -> list[str]:
 
 
 def command(line: str, namespace: Namespace) -> object:
-    """Carry out the command of a line `%distributed ...`; raises `OptionError` for one there is not."""
+    """Run the command of a line `%distributed ...`; raises `OptionError` for an unknown one."""
     words = split_words(line)
     chosen = COMMANDS.get(words[0]) if words else None
     if chosen is not None:
@@ -226,5 +317,5 @@ def command(line: str, namespace: Namespace) -> object:
         else f"Did you mean %distributed {guess}?"
     )
     wrong = "there is no such command" if words else "it needs a command"
-    msg = f"{asked!r} was asked for, but {wrong}. {what_to_do}"
+    msg = f"{asked!r}: {wrong}. {what_to_do}"
     raise OptionError(msg)

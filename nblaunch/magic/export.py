@@ -63,16 +63,16 @@ def about_to_run(
 
 
 def remember(ran: Ran) -> None:
-    """Take note of a cell that runs."""
+    """Remember a cell that runs, as the last one."""
     _ran.pop(ran.number, None)
     _ran[ran.number] = ran
 
 
 def command(line: str, namespace: dict[str, Any]) -> str:
-    """Carry out `%distributed export`; returns what the line shows."""
+    """Run `%distributed export`; returns what the line shows."""
     numbers, path, force = _parsed(line)
     if not _ran:
-        msg = f"{path} was to hold the last %%distributed cell, but none has been run. Run one first."
+        msg = f"{path} would hold the last %%distributed cell, but none has been run. Run one first."
         raise NblaunchError(msg)
     if numbers is None:
         last = next(reversed(_ran.values()))
@@ -81,10 +81,7 @@ def command(line: str, namespace: dict[str, Any]) -> str:
     cells = [cell_of(_ran[number]) if number in _ran else _plain_cell(number, inputs) for number in numbers]
     ran = [_ran[number] for number in numbers if number in _ran]
     if not ran:
-        msg = (
-            f"--cells {_listed(numbers)} was asked for, but none of these is a %%distributed cell. There "
-            f"are {_listed(_ran)}."
-        )
+        msg = f"--cells {_listed(numbers)}: none of these is a %%distributed cell. There are {_listed(_ran)}."
         raise OptionError(msg)
     _check_alike(ran)
     return write(cells, ran[-1], path, namespace, force=force)
@@ -173,16 +170,13 @@ def _listed(numbers: Iterable[int]) -> str:
 def _check_alike(ran: list[Ran]) -> None:
     sizes = {each.placement.nproc for each in ran}
     if len(sizes) > 1:
-        told = ", ".join(f"{each.title} on {each.placement.nproc}" for each in ran)
-        msg = (
-            f"One script was to hold {told} ranks, but torchrun starts one number of ranks. Export them "
-            "into a file each."
-        )
+        sizes_of = ", ".join(f"{each.title} on {each.placement.nproc}" for each in ran)
+        msg = f"torchrun starts one number of ranks: {sizes_of} ranks. Export them into a file each."
         raise NblaunchError(msg)
 
 
 def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *, force: bool = False) -> str:
-    """Write the script of some cells; returns what to say about it. Raises `NblaunchError`."""
+    """Write the script of some cells; returns what the line shows. Raises `NblaunchError`."""
     target = Path(path)
     _check_free(target, force=force)
     shell = _notebook.shell()
@@ -203,7 +197,7 @@ def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *,
             elsewhere=_only_on_ranks(cells, last, shell.transform_cell),
         )
     _save(script, target, force=force)
-    return _said(script, target, command_line)
+    return _report(script, target, command_line)
 
 
 def _only_on_ranks(cells: list[Cell], last: Ran, transform: Callable[[str], str]) -> Mapping[str, int]:
@@ -224,14 +218,14 @@ def _data_directory(target: Path) -> Path:
 
 def _check_free(target: Path, *, force: bool) -> None:
     if not target.parent.is_dir():
-        msg = f"{target} was to be written, but there is no directory {target.parent}. Make it first."
+        msg = f"{target}: there is no directory {target.parent}. Make it first."
         raise NblaunchError(msg)
     if target.is_dir():
-        msg = f"{target} was to be written, but it is a directory. Give another name."
+        msg = f"{target}: it is a directory. Give another name."
         raise NblaunchError(msg)
     if os.path.lexists(target) and not force and not is_exported(target):
         msg = (
-            f"{target} was to be written, but it is there, and was not written by an export. Give another "
+            f"{target}: it is there, and was not written by an export. Give another "
             f"name, or overwrite it: %distributed export --force {shlex.quote(str(target))}"
         )
         raise NblaunchError(msg)
@@ -247,8 +241,8 @@ def _save(script: Script, target: Path, *, force: bool) -> None:
         strange = [directory]
     if strange and not (ours or force):
         msg = (
-            f"{strange[0]} was to be written for {target}, but it is there. Give another name, or overwrite "
-            f"it: %distributed export --force {shlex.quote(str(target))}"
+            f"{target} needs {strange[0]}, which is there already. Give another name, or overwrite it: "
+            f"%distributed export --force {shlex.quote(str(target))}"
         )
         raise NblaunchError(msg)
     try:
@@ -262,14 +256,14 @@ def _save(script: Script, target: Path, *, force: bool) -> None:
         partial.replace(target)
     except OSError as error:
         why = error.strerror or str(error)
-        msg = f"{target} was to be written, but {why} ({error.filename}). Give another place."
+        msg = f"{target}: {why} ({error.filename}). Give another place."
         raise NblaunchError(msg) from error
     # What an earlier export had to save, and this one has not.
     for name in set(re.findall(r'/ "([^"/]+)"\)', before)) - paths.keys():
         (directory / name).unlink(missing_ok=True)
 
 
-def _said(script: Script, target: Path, command_line: str) -> str:
+def _report(script: Script, target: Path, command_line: str) -> str:
     beside = (
         f" with {', '.join(load.file for load in script.files)} in {_data_directory(target)}"
         if script.files

@@ -29,5 +29,5 @@ Modules, each after those that it imports:
     nodes       between the kernel and a node: the structs, and their encoding
     reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
     transcript  one rank's output, bounded: its beginning, its end, and the amount between
-    state       `RunState` and `advance`, the fold
+    state       `RunState` and `advance`, the fold; `View`, which shows its states
 """

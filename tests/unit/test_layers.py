@@ -289,7 +289,7 @@ SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
     "nblaunch.nodes.join",
-    "nblaunch.group.prompts",  # what ranks ask is answered while the run waits
+    "nblaunch.group.wait",  # what ranks ask is answered while the run waits
     "nblaunch.group.key",  # the command by which other nodes join, for which the run waits
 }
 
