@@ -42,29 +42,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CaptureError": "_errors",
-    "Display": "protocol.transcript",
-    "DoctorReport": "checks.report",
-    "Event": "_results",
-    "Handle": "_results",
-    "HangReport": "protocol.reports",
-    "LaunchError": "_errors",
-    "LaunchOptions": "options.launch",
-    "NblaunchError": "_errors",
-    "OptionError": "_errors",
-    "RankFailure": "_results",
-    "RankResult": "_results",
-    "RankStatus": "_results",
-    "RunFailedError": "_errors",
-    "RunResult": "_results",
-    "RunTimeoutError": "_errors",
-    "Session": "_api",
-    "SessionStatus": "_results",
+_NAMES = {
+    "_api": ("Session", "run"),
+    "_errors": (
+        *("CaptureError", "LaunchError", "NblaunchError", "OptionError", "RunFailedError"),
+        "RunTimeoutError",
+    ),
+    "_results": (
+        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionStatus"),
+    ),
     # Not in `_api`, which loads torch: a user asks the doctor when torch cannot be loaded.
-    "doctor": "checks.doctor",
-    "run": "_api",
+    "checks.doctor": ("doctor",),
+    "checks.report": ("DoctorReport",),
+    "options.launch": ("LaunchOptions",),
+    "protocol.reports": ("HangReport",),
+    "protocol.transcript": ("Display",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CaptureError",

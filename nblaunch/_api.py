@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from nblaunch import _notebook
 from nblaunch._results import Handle, RunResult, SessionStatus
-from nblaunch.group.launcher import Launch, prepare_call, run_fresh
+from nblaunch.group import launcher
 from nblaunch.group.scripts import is_script, prepare_script
 from nblaunch.group.session import LiveSession, silent
 from nblaunch.group.wait import SilentView
@@ -72,10 +72,10 @@ def run(  # noqa: PLR0913 - the options of a run
     if script:
         options.setdefault("init_process_group", False)
     launch_options = LaunchOptions.from_keywords(script=script, **options)
-    prepare: Callable[..., Launch] = prepare_script if script else prepare_call
+    prepare: Callable[..., launcher.Launch] = prepare_script if script else launcher.prepare_call
     launch = prepare(fn, args, kwargs, launch_options)
     view = view_of(launch.title, launch.backend, launch.placement.note) if _shows(display) else SilentView()
-    return run_fresh(launch, view).unwrap(check=check)
+    return launcher.run_fresh(launch, view).unwrap(check=check)
 
 
 def _shows(display: bool | None) -> bool:  # noqa: FBT001 - as `run` and `Session` take it

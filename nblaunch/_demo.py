@@ -31,7 +31,7 @@ LEAST_ACCURACY = 0.95
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank says at the end; `accuracy` is that of all test images, counted by all ranks."""
+    """What one rank returns; `accuracy` is that of all test images, counted by all ranks."""
 
     device: str
     samples: int

@@ -14,7 +14,7 @@ import threading
 import types
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.capture import pickling
@@ -156,10 +156,8 @@ class Delivery:
     bound: dict[str, _Binding]
     prints: dict[int, object]
     gone: tuple[int, ...]
-    objects: Objects = field(default_factory=Objects)
-
-    plain: bool = False
-    """Whether the payload neither refers to objects by key nor gives keys to any."""
+    objects: Objects | None
+    """None for a payload that binds nothing, refers to no object by key and gives no keys."""
 
 
 class KnowledgeView:
@@ -248,18 +246,14 @@ class KnowledgeView:
         for name in pushed or ():
             bound[name] = self._binding_of_pushed(name)
         gone = tuple(self.record.gone)
-        return Delivery(
-            bound={**self._declined, **bound},
-            prints=prints,
-            gone=gone,
-            plain=not (packed.keys or keys),
-            objects=Objects(
-                wait=bool(bound or prints),
-                places=array("I", (place for place, _ in packed.places)).tobytes(),
-                keys=array("Q", keys).tobytes(),
-                gone=array("Q", gone).tobytes(),
-            ),
+        objects = Objects(
+            wait=bool(bound or prints),
+            places=array("I", (place for place, _ in packed.places)).tobytes(),
+            keys=array("Q", keys).tobytes(),
+            gone=array("Q", gone).tobytes(),
         )
+        plain = not (packed.keys or keys or objects.wait)
+        return Delivery({**self._declined, **bound}, prints, gone, None if plain else objects)
 
     def _binding_of_pushed(self, name: str) -> _Binding:
         """Return what the next cells compare with: the notebook's variable of that name, if there is one."""

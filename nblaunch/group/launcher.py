@@ -152,8 +152,8 @@ def refuse_inside_rank() -> None:
     rank = _notebook.inside_rank()
     if rank is not None:
         msg = (
-            f"a run cannot start inside rank {rank} of a run. Start it in the notebook, outside the "
-            "distributed cell."
+            f"a run was started inside rank {rank} of a run, but a rank cannot start ranks of its own. Start "
+            "it in the notebook, outside the distributed cell."
         )
         raise LaunchError(msg, phase=Phase.FORK.value)
 

@@ -354,8 +354,7 @@ class LiveSession:
             delivery = view.delivery(captured, pushed)
             # The objects themselves are the notebook's to keep or to free.
             captured = replace(captured, packed=replace(captured.packed, places=(), carried={}))
-            objects = None if delivery.plain and not delivery.objects.wait else delivery.objects
-            payloads.append(RankPayload(captured, view.ranks, objects))
+            payloads.append(RankPayload(captured, view.ranks, delivery.objects))
             deliveries.append((view, delivery))
         again = functools.partial(self._bring, capture, namespace, ranks, pushed)
         return _Brought(tuple(payloads), tuple(deliveries), now, again)

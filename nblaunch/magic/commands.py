@@ -14,7 +14,7 @@ from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._results import Handle, Perform, RunResult
 from nblaunch.checks.doctor import doctor
-from nblaunch.group.launcher import run_fresh
+from nblaunch.group import launcher
 from nblaunch.group.runtime import local
 from nblaunch.group.scripts import prepare_script
 from nblaunch.magic import auto, export, sessions
@@ -77,7 +77,7 @@ def _run(line: str, _: Namespace) -> object:
     script, *args = parsed.rest
     launch = prepare_script(script, args, None, options)
     view = view_of(launch.title, launch.backend, launch.placement.note)
-    return perform_job(functools.partial(run_fresh, launch, view), options, _notebook.shell())
+    return perform_job(functools.partial(launcher.run_fresh, launch, view), options, _notebook.shell())
 
 
 _MACRO = re.compile(r"\$\{(\w+)\}")

@@ -42,9 +42,9 @@ class Ran:
     """The session that it ran in, and which attempt of it: its variables are there."""
 
     @property
-    def title(self) -> str:
-        """What the reader calls it."""
-        return _title(self.number)
+    def cell(self) -> Cell:
+        """The cell, for `write`."""
+        return Cell(self.source, _title(self.number))
 
 
 _ran: dict[int, Ran] = {}
@@ -54,7 +54,7 @@ _ran: dict[int, Ran] = {}
 def about_to_run(
     number: int, source: str, options: LaunchOptions, placement: Placement, session: LiveSession | None
 ) -> Ran:
-    """Return what is to be remembered of a cell."""
+    """Return what `remember` keeps of a cell."""
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
@@ -76,14 +76,17 @@ def command(line: str, namespace: dict[str, Any]) -> str:
         raise NblaunchError(msg)
     if numbers is None:
         last = next(reversed(_ran.values()))
-        return write([cell_of(last)], last, path, namespace, force=force)
+        return write([last.cell], last, path, namespace, force=force)
     inputs = _inputs(namespace)
-    cells = [cell_of(_ran[number]) if number in _ran else _plain_cell(number, inputs) for number in numbers]
+    cells = [_ran[number].cell if number in _ran else _plain_cell(number, inputs) for number in numbers]
     ran = [_ran[number] for number in numbers if number in _ran]
     if not ran:
         msg = f"--cells {_listed(numbers)}: none of these is a %%distributed cell. There are {_listed(_ran)}."
         raise OptionError(msg)
-    _check_alike(ran)
+    if len({each.placement.nproc for each in ran}) > 1:
+        sizes = ", ".join(f"{_title(each.number)} on {each.placement.nproc}" for each in ran)
+        msg = f"torchrun starts one number of ranks: {sizes} ranks. Export them into a file each."
+        raise NblaunchError(msg)
     return write(cells, ran[-1], path, namespace, force=force)
 
 
@@ -126,22 +129,17 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def cell_of(ran: Ran) -> Cell:
-    """Return a cell that was run, for `write`."""
-    return Cell(ran.source, ran.title)
-
-
 def _inputs(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return the cells that the notebook has run, by number, as they were written.
 
-    `In` would be shorter, but after a `%reset` it begins anew and the numbers do not.
+    `In` would be shorter, but a `%reset` empties it and keeps the numbers.
     """
     found = {name[2:]: text for name, text in namespace.items() if re.fullmatch(r"_i[1-9]\d*", name)}
     return {int(number): text for number, text in found.items() if isinstance(text, str)}
 
 
 def _history(inputs: Mapping[int, str], transform: Callable[[str], str]) -> dict[int, str]:
-    """Return what the notebook has run, in Python; a cell that could not even be read is left out."""
+    """Return what the notebook has run, as Python; a cell that cannot be transformed is left out."""
     found = {}
     for number, text in sorted(inputs.items()):
         with contextlib.suppress(Exception):  # whatever a transformer of the user's raises
@@ -165,14 +163,6 @@ def _title(number: int) -> str:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
-
-
-def _check_alike(ran: list[Ran]) -> None:
-    sizes = {each.placement.nproc for each in ran}
-    if len(sizes) > 1:
-        sizes_of = ", ".join(f"{each.title} on {each.placement.nproc}" for each in ran)
-        msg = f"torchrun starts one number of ranks: {sizes_of} ranks. Export them into a file each."
-        raise NblaunchError(msg)
 
 
 def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *, force: bool = False) -> str:
@@ -201,13 +191,12 @@ def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *,
 
 
 def _only_on_ranks(cells: list[Cell], last: Ran, transform: Callable[[str], str]) -> Mapping[str, int]:
-    """Return the variables that other cells have made on the ranks of the session, and the cells' numbers."""
+    """Return the variables that earlier cells have made on the session's ranks, and the cells' numbers."""
     exported = {cell.title for cell in cells}
     found = {}
     for ran in _ran.values():
-        if ran.kept is not None and ran.kept == last.kept and ran.title not in exported:
-            if ran.number > last.number:
-                continue
+        same_ranks = ran.kept is not None and ran.kept == last.kept
+        if same_ranks and ran.number <= last.number and ran.cell.title not in exported:
             found.update(dict.fromkeys(bound_in(ran.source, transform), ran.number))
     return found
 
@@ -232,7 +221,7 @@ def _check_free(target: Path, *, force: bool) -> None:
 
 
 def _save(script: Script, target: Path, *, force: bool) -> None:
-    """Write the files, the script last; nothing that is not an export's own is overwritten."""
+    """Write the files, the script last; only an export's own files are overwritten."""
     directory = _data_directory(target)
     paths = {load.file: directory / load.file for load in script.files}
     ours = target.exists() and is_exported(target)
@@ -264,17 +253,13 @@ def _save(script: Script, target: Path, *, force: bool) -> None:
 
 
 def _report(script: Script, target: Path, command_line: str) -> str:
-    beside = (
-        f" with {', '.join(load.file for load in script.files)} in {_data_directory(target)}"
-        if script.files
-        else ""
-    )
+    files = ", ".join(load.file for load in script.files)
+    beside = f" with {files} in {_data_directory(target)}" if files else ""
     lines = [f"{target} is written{beside}. It runs with:", command_line]
     local = _local_modules(script.text)
     if local and target.parent.resolve() != Path.cwd():
-        lines.insert(
-            1, f"It imports {', '.join(local)} of the notebook's directory: set PYTHONPATH to {Path.cwd()}."
-        )
+        names = ", ".join(local)
+        lines.insert(1, f"It imports {names} of the notebook's directory: set PYTHONPATH to {Path.cwd()}.")
     if script.left_out:
         names = ", ".join(script.left_out)
         lines.insert(1, f"Left out, since the cell may never use what cannot be saved: {names}.")
@@ -282,7 +267,7 @@ def _report(script: Script, target: Path, command_line: str) -> str:
 
 
 def _local_modules(text: str) -> list[str]:
-    """Return the modules that a script imports and Python finds because they are where the notebook is."""
+    """Return the modules that a script imports from the notebook's directory."""
     roots = {each.module.partition(".")[0] for node in ast.walk(ast.parse(text)) for each in imports_in(node)}
     places = {root: getattr(sys.modules.get(root), "__file__", None) for root in roots}
     return sorted(root for root, place in places.items() if place and _is_here(Path(place)))

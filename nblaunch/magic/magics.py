@@ -90,7 +90,7 @@ class DistributedMagics(Magics):
             )
         ran = export.about_to_run(number, cell, options, placement, session)
         if options.export is not None:
-            print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
+            print(export.write([ran.cell], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
         export.remember(ran)
         claim = session.claim if session is not None else lambda: None
         return perform_job(perform, options, self.shell, claim)
