@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._results import Handle, Perform, RunResult
 from nblaunch.checks.doctor import doctor
+from nblaunch.checks.report import DoctorReport
 from nblaunch.group import launcher
 from nblaunch.group.runtime import local
 from nblaunch.group.scripts import prepare_script
+from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto, export, sessions
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
-from nblaunch.protocol.reports import HangReport
 from nblaunch.view.display import view_of
 from nblaunch.view.summary import events_table
 
@@ -128,90 +130,77 @@ class PlainText(str):
         return str(self)
 
 
-def _start(line: str, _: Namespace) -> object:
+def _start(line: str, _: Namespace) -> str:
     session = sessions.start(parse_line(line).options)
     given = sessions.flag_of(session.name)
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
-    return PlainText(
+    return (
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
         f"variables; %%distributed{given} cells run on them until %distributed stop{given}{warning}"
     )
 
 
-def _only_session(line: str, command: str) -> LaunchOptions:
+def _session_name(line: str, command: str) -> str | None:
     parsed = parse_line(line, positional=True)
     if parsed.rest:
         msg = f"%distributed {command} takes only --session NAME. Leave {parsed.rest[0]!r} out."
         raise OptionError(msg)
-    return parsed.options
+    return parsed.options.session
 
 
-def _stop(line: str, _: Namespace) -> object:
-    return PlainText(sessions.stop(_only_session(line, "stop").session))
+def _session(line: str, command: str) -> LiveSession:
+    return sessions.named(_session_name(line, command))
 
 
-def _restart(line: str, _: Namespace) -> object:
-    session = sessions.named(_only_session(line, "restart").session)
+def _restart(line: str, _: Namespace) -> str:
+    session = _session(line, "restart")
     session.restart()
-    return PlainText(f"session {session.name!r}: {session.world_size} new ranks, without variables")
+    return f"session {session.name!r}: {session.world_size} new ranks, without variables"
 
 
-def _status(line: str, _: Namespace) -> object:
-    wanted = _only_session(line, "status").session
+def _status(line: str, _: Namespace) -> str:
+    wanted = _session_name(line, "status")
     if wanted is None and not sessions.opened():
-        return PlainText("no session is open; %distributed start -n 2 opens one")
+        return "no session is open; %distributed start -n 2 opens one"
     shown = [sessions.named(wanted)] if wanted is not None else list(sessions.opened().values())
-    return PlainText("\n".join(str(session.status()) for session in shown))
+    return "\n".join(str(session.status()) for session in shown)
 
 
-def _interrupt(line: str, _: Namespace) -> object:
-    sessions.named(_only_session(line, "interrupt").session).interrupt()
-    return None
-
-
-def _stacks(line: str, _: Namespace) -> HangReport:
-    return sessions.named(_only_session(line, "stacks").session).stacks()
-
-
-def _names_in(line: str, command: str) -> tuple[tuple[str, ...], LaunchOptions]:
+def _names_in(line: str, command: str) -> tuple[list[str], LaunchOptions]:
     """Return the names on a line, and its options, which may come before or after them."""
     words = split_words(line)
-    names: list[str] = []
-    while words and not words[0].startswith("-"):
-        names.append(words.pop(0))
-    parsed = parse_line(" ".join(words), positional=True)
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    parsed = parse_line(" ".join(words[len(names) :]), positional=True)
     names += parsed.rest
     if not names:
         msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
         raise OptionError(msg)
-    return tuple(names), parsed.options
+    return names, parsed.options
 
 
-def _push(line: str, namespace: Namespace) -> object:
+def _push(line: str, namespace: Namespace) -> None:
     names, options = _names_in(line, "push")
     for name in names:
         if name not in namespace:
             guess = nearest(name, namespace)
-            msg = f"push: there is no variable {name!r} in the notebook." + (
-                f" Did you mean {guess!r}?" if guess else ""
-            )
+            what_to_do = f" Did you mean {guess!r}?" if guess else ""
+            msg = f"push: there is no variable {name!r} in the notebook.{what_to_do}"
             raise NblaunchError(msg)
     sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
-    return None
 
 
 _NCCL = "--nccl"
 _ONE_RANK = re.compile(r"(?:^|\s)--rank(?:\s+|=)(\S+)")
 
 
-def _pull(line: str, namespace: Namespace) -> object:
+def _pull(line: str, namespace: Namespace) -> None:
     """Assign a list of all ranks' values, with `--rank 0` the value of that rank."""
     one = _ONE_RANK.search(line)
     names, options = _names_in(_ONE_RANK.sub(" ", line), "pull")
     session = sessions.named(options.session)
     if one is None:
         namespace.update(session.pull(*names, ranks=options.ranks))
-        return None
+        return
     if not one[1].isdigit() or options.ranks is not None:
         msg = (
             f"'%distributed pull {line.strip()}': --rank takes the number of one rank, without --ranks. "
@@ -220,23 +209,21 @@ def _pull(line: str, namespace: Namespace) -> object:
         raise OptionError(msg)
     found = session.pull(*names, ranks=[int(one[1])])
     namespace.update({name: values[0] for name, values in found.items()})
-    return None
 
 
-def _inspect(line: str, _: Namespace) -> object:
+def _inspect(line: str, _: Namespace) -> str:
     names, options = _names_in(line, "inspect")
     rank = (options.ranks or (0,))[0]
-    return PlainText(sessions.named(options.session).inspect(names[0], rank=rank))
+    return sessions.named(options.session).inspect(names[0], rank=rank)
 
 
-def _debug(line: str, _: Namespace) -> object:
+def _debug(line: str, _: Namespace) -> None:
     words = split_words(line)
     rank = int(words.pop(0)) if words and words[0].isdigit() else None
-    sessions.named(_only_session(" ".join(words), "debug").session).debug(rank)
-    return None
+    _session(" ".join(words), "debug").debug(rank)
 
 
-def _doctor(line: str, _: Namespace) -> object:
+def _doctor(line: str, _: Namespace) -> DoctorReport:
     words = split_words(line)
     if set(words) - {_NCCL}:
         msg = f"'%distributed doctor {line}': doctor takes nothing after it but {_NCCL}. Leave it out."
@@ -244,7 +231,7 @@ def _doctor(line: str, _: Namespace) -> object:
     return doctor(nccl=_NCCL in words)
 
 
-def _events(line: str, _: Namespace) -> object:
+def _events(line: str, _: Namespace) -> str:
     if split_words(line):
         msg = (
             f"'%distributed events {line}': events takes nothing after it, and shows those of the last run. "
@@ -252,32 +239,24 @@ def _events(line: str, _: Namespace) -> object:
         )
         raise OptionError(msg)
     log = local().last_events
-    return PlainText("no run has ended yet" if log is None else events_table(log.all()))
-
-
-def _auto(line: str, _: Namespace) -> object:
-    return PlainText(auto.switch(line))
-
-
-def _export(line: str, namespace: Namespace) -> object:
-    return PlainText(export.command(line, namespace))
+    return "no run has ended yet" if log is None else events_table(log.all())
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "start": _start,
-    "stop": _stop,
+    "stop": lambda line, _: sessions.stop(_session(line, "stop")),
     "restart": _restart,
     "status": _status,
     "push": _push,
     "pull": _pull,
     "inspect": _inspect,
     "debug": _debug,
-    "stacks": _stacks,
-    "interrupt": _interrupt,
+    "stacks": lambda line, _: _session(line, "stacks").stacks(),
+    "interrupt": lambda line, _: _session(line, "interrupt").interrupt(),
     "events": _events,
-    "auto": _auto,
+    "auto": lambda line, _: auto.switch(line),
     "run": _run,
-    "export": _export,
+    "export": export.command,
     "doctor": _doctor,
 }
 """Each command's function, which returns what the line shows."""
@@ -290,17 +269,20 @@ def command_completions(text_so_far: str) -> list[str]:
     ['stop']
     """
     before, _, word = text_so_far.rpartition(" ")
-    if len(before.split()) <= 1:
-        return [name for name in COMMANDS if name.startswith(word)]
-    if before.split()[1] == "run":
-        return _script_completions(text_so_far)
-    if before.split()[-1] == "--session":
-        return [name for name in sessions.opened() if name.startswith(word)]
-    if before.split()[1] == "doctor":
-        return [flag for flag in (_NCCL,) if flag.startswith(word)]
-    if before.split()[1] == "export":
-        return [flag for flag in export.FLAGS if flag.startswith(word)]
-    return option_completions(f"%%distributed {word}")
+    match before.split()[1:]:
+        case []:
+            possible: Iterable[str] = COMMANDS
+        case ["run", *_]:
+            return _script_completions(text_so_far)
+        case [*_, "--session"]:
+            possible = sessions.opened()
+        case ["doctor", *_]:
+            possible = (_NCCL,)
+        case ["export", *_]:
+            possible = export.FLAGS
+        case _:
+            return option_completions(f"%%distributed {word}")
+    return [each for each in possible if each.startswith(word)]
 
 
 def command(line: str, namespace: Namespace) -> object:
@@ -308,7 +290,8 @@ def command(line: str, namespace: Namespace) -> object:
     words = split_words(line)
     chosen = COMMANDS.get(words[0]) if words else None
     if chosen is not None:
-        return chosen(line.strip()[len(words[0]) :].strip(), namespace)
+        shown = chosen(line.strip()[len(words[0]) :].strip(), namespace)
+        return PlainText(shown) if isinstance(shown, str) else shown
     asked = f"%distributed {line}".strip()
     guess = nearest(words[0], COMMANDS) if words else None
     what_to_do = (

@@ -106,9 +106,8 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
         raise OptionError(msg)
 
 
-def stop(name: str | None) -> str:
-    """End a session."""
-    session = named(name)
+def stop(session: LiveSession) -> str:
+    """End a session; return what the line shows."""
     _sessions.pop(session.name, None)
     session.close()
     return f"session {session.name!r} has ended"
