@@ -157,7 +157,7 @@ class Delivery:
     prints: dict[int, object]
     gone: tuple[int, ...]
     objects: Objects | None
-    """None for a payload that binds nothing, refers to no object by key and gives no keys."""
+    """None for a payload that binds nothing, and neither gives, refers to nor drops a key."""
 
 
 class KnowledgeView:
@@ -244,7 +244,9 @@ class KnowledgeView:
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
         bound = {name: _Binding(key_for(value)) for name, value in {**packed.carried, **variables}.items()}
         for name in pushed or ():
-            bound[name] = self._binding_of_pushed(name)
+            # The next cells compare with the notebook's variable of that name, if there is one.
+            known = name in self._namespace
+            bound[name] = _Binding(key_for(self._namespace[name]) if known else None)
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or prints),
@@ -252,13 +254,8 @@ class KnowledgeView:
             keys=array("Q", keys).tobytes(),
             gone=array("Q", gone).tobytes(),
         )
-        plain = not (packed.keys or keys or objects.wait)
+        plain = not (packed.keys or keys or gone or objects.wait)
         return Delivery({**self._declined, **bound}, prints, gone, None if plain else objects)
-
-    def _binding_of_pushed(self, name: str) -> _Binding:
-        """Return what the next cells compare with: the notebook's variable of that name, if there is one."""
-        known = name in self._namespace
-        return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
 
     def look_for_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""

@@ -364,11 +364,14 @@ class LiveSession:
         if brought.captured_for != (self.group.attempt, self._jobs):
             brought = brought.again()
 
+        # Not `brought` itself: the job keeps `remember`, and payloads hold the memory of what is sent.
+        deliveries = brought.deliveries
+
         def remember() -> None:
-            for view, delivery in brought.deliveries:
+            for view, delivery in deliveries:
                 self._knowledge.remember(view, delivery)
 
-        launch = replace(launch, notices=notices(view for view, _ in brought.deliveries))
+        launch = replace(launch, notices=notices(view for view, _ in deliveries))
         if not any(each.objects is not None and each.objects.wait for each in brought.payloads):
             remember()
             return replace(launch, payloads=brought.payloads)

@@ -263,7 +263,7 @@ class Waiter:
         where = report.summary or _where(self._job.state)
         self.ensure_ended(unattended=True)
         return RunTimeoutError(
-            f"the run did not end within its timeout of {self._options.timeout:g} s: {where}"
+            f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
             + "".join(f"\n{finding}" for finding in report.findings),
             hang_report=report,
         )
