@@ -143,19 +143,13 @@ def _device() -> torch.device:
 
 def _table(reports: Sequence[RankReport]) -> str:
     """Return one line per rank, in columns."""
-    rows = [("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")]
-    rows += [
-        (
-            str(rank),
-            report.device,
-            str(report.samples),
-            str(report.steps),
-            f"{report.loss:.4f}",
-            f"{report.accuracy:.4f}",
-            report.checksum,
-        )
-        for rank, report in enumerate(reports)
+    rows: list[tuple[str, ...]] = [
+        ("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")
     ]
+    for rank, report in enumerate(reports):
+        counts = str(report.samples), str(report.steps)
+        figures = f"{report.loss:.4f}", f"{report.accuracy:.4f}"
+        rows.append((str(rank), report.device, *counts, *figures, report.checksum))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows

@@ -216,7 +216,7 @@ class Waiter:
         cancelled: threading.Event | None,
     ) -> None:
         """Prepare the wait; setting `cancelled` interrupts the job."""
-        self._cancelled = cancelled
+        self._cancelled = cancelled or threading.Event()
         self._group = group
         self._job = job
         self._prepare = prepare
@@ -245,7 +245,7 @@ class Waiter:
                 if hanging is not None:
                     self._group.looked_at(hanging)
                     self._group.notice(f"nothing heard for {self._options.hang_after:g} s\n{hanging}")
-                if self._cancelled is not None and self._cancelled.is_set():
+                if self._cancelled.is_set():
                     return self._interrupted(KeyboardInterrupt())
                 if deadline is not None and time.monotonic() > deadline:
                     return self._timed_out()
@@ -319,11 +319,10 @@ class Waiter:
 
     def _until_ranks_end(self, *, unattended: bool = False) -> None:
         """Wait for a session's ranks, as long as their C code takes, and show which these are."""
-        if self._cancelled is not None:
-            self._cancelled.clear()
+        self._cancelled.clear()
         while not self._job.ended.wait(_DRAW_SECONDS):
             self._draw()
-            if self._cancelled is not None and self._cancelled.is_set():
+            if self._cancelled.is_set():
                 raise KeyboardInterrupt
             stopped = [rank for rank, seconds in self._late.stopped.items() if seconds > self._options.grace]
             if unattended and stopped:

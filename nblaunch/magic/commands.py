@@ -256,7 +256,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "events": _events,
     "auto": lambda line, _: auto.switch(line),
     "run": _run,
-    "export": export.command,
+    "export": export.export_cells,
     "doctor": _doctor,
 }
 """Each command's function, which returns what the line shows."""

@@ -68,7 +68,7 @@ def remember(ran: Ran) -> None:
     _ran[ran.number] = ran
 
 
-def command(line: str, namespace: dict[str, Any]) -> str:
+def export_cells(line: str, namespace: dict[str, Any]) -> str:
     """Run `%distributed export`; returns what the line shows."""
     numbers, path, force = _parsed(line)
     if not _ran:
