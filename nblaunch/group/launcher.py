@@ -106,7 +106,7 @@ def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> N
     if named and len(named) < placement.nproc:
         variable = next(name for name in (_visible.HIP, *_visible.VARIABLES) if environ.get(name) == chosen)
         msg = (
-            f"virtual_local_rank gives each of {placement.nproc} ranks one GPU of its own, but "
+            f"virtual_local_rank with {placement.nproc} ranks gives each one a GPU of its own, but "
             f"{variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."
         )
         raise OptionError(msg)

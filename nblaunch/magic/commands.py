@@ -226,7 +226,8 @@ def _debug(line: str, _: Namespace) -> None:
 def _doctor(line: str, _: Namespace) -> DoctorReport:
     words = split_words(line)
     if set(words) - {_NCCL}:
-        msg = f"'%distributed doctor {line}': doctor takes nothing after it but {_NCCL}. Leave it out."
+        asked = f"%distributed doctor {line}"
+        msg = f"{asked!r}: doctor takes nothing after it but {_NCCL}. Write %distributed doctor."
         raise OptionError(msg)
     return doctor(nccl=_NCCL in words)
 

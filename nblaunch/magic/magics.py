@@ -63,7 +63,7 @@ class DistributedMagics(Magics):
         if inserted and not auto.is_the_users():
             auto.run_here(self.shell, cell)
             return None
-        session = sessions.chosen(options)
+        session = sessions.session_for(options)
         first_line = 1 if inserted else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
@@ -182,7 +182,7 @@ def _completions(context: CompletionContext) -> list[SimpleCompletion]:
     body = _MAGIC.match(context.full_text)
     if body is None and not auto.on():
         return []
-    session = sessions.chosen(parse_line(body[1] if body is not None else "").options)
+    session = sessions.session_for(parse_line(body[1] if body is not None else "").options)
     if session is None:
         return []
     skipped = body.end() if body is not None else 0

@@ -43,7 +43,7 @@ def start(options: LaunchOptions) -> LiveSession:
     return session
 
 
-def chosen(options: LaunchOptions) -> LiveSession | None:
+def session_for(options: LaunchOptions) -> LiveSession | None:
     """Return the session that a line asks for, None for fresh ranks; raises `NblaunchError`."""
     sessions = opened()
     if options.fresh:
