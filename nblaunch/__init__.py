@@ -25,40 +25,40 @@ if TYPE_CHECKING:
         RunFailedError,
         RunTimeoutError,
     )
-    from nblaunch._results import Event, RankFailure, RankResult, RunResult
+    from nblaunch._results import (
+        Event,
+        Handle,
+        RankFailure,
+        RankResult,
+        RankStatus,
+        RunResult,
+        SessionStatus,
+    )
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
-    from nblaunch.group.background import Handle
-    from nblaunch.group.usage import RankStatus, SessionStatus
     from nblaunch.options.launch import LaunchOptions
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CaptureError": "_errors",
-    "Display": "protocol.transcript",
-    "DoctorReport": "checks.report",
-    "Event": "_results",
-    "Handle": "group.background",
-    "HangReport": "protocol.reports",
-    "LaunchError": "_errors",
-    "LaunchOptions": "options.launch",
-    "NblaunchError": "_errors",
-    "OptionError": "_errors",
-    "RankFailure": "_results",
-    "RankResult": "_results",
-    "RankStatus": "group.usage",
-    "RunFailedError": "_errors",
-    "RunResult": "_results",
-    "RunTimeoutError": "_errors",
-    "Session": "_api",
-    "SessionStatus": "group.usage",
-    # Not in `_api`, which loads torch: a torch that cannot be loaded is what the doctor is asked about.
-    "doctor": "checks.doctor",
-    "run": "_api",
+_NAMES = {
+    "_api": ("Session", "run"),
+    "_errors": (
+        *("CaptureError", "LaunchError", "NblaunchError", "OptionError", "RunFailedError"),
+        "RunTimeoutError",
+    ),
+    "_results": (
+        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionStatus"),
+    ),
+    # Not in `_api`, which loads torch: a user asks the doctor when torch cannot be loaded.
+    "checks.doctor": ("doctor",),
+    "checks.report": ("DoctorReport",),
+    "options.launch": ("LaunchOptions",),
+    "protocol.reports": ("HangReport",),
+    "protocol.transcript": ("Display",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CaptureError",
@@ -102,7 +102,7 @@ def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
     from nblaunch.group import runtime
 
-    # It boots while this process imports torch, so that the first cell need not wait for it.
+    # It boots while this process imports torch, so the first cell need not wait for it.
     runtime.local().server.ensure_running()
     from nblaunch.magic.magics import register
 

@@ -48,7 +48,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _join(words: Sequence[str]) -> int:
-    # What torch's stores say of connections that end is no news: the notebook, which hosts them, goes first.
+    # torch's stores log each connection that ends, and the notebook, which hosts them, goes first.
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nblaunch.nodes.join import join
 
@@ -58,9 +58,9 @@ def _join(words: Sequence[str]) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """Exit; without finalizing the interpreter while a check that takes too long is still at work.
+    """Exit; without finalizing the interpreter while a slow check of the doctor still runs.
 
-    It may be importing torch, and crash when the interpreter goes.
+    It may be importing torch, and would crash.
     """
     if any(each.name.startswith("nblaunch-doctor") for each in threading.enumerate()):
         atexit._run_exitfuncs()  # noqa: SLF001 - `os._exit` does not

@@ -9,21 +9,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from nblaunch import _notebook
-from nblaunch._errors import OptionError, RunFailedError
-from nblaunch._results import RunResult
-from nblaunch.capture.capture import capture_call
-from nblaunch.group import launcher, scripts
-from nblaunch.group.background import Handle
-from nblaunch.group.launcher import Launch
-from nblaunch.group.scripts import Script, is_script
+from nblaunch._results import Handle, RunResult, SessionStatus
+from nblaunch.group import launcher
+from nblaunch.group.scripts import is_script, prepare_script
 from nblaunch.group.session import LiveSession, silent
-from nblaunch.group.usage import SessionStatus
-from nblaunch.group.wait import SilentWatcher, Watcher
+from nblaunch.group.wait import SilentView
 from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import CellJob, FunctionJob
+from nblaunch.protocol.messages import CellJob
 from nblaunch.protocol.reports import HangReport
-from nblaunch.view.display import watcher
+from nblaunch.view.display import view_of
 
 
 def run(  # noqa: PLR0913 - the options of a run
@@ -55,7 +50,7 @@ def run(  # noqa: PLR0913 - the options of a run
     mapped by every rank. `options` are those of `LaunchOptions`: `backend`, `env`, `timeout` (seconds),
     `grace` (seconds), `max_restarts`, `log_dir`, ...
 
-    `display` shows the run while it lasts; by default in IPython only. With `check=False` a failed run is
+    `display` shows the run while it lasts; by default only in IPython. With `check=False` a failed run is
     returned, not raised.
 
     Raises `OptionError` and `CaptureError` before any process starts, `LaunchError` if the ranks could not
@@ -78,70 +73,23 @@ def run(  # noqa: PLR0913 - the options of a run
     if script:
         options.setdefault("init_process_group", False)
     launch_options = LaunchOptions.from_keywords(script=script, **options)
-    shown = _notebook.shell() is not None if display is None else display
-
-    def watch(title: str, backend: str, note: str) -> Watcher:
-        return watcher(title, backend, note) if shown else SilentWatcher()
-
-    return call(fn, args, kwargs, check=check, options=launch_options, watch=watch)
+    prepare: Callable[..., launcher.Launch] = prepare_script if script else launcher.prepare_call
+    launch = prepare(fn, args, kwargs, launch_options)
+    view = view_of(launch.title, launch.backend, launch.placement.note) if _shows(display) else SilentView()
+    return launcher.run_fresh(launch, view, connect_peers).unwrap(check=check)
 
 
-# `nblaunch.run`: a function or a script on N ranks.
-
-
-def call(  # noqa: PLR0913 - the options of a run
-    fn: Callable[..., Any] | Script,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    check: bool,
-    options: LaunchOptions,
-    watch: Callable[[str, str, str], Watcher],
-) -> RunResult:
-    """Run `fn` under `options`; `watch(title, backend, note)` makes what shows the run."""
-    if is_script(fn):
-        launch = scripts.launch(fn, args, kwargs, options)
-    else:
-        launch = _launch(fn, args, kwargs, options)
-    shown_by = watch(launch.title, launch.backend, launch.placement.note)
-    finished = launcher.run_fresh(launch, shown_by, connect_peers)
-    failed = isinstance(finished.error, RunFailedError) and finished.result is not None
-    if finished.error is not None and (check or not failed):
-        raise finished.error
-    assert finished.result is not None  # noqa: S101 - without a result there is an error
-    return finished.result
-
-
-def _launch(
-    fn: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
-) -> Launch:
-    """Return a run of a function; its arguments are captured here."""
-    if not callable(fn):
-        msg = f"run() was given {fn!r:.200} to run, which is not callable. Pass a function or a script."
-        raise OptionError(msg)
-    placement, environ = launcher.place_launch(options)
-    captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
-    name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "")
-    return Launch(
-        job=FunctionJob(name=name),
-        captured=captured,
-        options=options,
-        placement=placement,
-        environ=environ,
-        title=name,
-    )
-
-
-# `nblaunch.Session`, put together from the layers: options, session, view.
+def _shows(display: bool | None) -> bool:  # noqa: FBT001 - as `run` and `Session` take it
+    return _notebook.shell() is not None if display is None else display
 
 
 class Session:
     """Ranks that stay, and keep their variables from one job to the next.
 
-    `nproc` and `options` are those of `run()`; they hold as long as the session does. A Python exception, an
+    `nproc` and `options` are those of `run()`; they hold as long as the session does. An exception, an
     interrupt or a deadlock costs no variable: a rank in C code is waited for, ranks that are stuck in a
-    collective are freed, and the default process group is formed again if it may be broken. A rank that dies
-    takes the others along: all are started anew, and `result.warnings` says so.
+    collective are freed, and the default process group is formed again if it may be broken. If a rank dies,
+    all ranks are replaced, and `result.warnings` says so.
 
     Raises `OptionError` before any process starts, `LaunchError` if the ranks could not be started.
 
@@ -163,12 +111,9 @@ class Session:
         """Start the ranks and wait until they are ready."""
         if nproc is not None:
             options["nproc"] = nproc
-        shown = _notebook.shell() is not None if display is None else display
+        watch = view_of if _shows(display) else silent
         self._live = LiveSession(
-            LaunchOptions.from_keywords(**options),
-            connect_peers,
-            name=name,
-            watch=watcher if shown else silent,
+            LaunchOptions.from_keywords(**options), connect_peers, name=name, watch=watch
         )
         self._numbers = itertools.count(1)
 
@@ -186,7 +131,7 @@ class Session:
         `ranks` are those that take part; the others stay idle. Raises `RunFailedError` if a rank failed
         (with `check=False` the result is returned), `NblaunchError` while another job is running.
         """
-        return _given_back(self._live.call(fn, args, kwargs, ranks=ranks)(None), check=check)
+        return self._live.prepare_call(fn, args, kwargs, ranks=ranks)(None).unwrap(check=check)
 
     def submit(
         self,
@@ -197,7 +142,7 @@ class Session:
         ranks: Sequence[int] | None = None,
     ) -> Handle:
         """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`."""
-        return Handle(self._live.call(fn, args, kwargs, ranks=ranks), claim=self._live.claim)
+        return Handle(self._live.prepare_call(fn, args, kwargs, ranks=ranks), claim=self._live.claim)
 
     def cell(
         self,
@@ -209,29 +154,23 @@ class Session:
     ) -> RunResult:
         """Run source code as a cell; its last expression is the value, and its variables stay.
 
-        What it uses and the ranks do not have comes from the notebook, or from `namespace`. A value that
+        Variables that it uses and the ranks lack come from the notebook, or from `namespace`. A value that
         cannot be sent is only shown, with a warning in `result.warnings`, and so is a model, an optimizer or
-        a data loader, which `pull` brings: `result.values` then holds objects that say why when they are
-        used.
+        a data loader, which `pull` brings: `result.values` then holds objects that raise `NotSentError` when
+        they are used.
         """
-        return _given_back(
-            self._live.prepared(
-                # A file name of its own: for a function of an earlier cell, tracebacks and
-                # `inspect.getsource` read the lines of that cell.
-                CellJob(
-                    source=source,
-                    filename=f"<session cell {next(self._numbers)}>",
-                    title="session cell",
-                    first_line=1,
-                    flags=_notebook.future_flags(),
-                ),
-                _plain(source),
-                _notebook.namespace() or {} if namespace is None else namespace,
-                _plain,
-                ranks=ranks,
-            )(None),
-            check=check,
+        # A file name of its own: for a function of an earlier cell, tracebacks and `inspect.getsource` read
+        # the lines of that cell.
+        job = CellJob(
+            source=source,
+            filename=f"<session cell {next(self._numbers)}>",
+            title="session cell",
+            first_line=1,
+            flags=_notebook.future_flags(),
         )
+        variables = _notebook.namespace() or {} if namespace is None else namespace
+        perform = self._live.prepare_cell(job, _as_python(source), variables, _as_python, ranks=ranks)
+        return perform(None).unwrap(check=check)
 
     def push(self, mapping: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
         """Give the ranks variables, large ones through shared memory, written once for all ranks.
@@ -249,7 +188,7 @@ class Session:
         self._live.interrupt()
 
     def restart(self) -> None:
-        """Start all ranks anew; all of their variables are gone."""
+        """Replace all ranks by new ones, without variables."""
         self._live.restart()
 
     def status(self) -> SessionStatus:
@@ -261,7 +200,7 @@ class Session:
         return self._live.stacks()
 
     def close(self) -> None:
-        """End the ranks and wait until they are gone; does nothing the second time."""
+        """End the ranks and wait until they have exited; does nothing the second time."""
         self._live.close()
 
     def __enter__(self) -> Self:
@@ -275,24 +214,17 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        """Say what it is, in one line."""
+        """Return name, size, backend and state in one line."""
         live = self._live
         state = "open" if live.open else "closed"
         return f"<Session {live.name!r}: {live.world_size} ranks, {live.placement.backend}, {state}>"
 
 
-def _plain(source: str) -> str:
+def _as_python(source: str) -> str:
+    """Return a cell's source with IPython's magics transformed."""
     running = _notebook.shell()
     if running is not None:
         return str(running.transform_cell(source))
     from IPython.core.inputtransformer2 import TransformerManager
 
     return str(TransformerManager().transform_cell(source))
-
-
-def _given_back(finished: launcher.Outcome, *, check: bool) -> RunResult:
-    failed = isinstance(finished.error, RunFailedError) and finished.result is not None
-    if finished.error is not None and (check or not failed):
-        raise finished.error
-    assert finished.result is not None  # noqa: S101 - without a result there is an error
-    return finished.result

@@ -30,8 +30,8 @@ LEAST_ACCURACY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one rank says at the end; `accuracy` is that of all test images, counted by all ranks."""
+class RankReport:
+    """What one rank returns; `accuracy` is that of all test images, counted by all ranks."""
 
     device: str
     samples: int
@@ -53,7 +53,7 @@ def demo() -> int:
         result = nblaunch.run(train, nproc=NPROC)
     except nblaunch.NblaunchError as error:
         return _fail(str(error))
-    reports: list[Report] = result.values
+    reports: list[RankReport] = result.values
     print(_table(reports))
     accuracy = min(report.accuracy for report in reports)
     if len({report.checksum for report in reports}) != 1:
@@ -65,7 +65,7 @@ def demo() -> int:
     return 0
 
 
-def train() -> Report:
+def train() -> RankReport:
     """Train on this rank's part of the data; every rank of the group runs this."""
     import torch
     from torch import distributed as dist
@@ -101,7 +101,7 @@ def train() -> Report:
     with torch.no_grad():
         right = (network(images).argmax(dim=1) == labels).sum()
     dist.all_reduce(right)
-    return Report(
+    return RankReport(
         device=str(device),
         samples=len(sampler),
         steps=steps,
@@ -141,21 +141,15 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _table(reports: Sequence[Report]) -> str:
+def _table(reports: Sequence[RankReport]) -> str:
     """Return one line per rank, in columns."""
-    rows = [("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")]
-    rows += [
-        (
-            str(rank),
-            report.device,
-            str(report.samples),
-            str(report.steps),
-            f"{report.loss:.4f}",
-            f"{report.accuracy:.4f}",
-            report.checksum,
-        )
-        for rank, report in enumerate(reports)
+    rows: list[tuple[str, ...]] = [
+        ("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")
     ]
+    for rank, report in enumerate(reports):
+        counts = str(report.samples), str(report.steps)
+        figures = f"{report.loss:.4f}", f"{report.accuracy:.4f}"
+        rows.append((str(rank), report.device, *counts, *figures, report.checksum))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows

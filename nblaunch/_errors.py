@@ -7,8 +7,7 @@ NblaunchError
   x RunFailedError(RuntimeError)    a rank failed; `__cause__` is the remote exception
     x RunTimeoutError(TimeoutError) the run took longer than `timeout`
 
-Each message says what was asked, what is true and what to do. All of them can be pickled, fields
-included.
+Each message names what was asked, what is true and what to do. All can be pickled, with their fields.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ MESSAGE_LIMIT = 64 * 1024
 
 
 def shorten(text: str, limit: int = MESSAGE_LIMIT) -> str:
-    """Return `text`, its middle left out where it is longer than `limit` characters."""
+    """Return `text`, without its middle if it is longer than `limit` characters."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -35,7 +34,7 @@ class NblaunchError(Exception):
     """Base of every error that nblaunch raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone in a notebook (an IPython protocol): our own frames are no news."""
+        """Show the message alone in a notebook (an IPython protocol), without our own frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -51,28 +50,18 @@ class CaptureError(NblaunchError, TypeError):
     """
 
     def __init__(self, message: str, *, name: str = "", path: str = "", size: int | None = None) -> None:
-        """Keep the message and where the value is."""
         super().__init__(message)
         self.name = name
         self.path = path
         self.size = size
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keep the fields when pickled."""
-        return _rebuild, (type(self), self.args, self.__dict__)
-
 
 class LaunchError(NblaunchError, RuntimeError):
-    """The worker group could not be started; `phase` says how far it came."""
+    """The worker group could not be started; `phase` is the one that failed."""
 
     def __init__(self, message: str, *, phase: str = "") -> None:
-        """Keep the message and the phase."""
         super().__init__(message)
         self.phase = phase
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keep the fields when pickled."""
-        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class RunFailedError(NblaunchError, RuntimeError):
@@ -86,14 +75,9 @@ class RunFailedError(NblaunchError, RuntimeError):
     def __init__(
         self, message: str, *, result: RunResult | None = None, root_cause: RankFailure | None = None
     ) -> None:
-        """Keep the message, the result so far and the failure that explains it."""
         super().__init__(shorten(message))
         self.result = result
         self.root_cause = root_cause
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Keep the fields when pickled."""
-        return _rebuild, (type(self), self.args, self.__dict__)
 
     def _render_traceback_(self) -> list[str]:
         """Show the rank's own traceback in place of the kernel's (an IPython protocol).
@@ -117,7 +101,6 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         root_cause: RankFailure | None = None,
         hang_report: HangReport | None = None,
     ) -> None:
-        """Keep the message, the result so far and where the ranks were."""
         super().__init__(message, result=result, root_cause=root_cause)
         self.hang_report = hang_report
 
@@ -126,9 +109,3 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         if self.hang_report is None:
             return super()._render_traceback_()
         return [*str(self.hang_report).splitlines(), "", f"{type(self).__name__}: {self}"]
-
-
-def _rebuild(cls: type[BaseException], args: tuple[object, ...], fields: dict[str, object]) -> BaseException:
-    error = cls(*args)
-    error.__dict__.update(fields)
-    return error

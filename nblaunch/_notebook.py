@@ -1,4 +1,4 @@
-"""What a run asks of the notebook it was started from; works without one. IPython is never imported here."""
+"""The notebook that this process belongs to, if any; IPython is never imported here."""
 
 from __future__ import annotations
 import __future__
@@ -11,7 +11,7 @@ from typing import Any
 DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
 DISPLAY_MODES = ("auto", "widget", "html", "text")
 TESTED_VARIABLE = "PYTEST_CURRENT_TEST"
-"""What pytest sets while it starts a kernel, as nbval does to compare a notebook with what is saved in it."""
+"""pytest sets it while it starts a kernel, as nbval does to compare a notebook with its saved outputs."""
 
 
 def shell() -> Any | None:
@@ -27,7 +27,7 @@ def namespace() -> dict[str, Any] | None:
 
 
 def title_of(filename: str) -> str:
-    """Return what the reader calls a cell: `Cell In[3]` for the file name it was compiled under."""
+    """Return the title of the cell compiled under this file name: `Cell In[3]`."""
     running = shell()
     described = running.compile.format_code_name(filename) if running is not None else None
     return " ".join(described) if described else filename

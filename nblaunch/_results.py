@@ -1,11 +1,13 @@
-"""What a run gives back: every rank's value, failure and output."""
+"""What callers get: a run's `RunResult`, its `Handle` in the background, a session's status."""
 
 from __future__ import annotations
 
+import contextvars
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,7 +60,7 @@ class LogText:
     """A long text that stays in the file where a rank wrote it until it is asked for."""
 
     def __init__(self, path: str, start: int, end: int, keep: object) -> None:
-        """Know where it is; `keep` is what removes the file when nobody refers to it."""
+        """`keep` removes the file when it is collected."""
         self._path, self._start, self._end, self._keep = path, start, end, keep
 
     def __str__(self) -> str:
@@ -79,8 +81,8 @@ class LogText:
         return str, (str(self),)
 
 
-class _Printed:
-    """An attribute whose value is a text, or a `LogText`, which is read each time it is asked for."""
+class _PrintedText:
+    """An attribute whose value is a text, or a `LogText`, which is read at each access."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -96,9 +98,9 @@ class _Printed:
 class RankResult:
     """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them.
 
-    `stdout` and `stderr` are read from the rank's log files when they are asked for, if they are long.
+    Long `stdout` and `stderr` are read from the rank's log files at each access.
     `peak_gpu_memory` is the most bytes that torch had allocated at a time on one GPU during the run, as
-    `torch.cuda.max_memory_allocated` counts them; None where the rank has not used CUDA, or left no word.
+    `torch.cuda.max_memory_allocated` counts them; None where the rank did not use CUDA, or died.
     """
 
     rank: int
@@ -120,8 +122,8 @@ class RankResult:
 
 
 # Not in the class: a dataclass would take them for defaults.
-setattr(RankResult, "stdout", _Printed("stdout"))  # noqa: B010 - for the type checker they are texts
-setattr(RankResult, "stderr", _Printed("stderr"))  # noqa: B010 - see above
+setattr(RankResult, "stdout", _PrintedText("stdout"))  # noqa: B010 - for the type checker they are texts
+setattr(RankResult, "stderr", _PrintedText("stderr"))  # noqa: B010 - see above
 
 
 class RankResults:
@@ -130,7 +132,6 @@ class RankResults:
     __slots__ = ("_by_rank",)
 
     def __init__(self, results: Iterable[RankResult]) -> None:
-        """Keep the results, in rank order."""
         self._by_rank = {result.rank: result for result in sorted(results, key=lambda each: each.rank)}
 
     def __getitem__(self, rank: int) -> RankResult:
@@ -205,10 +206,10 @@ class RunResult:
     attempts: tuple[Attempt, ...] = ()
     title: str = ""
     hang_report: HangReport | None = None
-    """Where the ranks were when the run was last looked at: at its timeout, its interrupt, its silence."""
+    """Where the ranks were at the run's timeout, its interrupt or its last hang."""
     _warnings: tuple[str, ...] = ()
     _late: list[str] = field(default_factory=list, repr=False)
-    """Grows when a rank leaves badly after its value has come."""
+    """Grows when a rank's process ends badly after it has sent its value."""
     _log_dir: Path | None = None
     _events: EventLog = field(default_factory=lambda: EventLog(complete=True), repr=False)
     _state: RunState | None = field(default=None, repr=False)
@@ -227,19 +228,19 @@ class RunResult:
 
     @property
     def root_cause(self) -> RankFailure | None:
-        """The first failure in time that is no consequence of another; None if none failed."""
+        """The first failure in time that is not a consequence of another; None if no rank failed."""
         return self.failures[0] if self.failures else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What went wrong without failing the run; ranks may still add to it while they leave."""
+        """What went wrong without failing the run; may still grow while the ranks exit."""
         return (*self._warnings, *self._late)
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """What torchelastic has recorded of the ranks, oldest first; waits (5 s at most) until they are gone.
+        """What torchelastic recorded, oldest first; waits until the ranks have exited, 5 s at most.
 
-        In a session: since it began, up to the end of this run.
+        In a session: from its start to the end of this run.
 
         >>> [event.name for event in result.events]                # doctest: +SKIP
         ['torchelastic.worker.status.START', ..., 'torchelastic.worker.status.SUCCEEDED']
@@ -253,7 +254,7 @@ class RunResult:
 
     @property
     def state(self) -> RunState:
-        """What views draw: the folded messages of the run."""
+        """The folded messages of the run, which views draw."""
         if self._state is None:
             msg = "this result was unpickled; the state of its run was not kept"
             raise AttributeError(msg)
@@ -272,7 +273,7 @@ class RunResult:
         if result.failure is not None and result.failure.exception is not None:
             raise result.failure.exception
         why = result.failure.reason if result.failure else f"its state is {result.state}"
-        msg = f"result[{rank}] was asked for, but rank {rank} has no value: {why}"
+        msg = f"result[{rank}]: rank {rank} has no value: {why}"
         raise RunFailedError(msg, result=self, root_cause=result.failure or self.root_cause)
 
     def __iter__(self) -> Iterator[Any]:
@@ -284,19 +285,148 @@ class RunResult:
         return len(self.ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the values and the output, not the live state nor the log directory."""
+        """Pickle the values and the output, neither the live state nor the log directory."""
         return {**self.__dict__, "_late": list(self._late), "_state": None, "_keep": None}
 
     def __repr__(self) -> str:
-        """Say how the run ended, in one line without times or pids."""
+        """Return one line without times or pids."""
         state = "ok" if self.ok else "failed"
         root = self.root_cause
         why = f", root cause: rank {root.rank}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
 
 
-# torchelastic's own events of a run: typed, with the JSON as torch writes it.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended: its result, and the error to raise once the result is where the user can reach it."""
 
+    result: RunResult
+    error: BaseException | None
+
+    def unwrap(self, *, check: bool = True) -> RunResult:
+        """Return the result, or raise the error; without `check` a failed run is no error."""
+        if self.error is not None and (check or not isinstance(self.error, RunFailedError)):
+            raise self.error
+        return self.result
+
+
+Perform = Callable[[threading.Event | None], Outcome]
+"""Runs a job that is captured and placed; setting the event interrupts it, from any thread."""
+
+
+class Handle:
+    """A run in the background.
+
+    `result(timeout)` waits and returns its `RunResult`, or raises what the run raised; `done()` says whether
+    it is over; `cancel()` interrupts it. It can be awaited: `result = await handle`.
+    """
+
+    def __init__(self, perform: Perform, *, claim: Callable[[], object] = lambda: None) -> None:
+        """Start `perform` on a thread of its own.
+
+        `claim` is called first, on that thread. What it takes, `perform` releases; what it raises is raised
+        here.
+        """
+        self._future: Future[RunResult] = Future()
+        self._cancelled = threading.Event()
+        claimed: Future[None] = Future()
+        # In the context of the cell that began it: what it shows belongs there, not to a later cell.
+        context = contextvars.copy_context()
+        arguments = (self._run, perform, claim, claimed)
+        thread = threading.Thread(target=context.run, args=arguments, name="nblaunch-background", daemon=True)
+        try:
+            thread.start()
+            # The thread claims: no interrupt can come between that and the `finally` that releases.
+            claimed.result()
+        except BaseException:
+            # Nobody gets this handle: what has begun must not go on without one.
+            self._cancelled.set()
+            raise
+
+    def _run(self, perform: Perform, claim: Callable[[], object], claimed: Future[None]) -> None:
+        try:
+            claim()
+        except BaseException as refusal:  # noqa: BLE001 - the caller raises it
+            claimed.set_exception(refusal)
+            return
+        claimed.set_result(None)
+        try:
+            self._future.set_result(perform(self._cancelled).unwrap())
+        except BaseException as error:  # noqa: BLE001 - `result` raises it
+            self._future.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Wait for the end, at most `timeout` seconds, and return the result; raise what the run raised.
+
+        Raises `TimeoutError` if the run is not over by then; it goes on.
+        """
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """Return whether the run is over."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """Interrupt the run, as the stop button does; returns at once."""
+        self._cancelled.set()
+
+    def __await__(self) -> Generator[object, None, RunResult]:
+        """Wait without blocking the event loop."""
+        import asyncio
+
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __repr__(self) -> str:
+        """Return the result or the error, shortened, once there is one."""
+        if not self.done():
+            return "<Handle of a run that goes on>"
+        error = self._future.exception()
+        return f"<Handle: {error!r:.200}>" if error is not None else f"<Handle: {self._future.result()!r}>"
+
+
+# A session, as `Session.status` and `%distributed status` show it.
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes.
+
+    `waiting` names what a rank does that was interrupted and has not stopped, and for how long.
+    """
+
+    rank: int
+    state: str
+    pid: int | None
+    device: str
+    memory: int | None
+    waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """What a session is doing; `attempt` counts how often its ranks were restarted."""
+
+    name: str
+    world_size: int
+    backend: str
+    attempt: int
+    ranks: tuple[RankStatus, ...]
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
+        """Show the lines in a notebook."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        """Return a line for the session, and one for each rank."""
+        lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
+        for each in self.ranks:
+            memory = f", {each.memory / 1e6:.0f} MB" if each.memory is not None else ""
+            waiting = f", {each.waiting}" if each.waiting else ""
+            lines.append(f"  rank {each.rank}: {each.state}, {each.device}{memory}{waiting}")
+        return "\n".join(lines)
+
+
+# torchelastic's own events of a run: typed, with the JSON as torch writes it.
 
 _END_SECONDS = 5.0
 
@@ -328,7 +458,7 @@ class Event:
 
     @property
     def rank(self) -> int | None:
-        """The rank that it is about, None for the group."""
+        """The rank that it concerns, None for the group."""
         number: int | None = self.metadata.get("global_rank")
         return number
 
@@ -337,26 +467,26 @@ class EventLog:
     """The events of one worker group; any thread may add to it, and read it."""
 
     def __init__(self, events: tuple[Event, ...] = (), *, complete: bool = False) -> None:
-        """Begin with `events`; a `complete` log gets no others."""
+        """`complete`: no others will follow."""
         self._events = list(events)
         self._complete = threading.Event()
         if complete:
             self._complete.set()
 
     def add(self, event: Event) -> None:
-        """Take an event."""
+        """Append an event."""
         self._events.append(event)
 
     def close(self) -> None:
-        """Take note that there will be no others."""
+        """Mark the log as complete."""
         self._complete.set()
 
     def so_far(self) -> tuple[Event, ...]:
-        """Return what there is."""
+        """Return the events recorded by now."""
         return tuple(self._events)
 
     def all(self) -> tuple[Event, ...]:
-        """Return everything: a run's values are here before its ranks have ended, which takes a moment."""
+        """Return the complete log: values arrive before the ranks have exited, which takes a moment."""
         self._complete.wait(_END_SECONDS)
         return self.so_far()
 
@@ -373,7 +503,7 @@ def _complete_log(events: tuple[Event, ...]) -> EventLog:
 
 
 class NotSentError(NblaunchError, TypeError, AttributeError):
-    """A value that was not sent is used; the message says why it was not, and how to get it.
+    """A value that stayed on its rank was used; the message says why it stayed, and how to get it.
 
     An `AttributeError` too: `hasattr` and variable explorers ask any object for any attribute.
     """
@@ -382,8 +512,8 @@ class NotSentError(NblaunchError, TypeError, AttributeError):
 class NotSent:
     """Stands for a value that was shown and not sent.
 
-    Its text is the value's. `reason` says why the value is not here and how to get it; whatever else is
-    done with it raises `NotSentError` with that reason. It is equal to itself alone, and can be pickled.
+    Its text is the value's. `reason` says why the value is not here and how to get it; any other use of it
+    raises `NotSentError` with that reason. It is equal to itself alone, and can be pickled.
     """
 
     __slots__ = ("_text", "reason", "type_name")
@@ -393,7 +523,7 @@ class NotSent:
     type_name: str
 
     def __init__(self, text: str, type_name: str, reason: str) -> None:
-        """Keep the value's repr, its type's name, and why it is not here."""
+        """`text` is the value's repr."""
         for name, given in (("_text", text), ("type_name", type_name), ("reason", reason)):
             object.__setattr__(self, name, given)
 
@@ -413,13 +543,8 @@ class NotSent:
         return NotSent, (self._text, self.type_name, self.reason)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise; protocols ask for underscored names, and must only learn that there are none."""
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise NotSentError(self.reason)
+        """Raise; to protocols, which ask for underscored names, a plain `AttributeError`."""
+        raise AttributeError(name) if name.startswith("_") else NotSentError(self.reason)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

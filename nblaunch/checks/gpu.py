@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nblaunch import _visible
+from nblaunch import _devices
 from nblaunch._errors import LaunchError
 from nblaunch.checks.processes import in_a_fork, why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, problem, warning
@@ -172,14 +172,14 @@ def _fit(found: list[Gpu], header: str) -> Iterator[Finding]:
     """Report what keeps torch from using the GPUs that are there."""
     import torch
 
-    choice = os.environ.get(_visible.CUDA)
+    choice = os.environ.get(_devices.CUDA)
     if torch.version.cuda is None and torch.version.hip is None:
         yield warning(
             "GPU",
             f"{len(found)} here, but this torch was made for the CPU and cannot use them",
             "Install torch's CUDA build: https://pytorch.org/get-started.",
         )
-    elif choice is not None and not _visible.names(choice):
+    elif choice is not None and not _devices.named_gpus(choice):
         yield warning(
             "GPU",
             f"{len(found)} here, hidden by CUDA_VISIBLE_DEVICES={choice!r}: ranks run on the CPU",
@@ -289,7 +289,7 @@ def health() -> Iterator[Finding]:
         )
         return
     gpus = {str(index): gpu for index, gpu in enumerate(answers.get("gpus", ()))}
-    used = visible(gpus, os.environ.get(_visible.CUDA))
+    used = visible(gpus, os.environ.get(_devices.CUDA))
     yield from compute_mode(used, cuda_here=torch.cuda.is_initialized())
     yield from memory_errors(used)
     yield from driver_errors(used, answers.get("xids", ()))
@@ -315,10 +315,10 @@ def visible(gpus: Gpus, choice: str | None) -> Gpus:
     >>> sorted(visible({"0": {"uuid": "GPU-a1"}, "1": {"uuid": "GPU-b2"}}, "GPU-b"))
     ['1']
     """
-    if choice is None or _visible.is_mig(choice):
+    if choice is None or _devices.is_mig(choice):
         return gpus
     uuids = [gpu.get("uuid", "") for gpu in gpus.values()]
-    return {str(each): gpus[str(each)] for each in _visible.ordinals(choice, len(gpus), lambda: uuids)}
+    return {str(each): gpus[str(each)] for each in _devices.ordinals(choice, len(gpus), lambda: uuids)}
 
 
 def compute_mode(gpus: Gpus, *, cuda_here: bool) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """The worker group: N ranks under one agent, from the first fork to the result. Works without a notebook.
 
     caller's thread            hub thread                   agent thread            each rank
-      Ending.wait                Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
+      Waiter.wait                Hub: ROUTER socket, ipc      RankAgent               control thread: DEALER
         begin, interrupt ─call─> WorkerGroup: events      <── attempt, exits, end
         reads job.state  <──────   step() -> actions      ──> release, restart, stop
         draws the view             receives, sends <───────────── messages ─────────> main thread: the job
@@ -11,7 +11,9 @@ hub thread, one after the other. `lifecycle.step(state, event, now)` decides, wi
 the actions. States are frozen, so any thread may read them. A run's group has one job, a session's has many.
 
 A job, from dispatch to result:
-    place     options -> placement, settings, payload     caller  before any process starts
+    place     options -> placement, environment           caller  place_launch: before any process starts
+    prepare   a cell, a call, a script -> payload         caller  prepare_call, prepare_cell, prepare_script
+    run       settings, a group, Prepare                  caller  run_fresh or a session; run_job, Waiter.wait
     begin     Prepare -> process group -> Entered(READY)  hub     until all ranks are ready
     dispatch  Dispatch [-> Arrived -> Proceed]            hub     a session's payload: on all ranks or none
     run       Started, output, Returned or Raised         hub     folded into job.state
@@ -41,21 +43,19 @@ Invariants:
 Modules, each after those that it imports:
 
     hub         the socket and its thread
-    inherited   what ranks take over from this process: directory, umask, limits, environment
+    inherited   what ranks inherit from this process: directory, umask, limits, environment; `Prepare`
     knowledge   which objects and names a session's ranks have
     stacks      asks ranks where they are; faulthandler for those that do not answer
-    usage       CPU, memory and GPU of ranks, measured on a thread; the status of a session
+    usage       CPU, memory and GPU of ranks, measured on a thread
     job         one job: its state, values and log files
     recovery    interrupts, and making ranks fit for another job: two pure machines
-    prompts     questions of ranks, put to the user
     result      a finished job as a result, and as the error to raise
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
     group       `WorkerGroup`: makes events, performs actions
     standby     the group that is ready before it is needed
-    wait        the caller's wait: timeout, interrupt, hang
+    wait        the caller's wait: drawing, prompts, timeout, interrupt, hang
     runtime     `LocalRuntime`: hub, fork server, directory, groups
-    launcher    one run: place, prepare, dispatch, collect
-    background  `Handle`: a run on a thread
+    launcher    one job: place, prepare, run, collect
     scripts     a script as the job: found, or refused
     session     a group that stays: cells, calls, push, pull
 """

@@ -1,16 +1,20 @@
-"""What ranks take over from this process besides variables: directory, umask, limits, environment."""
+"""What ranks inherit from this process besides variables: directory, path, umask, limits, environment."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from nblaunch._errors import LaunchError
 from nblaunch.elastic import descriptors
+from nblaunch.elastic.placement import Placement
 from nblaunch.elastic.settings import JOIN_KEY
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.messages import Prepare
 
 READ_WHEN_LOADED = frozenset(
     {
@@ -44,7 +48,7 @@ def working_directory() -> bytes:
             there = f" ({Path('/proc/self/cwd').readlink()})"
         msg = (
             f"Ranks begin in the working directory of this process, which is gone{there}: {error.strerror}. "
-            "Change to one that is there: os.chdir(...)."
+            "Change to one that exists: os.chdir(...)."
         )
         raise LaunchError(msg, phase="fork") from error
 
@@ -59,7 +63,7 @@ def umask() -> int | None:
 
 
 def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
-    """Return name, soft and hard limit of all that the system limits, with enough descriptors for a rank."""
+    """Return each limit's name, soft and hard value, with enough descriptors for a rank."""
     found = []
     for name in sorted(each for each in dir(resource) if each.startswith("RLIMIT_")):
         soft, hard = resource.getrlimit(getattr(resource, name))
@@ -70,7 +74,7 @@ def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
 
 
 def encoded(environ: Mapping[str, str]) -> tuple[bytes, ...]:
-    """Return an environment as ranks get it: without the key of a rendezvous."""
+    """Return an environment as it is sent to ranks: without the join key."""
     return tuple(os.fsencode(f"{name}={value}") for name, value in environ.items() if name != JOIN_KEY)
 
 
@@ -90,13 +94,13 @@ def needs_new_python(environ: Mapping[str, str], loaded_under: Mapping[str, str]
 
 
 def _backend_of(settings: str) -> str:
-    """Return which allocator the settings ask for; all others of them are read when CUDA is initialised."""
+    """Return the allocator in these settings; torch reads the others when CUDA is initialised."""
     pairs = (part.partition(":") for part in settings.replace(" ", "").split(","))
     return next((value for name, _, value in pairs if name == "backend"), "native")
 
 
 def unheeded(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> str:
-    """Return a warning about variables that forks of the server do not heed; empty if there are none."""
+    """Return a warning about variables that forks of the server ignore, "" if there are none."""
     changed = sorted(
         name
         for name in READ_WHEN_LOADED & (environ.keys() | loaded_under.keys())
@@ -106,6 +110,36 @@ def unheeded(environ: Mapping[str, str], loaded_under: Mapping[str, str]) -> str
         return ""
     return (
         f"no effect in the ranks: {', '.join(changed)}. A program reads such a variable only when it starts, "
-        "and the ranks are forks of a server that had started before it was changed. Use --start-method "
-        "spawn, or set it before nblaunch is loaded."
+        "and the ranks are forks of a server that started before the change. Use --start-method spawn, or "
+        "set it before nblaunch is loaded."
+    )
+
+
+def prepare_of(
+    options: LaunchOptions,
+    placement: Placement,
+    environ: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+    script: bool = False,
+) -> Prepare:
+    """Return the message that makes processes ranks of this notebook, as it is now.
+
+    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
+    and, unless it is to have a process group, devices that were not touched.
+    """
+    untouched = script and not options.init_process_group and placement.device_type != "cpu"
+    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
+    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
+    return Prepare(
+        environ=encoded(environ),
+        cwd=working_directory(),
+        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
+        argv=tuple(os.fsencode(each) for each in sys.argv[:1]) or (b"",),
+        umask=umask(),
+        limits=limits(placement.nproc),
+        backend=placement.backend if options.init_process_group else None,
+        device_type="" if untouched else placement.device_type,
+        accelerators=placement.accelerators,
+        timeout=timeout,
     )

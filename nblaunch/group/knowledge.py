@@ -4,8 +4,7 @@ An object is known by its key (`nblaunch.capture.identity`), a variable by the o
 name. Ranks that took part in the same jobs know the same and share one record; a cell on a subset of ranks
 splits it.
 
-What is remembered here becomes true on the ranks at the same moment: when the payload has arrived on all of
-them.
+A record changes at the moment at which the ranks do: when the payload has arrived on all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 import types
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.capture import pickling
@@ -30,7 +29,7 @@ _NO_NAMES = Names(rank=-1, names=())
 
 @dataclass(slots=True)
 class _Binding:
-    """A name that ranks have from the notebook: the key of its object; None until one is looked at."""
+    """A name that ranks have from the notebook: the key of its object, None until a job compares it."""
 
     key: int | None
 
@@ -45,10 +44,10 @@ class _Record:
         self.bound: dict[str, _Binding] = {}
         self.prints = Prints(table)
         self.gone: set[int] = set()
-        """Keys that the ranks may forget, once they hear of it."""
+        """Keys that the next payload lets the ranks forget."""
 
     def split(self, ranks: frozenset[int]) -> _Record:
-        """Return a record of these ranks alone, which leave this one."""
+        """Move these ranks to a record of their own, and return it."""
         other = _Record(ranks, self.table)
         other.keys, other.bound, other.gone = set(self.keys), dict(self.bound), set(self.gone)
         other.prints = self.prints.copy()
@@ -56,7 +55,7 @@ class _Record:
         return other
 
     def forget(self, keys: Iterable[int]) -> set[int]:
-        """Refer to these objects no longer; return those that were known."""
+        """Drop these keys; return those that were known."""
         found = self.keys.intersection(keys)
         self.keys -= found
         self.prints.discard(found)
@@ -67,7 +66,6 @@ class Knowledge:
     """What the ranks of one attempt have been sent."""
 
     def __init__(self) -> None:
-        """Nothing has been sent."""
         self._lock = threading.RLock()
         self._attempt = -1
         self._table = ObjectTable()
@@ -77,12 +75,12 @@ class Knowledge:
 
     @property
     def namespace(self) -> dict[str, Any] | None:
-        """Return the variables that the last job was given, for a push that brings none."""
+        """The namespace of the last job, for a push outside a notebook."""
         found: dict[str, Any] | None = self._table.get(self._namespace)
         return found
 
     def begin(self, attempt: int, world_size: int) -> None:
-        """Forget all of it if there are other processes than those that it was sent to."""
+        """Start over if `attempt` is a new one: its processes have been sent nothing."""
         with self._lock:
             if attempt != self._attempt:
                 self.close()
@@ -96,11 +94,11 @@ class Knowledge:
             self._records = []
 
     def sweep(self) -> None:
-        """Let go of objects that the notebook has let go of."""
+        """Drop the keys of objects that the notebook has freed."""
         self._table.sweep()
 
     def lost(self, keys: Mapping[int, tuple[int, ...]]) -> None:
-        """Take into account what each rank no longer has."""
+        """Drop the keys that a rank no longer has."""
         with self._lock:
             for rank, each in keys.items():
                 record = next((known for known in self._records if rank in known.ranks), None)
@@ -113,8 +111,8 @@ class Knowledge:
 
     def views(
         self, chosen: Sequence[int], names: Mapping[int, Names], namespace: dict[str, Any] | None
-    ) -> list[View]:
-        """Return what the chosen ranks know, each group of ranks that know the same by itself."""
+    ) -> list[KnowledgeView]:
+        """Return what the chosen ranks know, one view for all that know the same."""
         with self._lock:
             if namespace is not None:
                 self._namespace = self.key_for(namespace)
@@ -122,28 +120,28 @@ class Knowledge:
             for record in self._records:
                 record.gone |= record.forget(dead)
             parts = [(record, record.ranks.intersection(chosen)) for record in self._records]
-            return [View(self, record, ranks, names, namespace) for record, ranks in parts if ranks]
+            return [KnowledgeView(self, record, ranks, names, namespace) for record, ranks in parts if ranks]
 
     def key_for(self, obj: Any) -> int:
-        """Return the key of an object; one that has none gets one."""
+        """Return the key of an object, a new one if it has none."""
         key = self._table.key_of(obj)
         if key is None:
             key = next(self._numbers)
             self._table.add(obj, key)
         return key
 
-    def remember(self, view: View, sent: Sent) -> None:
-        """Take into account that a payload has arrived on the ranks of `view`."""
+    def remember(self, view: KnowledgeView, delivery: Delivery) -> None:
+        """Record that a payload has arrived on the ranks of `view`."""
         with self._lock:
             if view.record not in self._records:
                 return  # of an attempt that is over
-            if not (sent.bound or sent.prints or sent.gone):
+            if not (delivery.bound or delivery.prints or delivery.gone):
                 return  # ranks that were sent nothing still know what the others know
             record = view.record if view.ranks == view.record.ranks else self._apart(view.record, view.ranks)
-            record.gone -= set(sent.gone)
-            record.keys.update(sent.prints)
-            record.prints.update(sent.prints)
-            record.bound |= sent.bound
+            record.gone -= set(delivery.gone)
+            record.keys.update(delivery.prints)
+            record.prints.update(delivery.prints)
+            record.bound |= delivery.bound
 
     def _apart(self, record: _Record, ranks: frozenset[int]) -> _Record:
         other = record.split(ranks)
@@ -152,19 +150,17 @@ class Knowledge:
 
 
 @dataclass(slots=True)
-class Sent:
-    """What becomes known once a payload has arrived; holds no object."""
+class Delivery:
+    """What the ranks will know once a payload has arrived; holds no object."""
 
     bound: dict[str, _Binding]
     prints: dict[int, object]
     gone: tuple[int, ...]
-    objects: Objects = field(default_factory=Objects)
-
-    plain: bool = False
-    """Whether the payload neither refers to objects by key nor gives keys to any."""
+    objects: Objects | None
+    """None for a payload that binds nothing, and neither gives, refers to nor drops a key."""
 
 
-class View:
+class KnowledgeView:
     """What some ranks know, as one payload for them sees it: a `KnownVariables` of capture."""
 
     def __init__(
@@ -175,15 +171,15 @@ class View:
         names: Mapping[int, Names],
         namespace: dict[str, Any] | None,
     ) -> None:
-        """Look at the ranks through `record`; `names` are the variables that each of them has."""
+        """`names` are the variables that each rank has."""
         self.record = record
         self.ranks = ranks
         self.kept: dict[str, frozenset[int]] = {}
-        """Variables that were bound again in the notebook, and the ranks that keep their own."""
+        """Variables that were assigned again in the notebook, and the ranks that keep their own."""
         self.changed: set[str] = set()
         """Variables whose objects were changed in place in the notebook."""
         self.ranks_own: set[str] = set()
-        """Variables of the notebook that have the name of something that each rank has."""
+        """Variables of the notebook whose name means something else on each rank, such as `rank`."""
         self._knowledge = knowledge
         self._namespace = {} if namespace is None else namespace
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
@@ -197,7 +193,7 @@ class View:
         return key if key is not None and key in self.record.keys else None
 
     def lacks(self, name: str, value: Any) -> bool:
-        """Return whether these ranks need the notebook's variable: they have none, or it was bound anew."""
+        """Return whether these ranks need the notebook's variable: one has none, or it was assigned again."""
         if name in RANK_NAMES or name in SHELL_NAMES:
             return False
         everywhere = all(name in names for names in self._names.values())
@@ -205,18 +201,15 @@ class View:
         if binding is None:
             return not everywhere
         if binding.key is None:
-            # Pushed under a name that the notebook did not have, or that was not looked at.
+            # Pushed under a name that the notebook did not have, or that no job has compared.
             binding.key = self._knowledge.key_for(value)
         if self.record.table.get(binding.key) is value:
             return not everywhere
         own = [rank for rank, names in self._rebound.items() if name in names]
         if own:
-            self._decline(name, value, own)
+            self._declined[name] = _Binding(self._knowledge.key_for(value))
+            self.kept[name] = frozenset(own)
         return len(own) < len(self.ranks)
-
-    def _decline(self, name: str, value: Any, own: list[int]) -> None:
-        self._declined[name] = _Binding(self._knowledge.key_for(value))
-        self.kept[name] = frozenset(own)
 
     def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
         """Return the variables that these ranks lack, of `names` and of those that functions use."""
@@ -241,8 +234,8 @@ class View:
             objects = []
         return reached
 
-    def sent(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Sent:
-        """Return what these ranks will know when `captured` has arrived, and let go of its objects."""
+    def delivery(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Delivery:
+        """Return what these ranks will know once `captured` has arrived."""
         key_for, packed = self._knowledge.key_for, captured.packed
         keys = [key_for(obj) for _, obj in packed.places]
         prints = {key: self.record.prints.of(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
@@ -251,25 +244,18 @@ class View:
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
         bound = {name: _Binding(key_for(value)) for name, value in {**packed.carried, **variables}.items()}
         for name in pushed or ():
-            bound[name] = self._binding_of_pushed(name)
+            # The next cells compare with the notebook's variable of that name, if there is one.
+            known = name in self._namespace
+            bound[name] = _Binding(key_for(self._namespace[name]) if known else None)
         gone = tuple(self.record.gone)
-        return Sent(
-            bound={**self._declined, **bound},
-            prints=prints,
-            gone=gone,
-            plain=not (packed.keys or keys),
-            objects=Objects(
-                wait=bool(bound or prints),
-                places=array("I", (place for place, _ in packed.places)).tobytes(),
-                keys=array("Q", keys).tobytes(),
-                gone=array("Q", gone).tobytes(),
-            ),
+        objects = Objects(
+            wait=bool(bound or prints),
+            places=array("I", (place for place, _ in packed.places)).tobytes(),
+            keys=array("Q", keys).tobytes(),
+            gone=array("Q", gone).tobytes(),
         )
-
-    def _binding_of_pushed(self, name: str) -> _Binding:
-        """Return what the next cells compare with: the notebook's own variable, if there is one."""
-        known = name in self._namespace
-        return _Binding(self._knowledge.key_for(self._namespace[name]) if known else None)
+        plain = not (packed.keys or keys or gone or objects.wait)
+        return Delivery({**self._declined, **bound}, prints, gone, None if plain else objects)
 
     def look_for_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""
@@ -286,8 +272,8 @@ class View:
         return name in self._names[rank] and (name in self._rebound[rank] or name not in self.record.bound)
 
 
-def notices(views: Iterable[View]) -> tuple[str, ...]:
-    """Return what is to be said of the notebook's variables, of all ranks together."""
+def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
+    """Return the notices about the notebook's variables, for all ranks together."""
     views = tuple(views)
     kept: dict[str, frozenset[int]] = {}
     for view in views:
@@ -311,7 +297,7 @@ def notices(views: Iterable[View]) -> tuple[str, ...]:
 
 
 def own_name_notice(name: str) -> str:
-    """Return what is said where the notebook has a variable of the name of something that each rank has."""
+    """Return the notice about a notebook variable whose name means something else on each rank."""
     return (
         f"{name}: on the ranks this is the rank's own {name}, not the notebook's variable. "
         "Rename the variable to use it there."

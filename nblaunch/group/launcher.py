@@ -1,4 +1,4 @@
-"""One run: its options become settings, its job is placed, sent and waited for, its result is collected."""
+"""One job, from its options to its outcome: place, prepare, run, wait, collect."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nblaunch import _devices, _notebook
 from nblaunch._errors import LaunchError, OptionError, RunFailedError
-from nblaunch._results import EventLog, RunResult
-from nblaunch.capture import shared_memory
-from nblaunch.capture.capture import Captured
+from nblaunch._results import EventLog, Outcome, RunResult
+from nblaunch.capture import pickling, shared_memory
+from nblaunch.capture.capture import Captured, capture_call
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.elastic import descriptors, hooks, rendezvous
@@ -38,9 +39,9 @@ from nblaunch.group.job import Job, OutputFilter
 from nblaunch.group.lifecycle import Noted, Observed
 from nblaunch.group.result import LogDirectory, collect, error_of
 from nblaunch.group.runtime import LocalRuntime, local
-from nblaunch.group.standby import StandbyGroup
-from nblaunch.group.usage import Seen, measuring
-from nblaunch.group.wait import Ending, Watcher
+from nblaunch.group.standby import GroupAndLogs
+from nblaunch.group.usage import SeenGpus, measuring
+from nblaunch.group.wait import Waiter
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     CellJob,
@@ -53,24 +54,19 @@ from nblaunch.protocol.messages import (
     PushJob,
     ScriptJob,
 )
-from nblaunch.protocol.state import RunState
+from nblaunch.protocol.state import RunState, View
 
-# Options that torchelastic itself carries out: what they become, and what is wrong with them.
-
+# Options that torchelastic itself carries out.
 
 _SWITCHED_ON = "1"
 
 
 def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> ProcessSettings:
-    """Return what the agent is to know; `environ` is that of the ranks."""
+    """Return how the agent is to start processes; `environ` is that of the ranks."""
     method = options.start_method
-    built = torch.backends.cuda.is_built()
-    if (
-        method == "forkserver"
-        and built
-        and inherited.needs_new_python(environ, local().server.loaded_under())
-    ):
-        method = "spawn"
+    if method == "forkserver" and torch.backends.cuda.is_built():
+        under = local().server.loaded_under()
+        method = "spawn" if inherited.needs_new_python(environ, under) else method
     return ProcessSettings(
         logs_specs=options.logs_specs,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
@@ -111,21 +107,21 @@ def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> N
     if named and len(named) < placement.nproc:
         variable = next(name for name in (_devices.HIP, *_devices.VARIABLES) if environ.get(name) == chosen)
         msg = (
-            f"virtual_local_rank was asked for with {placement.nproc} ranks, which gives each rank one GPU "
-            f"of its own, but {variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."
+            f"virtual_local_rank with {placement.nproc} ranks gives each one a GPU of its own, but "
+            f"{variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."
         )
         raise OptionError(msg)
 
 
-# One run from its options to its result: place, capture, start, wait, collect.
+# Place and prepare: what is decided before a process starts.
 
 
 @dataclass(frozen=True, slots=True)
 class RankPayload:
-    """What ranks that stay are sent with a job; ranks that know the same get the same."""
+    """What `ranks` are sent with a job, and all others that have no payload of their own."""
 
-    ranks: frozenset[int]
     captured: Captured
+    ranks: frozenset[int] = frozenset()
     objects: Objects | None = None
 
 
@@ -134,33 +130,22 @@ class Launch:
     """A job with everything that is decided before a process starts."""
 
     job: CellJob | FunctionJob | ScriptJob | PushJob | PullJob
-    captured: Captured
     options: LaunchOptions
     placement: Placement
     environ: dict[str, str]
     title: str
-    cancelled: threading.Event | None = None
-    """Whoever sets it interrupts the run, from any thread."""
+    payloads: tuple[RankPayload, ...] = ()
+    """One for all ranks, or one for each group of ranks that know the same; without any, nothing is sent."""
     internal: bool = False
-    """Whether its result is seen by nobody."""
-    rank_payloads: tuple[RankPayload, ...] = ()
-    """In place of `captured`, where ranks are sent different things."""
+    """Whether its result is never shown."""
     arrived: Callable[[], None] = lambda: None
-    """Called once all parcels are where they belong."""
+    """Called once the payloads have arrived on all ranks."""
     notices: tuple[str, ...] = ()
 
     @property
     def backend(self) -> str:
-        """Return the backend of the ranks' default process group, nothing where none is formed."""
+        """Return the backend of the ranks' default process group, "" where none is formed."""
         return self.placement.backend if self.options.init_process_group else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A result, and what is to be raised once the result is where the user can reach it."""
-
-    result: RunResult | None
-    error: BaseException | None
 
 
 def refuse_inside_rank() -> None:
@@ -168,8 +153,8 @@ def refuse_inside_rank() -> None:
     rank = _notebook.inside_rank()
     if rank is not None:
         msg = (
-            f"A run was asked for inside rank {rank} of a run, but a rank cannot start ranks of its own. "
-            "Call it in the notebook, outside the distributed cell."
+            f"a run was started inside rank {rank} of a run, but a rank cannot start ranks of its own. Start "
+            "it in the notebook, outside the distributed cell."
         )
         raise LaunchError(msg, phase=Phase.FORK.value)
 
@@ -178,7 +163,7 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     """Decide ranks, devices and backend; return them and the ranks' environment."""
     refuse_inside_rank()
     if sys.platform == "win32":
-        msg = "Ranks were asked for on Windows, but torchelastic's start needs POSIX. Use WSL2."
+        msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
     inherited.working_directory()
     environ = {**os.environ, **options.env}
@@ -194,8 +179,35 @@ def place_launch(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
     return placement, environ
 
 
-def run_fresh(launch: Launch, watcher: Watcher, connect_peers: ConnectPeers) -> Outcome:
-    """Run a job on fresh ranks to its end, whatever that is; every failure is in the outcome."""
+def function_job(fn: object) -> FunctionJob:
+    """Return the job that calls `fn`. Raises `OptionError` if it is not callable."""
+    if not callable(fn):
+        msg = f"run(): {fn!r:.200} is not callable. Pass a function or a script."
+        raise OptionError(msg)
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return FunctionJob(name=name.replace("<locals>.", ""))
+
+
+def prepare_call(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
+) -> Launch:
+    """Place and capture a call of `fn` on fresh ranks."""
+    job = function_job(fn)
+    placement, environ = place_launch(options)
+    captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
+    return Launch(job, options, placement, environ, job.name, (RankPayload(captured),))
+
+
+# Run, wait and collect.
+
+
+def run_fresh(
+    launch: Launch,
+    view: View,
+    connect_peers: ConnectPeers,
+    cancelled: threading.Event | None = None,
+) -> Outcome:
+    """Run a job on fresh ranks; setting `cancelled` interrupts it, from any thread."""
     runtime = local()
     runtime.server.ensure_running()
     wait_for_gpus(launch.placement)
@@ -203,11 +215,11 @@ def run_fresh(launch: Launch, watcher: Watcher, connect_peers: ConnectPeers) -> 
         launch = replace(launch, notices=(*launch.notices, launch.placement.warning))
     options = launch.options
     settings = settings_of(options, launch.placement)
-    # Binding to a GPU's CPUs asks the device, which ranks that nobody may ever want must leave alone.
+    # Binding to a GPU's CPUs asks the device, which ranks that may never be used must leave alone.
     ahead = options.log_dir is None and options.numa_binding is None and settings.rdzv is None
     shape = replace(settings, grace=0.0) if ahead else None
     script = isinstance(launch.job, ScriptJob)
-    prepare = prepare_of(options, launch.placement, launch.environ, script=script)
+    prepare = inherited.prepare_of(options, launch.placement, launch.environ, script=script)
     standby_group = runtime.standby.take(shape)
     try:
         if standby_group is not None:
@@ -217,7 +229,7 @@ def run_fresh(launch: Launch, watcher: Watcher, connect_peers: ConnectPeers) -> 
             standby_group = new_group(runtime, settings, connect_peers, options.log_dir)
         warn_of_unheeded(standby_group.group, launch.environ)
         runtime.will_leave(standby_group.group)
-        return run_job(standby_group.group, launch, prepare, watcher, private=standby_group.private)
+        return run_job(standby_group, launch, prepare, view, cancelled)
     finally:
         runtime.standby.used(shape, functools.partial(_ahead, runtime, connect_peers))
 
@@ -237,20 +249,20 @@ def new_group(
     log_dir: str | None = None,
     *,
     keep: bool = False,
-) -> StandbyGroup:
+) -> GroupAndLogs:
     """Make a group, which is not started yet; its logs lie below `log_dir`, or are its own.
 
     Raises `OptionError` if that directory cannot be made.
     """
     settings = _with_logs(settings, log_dir or runtime.directory.make("logs-"))
-    private = None if log_dir else LogDirectory(settings.log_dir, runtime.remove)
+    directory = None if log_dir else LogDirectory(settings.log_dir, runtime.remove)
     group = WorkerGroup(runtime.hub, runtime.server, settings, connect_peers, keep=keep)
     runtime.keep(group)
-    return StandbyGroup(group, private)
+    return GroupAndLogs(group, directory)
 
 
-def _ahead(runtime: LocalRuntime, connect_peers: ConnectPeers, shape: AgentSettings) -> StandbyGroup:
-    """Start a group before it is asked for."""
+def _ahead(runtime: LocalRuntime, connect_peers: ConnectPeers, shape: AgentSettings) -> GroupAndLogs:
+    """Start a standby group."""
     descriptors.make_room(shape.nproc)
     runtime.server.ensure_running()
     standby_group = new_group(runtime, shape, connect_peers)
@@ -258,16 +270,17 @@ def _ahead(runtime: LocalRuntime, connect_peers: ConnectPeers, shape: AgentSetti
     return standby_group
 
 
-def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
-    group: WorkerGroup,
+def run_job(  # noqa: PLR0913 - a job, where it runs, what shows it and what can end it
+    made: GroupAndLogs,
     launch: Launch,
     prepare: Prepare,
-    watcher: Watcher,
+    view: View,
+    cancelled: threading.Event | None = None,
     *,
-    private: object,
     ranks: tuple[int, ...] | None = None,
 ) -> Outcome:
-    """Give a group a job, wait for its end, and collect what came of it; `ranks` are those that take part."""
+    """Run a job on a worker group, or on `ranks` of it; every failure is in the outcome."""
+    group = made.group
     with ExitStack() as sent:
         state = RunState.fresh(group.state.world_size, ranks, time=time.time())
         output = OutputFilter.of(launch.options)
@@ -275,31 +288,31 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
         job.whole = launch.arrived
         for text in launch.notices:
             job.notice(text)
-        ending = Ending(group, job, prepare, launch.options, watcher, launch.cancelled)
+        waiter = Waiter(group, job, prepare, launch.options, view, cancelled)
         shown = job.state
         try:
-            seen = Seen.by(prepare, alone=group.settings.processes.virtual_local_rank)
+            seen = SeenGpus.by(prepare, alone=group.settings.processes.virtual_local_rank)
             with measuring(
                 lambda: job.state,
                 lambda usages: group.post(Observed(usages)),
-                wanted=watcher.shows_usage,
+                wanted=view.shows_usage,
                 seen=seen,
             ):
-                error = ending.wait()
+                error = waiter.wait()
             local().wait_if_ending()
             try:
-                result = _collect(group, job, launch, private)
+                result = _collect(job, launch, made)
             except KeyboardInterrupt as interrupt:
-                # All values are here: whoever stops the notebook now still gets them.
-                result, error = _collect(group, job, launch, private), interrupt
+                # All values are here: a user who stops the notebook now still gets them.
+                result, error = _collect(job, launch, made), interrupt
             shown = result.state
         finally:
             try:
-                ending.ensure()
+                waiter.ensure_ended()
                 group.close()
                 job.values = {}
             finally:
-                watcher.close(shown if shown.finished else job.state)
+                view.close(shown if shown.finished else job.state)
     error = error or error_of(job, result, launch.options)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
@@ -307,18 +320,19 @@ def run_job(  # noqa: PLR0913 - a job, where it runs, and who looks on
 
 
 def wait_for_gpus(placement: Placement) -> None:
-    """Wait until the ranks of earlier runs are gone, where they hold memory that this one may need."""
+    """Wait until the ranks of earlier runs have exited, where they hold memory that these may need."""
     local().wait_until_left(lambda _: placement.device_type != "cpu")
 
 
 def _leaves(group: WorkerGroup, rdzv: RendezvousConfig) -> bool:
-    """Whether a group that has done its job still holds the place where others are to meet."""
+    """Whether a group that has done its job still holds the port of this rendezvous."""
     held = group.settings.rdzv
     done = group.job is None or group.job.ended.is_set()
     return done and held is not None and held.port == rdzv.port
 
 
-def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> RunResult:
+def _collect(job: Job, launch: Launch, made: GroupAndLogs) -> RunResult:
+    group = made.group
     events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
     if not launch.internal:
         local().last_events = events
@@ -328,12 +342,12 @@ def _collect(group: WorkerGroup, job: Job, launch: Launch, private: object) -> R
         title=launch.title,
         log_dir=_own_directory(job, group.settings),
         events=events,
-        keep=private,
+        keep=made.logs,
     )
 
 
 def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
-    """Return what the agent needs to know, but for what each group has for itself."""
+    """Return the agent's settings, but for what each group has for itself."""
     rdzv = rendezvous.config_of(options)
     if rdzv is not None:
         rdzv = replace(rdzv, ranks_backend=placement.backend)
@@ -358,49 +372,19 @@ def _with_logs(settings: AgentSettings, log_dir: str | Path) -> AgentSettings:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         msg = (
-            f"log_dir={str(directory)!r} was asked for, but it cannot be made: {error.strerror}. "
-            "Give a directory that you can write to."
+            f"log_dir={str(directory)!r} cannot be made: {error.strerror}. Give a directory that you can "
+            "write to."
         )
         raise OptionError(msg) from error
     return replace(settings, run_id=settings.run_id or uuid.uuid4().hex[:12], log_dir=directory)
-
-
-def prepare_of(
-    options: LaunchOptions,
-    placement: Placement,
-    environ: Mapping[str, str],
-    *,
-    timeout: float | None = None,
-    script: bool = False,
-) -> Prepare:
-    """Return what makes processes the ranks of this notebook, as it is now.
-
-    A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
-    and, unless it is to have a process group, devices that nobody has touched.
-    """
-    untouched = script and not options.init_process_group and placement.device_type != "cpu"
-    # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
-    environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
-    return Prepare(
-        environ=inherited.encoded(environ),
-        cwd=inherited.working_directory(),
-        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path if entry or not script),  # noqa: PTH100 - not resolve(), which follows links
-        argv=tuple(os.fsencode(each) for each in sys.argv[:1]) or (b"",),
-        umask=inherited.umask(),
-        limits=inherited.limits(placement.nproc),
-        backend=placement.backend if options.init_process_group else None,
-        device_type="" if untouched else placement.device_type,
-        accelerators=placement.accelerators,
-        timeout=timeout,
-    )
 
 
 def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch]:
     """Write payloads, which `sent` frees; return what each rank is sent, under None for all others."""
     dispatches: dict[int | None, Dispatch] = {}
     written: list[tuple[Packed, Outgoing]] = []
-    for rank_payload in launch.rank_payloads or (RankPayload(frozenset(), launch.captured),):
-        captured = rank_payload.captured
+    for each in launch.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
+        captured = each.captured
         outgoing = next((there for packed, there in written if packed.is_same(captured.packed)), None)
         if outgoing is None:
             outgoing = sent.enter_context(shared_memory.put(captured.packed, local().directory.root))
@@ -408,12 +392,12 @@ def _dispatches(launch: Launch, sent: ExitStack) -> Mapping[int | None, Dispatch
         dispatch = Dispatch(
             job=launch.job,
             payload=outgoing.payload,
-            objects=rank_payload.objects,
+            objects=each.objects,
             imports=captured.imports,
             internal=launch.internal,
             sources={name: (_notebook.title_of(name), source) for name, source in captured.sources.items()},
         )
-        dispatches |= dict.fromkeys([None, *rank_payload.ranks], dispatch)
+        dispatches |= dict.fromkeys([None, *each.ranks], dispatch)
     return dispatches
 
 

@@ -6,7 +6,6 @@ import contextlib
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,12 @@ _LAST_OUTPUT_LINES = 10
 _CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
 _LAST_OUTPUT_BYTES = 64 * 1024
 _LONG = 256 * 1024
-"""Bytes; what a rank printed beyond is read when it is asked for."""
+"""Bytes; a longer output stays in its file and is read at each access."""
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
 class LogDirectory:
-    """A private log directory: gone when the last result that refers to it is, or with the kernel."""
+    """A private log directory, removed when the last result that refers to it is collected."""
 
     def __init__(self, path: Path, remove: Callable[[Path], None]) -> None:
         """Have `remove` remove `path` when this object is collected."""
@@ -95,13 +94,7 @@ def _attempt(job: Job, attempt: AttemptState, values: Mapping[int, Any], keep: o
         started=attempt.started,
         ended=attempt.ended,
         ranks=RankResults(
-            _rank_result(
-                rank,
-                attempt.number,
-                by_rank.get(number),
-                values.get(number),
-                _printed(logs.get(number), keep),
-            )
+            _rank_result(rank, attempt.number, by_rank.get(number), values, logs.get(number), keep)
             for number, rank in attempt.ranks.items()
         ),
     )
@@ -113,7 +106,7 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
     if record.exception is not None:
         try:
             exception = pickling.loads_plain(record.exception)
-        except Exception:  # noqa: BLE001 - the record says it in words
+        except Exception:  # noqa: BLE001 - the record has it in words
             exception = None
     return RankFailure(
         rank=explained.rank,
@@ -134,68 +127,57 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
 
 
 def _last_output(rank: RankState, logs: Logs | None, output: OutputFilter) -> str:
-    """Return the last lines that a rank has printed; those of streams that are not shown come last."""
+    """Return a rank's last lines of output; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
         if logs is not None and not output.shows(logs.worker.local_rank, stream):
             path, start, end = _place(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     lines = _CONTROL.sub("", text).split("\n")
-    # A progress bar writes over its line: what counts is what stands there at last.
+    # A progress bar writes over its line: only its last state counts.
     final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
-    # torch's watchdog ends a process with a page of these, below what it has to say.
-    said = [line for line in final if line.strip() and not _CPP_FRAME.match(line)]
-    return "\n".join(said[-_LAST_OUTPUT_LINES:])
+    # torch's watchdog ends a process with a page of these, below its message.
+    kept = [line for line in final if line.strip() and not _CPP_FRAME.match(line)]
+    return "\n".join(kept[-_LAST_OUTPUT_LINES:])
 
 
 def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:
-    """Return which of the rank's two files a stream is in, and from where to where the job wrote it."""
-    start, ended = logs.started, logs.ended
-    if stream is Stream.STDOUT:
-        path, begin, end = logs.worker.stdout, start.stdout, ended.stdout if ended else None
-    else:
-        path, begin, end = logs.worker.stderr, start.stderr, ended.stderr if ended else None
+    """Return the file of a stream, and from where to where the job wrote it."""
+    path, start = getattr(logs.worker, stream.value), getattr(logs.started, stream.value)
+    end = getattr(logs.ended, stream.value) if logs.ended else None
     if end is None:
-        # A rank that has said no more of it: what comes later is another job's.
+        # No message has marked the end; what comes later is another job's.
         with contextlib.suppress(OSError):
             end = Path(path).stat().st_size
-    return path, begin, end or 0
+    return path, start, end or 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """What a rank printed, and where it is on its node."""
-
-    stdout: Any = ""
-    stderr: Any = ""
-    local_rank: int | None = None
-
-
-def _printed(logs: Logs | None, keep: object) -> _Output:
-    """Return what a rank printed: a long text stays in its file."""
+def _printed(logs: Logs | None, stream: Stream, keep: object) -> Any:
+    """Return what a rank printed, a long text as `LogText`."""
     if logs is None:
-        return _Output()
-
-    def text(stream: Stream) -> str | LogText:
-        path, start, end = _place(logs, stream)
-        return LogText(path, start, end, keep) if end - start > _LONG else read_text(path, start, end)
-
-    return _Output(text(Stream.STDOUT), text(Stream.STDERR), logs.worker.local_rank)
+        return ""
+    path, start, end = _place(logs, stream)
+    return LogText(path, start, end, keep) if end - start > _LONG else read_text(path, start, end)
 
 
-def _rank_result(
-    rank: RankState, attempt: int, failure: RankFailure | None, value: object, printed: _Output
+def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
+    rank: RankState,
+    attempt: int,
+    failure: RankFailure | None,
+    values: Mapping[int, Any],
+    logs: Logs | None,
+    keep: object,
 ) -> RankResult:
     return RankResult(
         rank=rank.rank,
-        local_rank=rank.local_rank if printed.local_rank is None else printed.local_rank,
+        local_rank=rank.local_rank if logs is None else logs.worker.local_rank,
         node=rank.node,
         device=rank.device,
         state=rank.state,
-        value=value if failure is None else None,
+        value=values.get(rank.rank) if failure is None else None,
         failure=failure,
-        stdout=printed.stdout,
-        stderr=printed.stderr,
+        stdout=_printed(logs, Stream.STDOUT, keep),
+        stderr=_printed(logs, Stream.STDERR, keep),
         displays=rank.transcript.displays,
         # Its process may not have ended yet: what it then does wrong is a warning.
         exitcode=0 if rank.exitcode is None and rank.state is State.SUCCEEDED else rank.exitcode,
@@ -211,7 +193,7 @@ def _rank_result(
 
 
 def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
-    """Return the error that a run which was not cut short ends with, if it failed."""
+    """Return the error of a job that ended by itself, None if it succeeded."""
     if job.launch_failure is not None:
         phase, message = job.launch_failure
         return LaunchError(message, phase=phase)
@@ -219,9 +201,8 @@ def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseExcepti
         if isinstance(job.error, NblaunchError):
             return job.error
         phase = _phase_of(job.error, job.state)
-        error: BaseException = LaunchError(
-            f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}", phase=phase
-        )
+        msg = f"phase '{phase}' broke: {type(job.error).__name__}: {job.error}"
+        error: BaseException = LaunchError(msg, phase=phase)
         error.__cause__ = job.error
         return error
     root = result.root_cause
@@ -242,7 +223,7 @@ def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseExcepti
 
 
 def _unfinished(result: RunResult) -> RunFailedError:
-    """Say that ranks have no value although none failed: a peer's process ended after its value came."""
+    """Return the error where no rank failed and some have no value: a peer exited after its value came."""
     ranks = [each.rank for each in result.ranks if each.state is not State.SUCCEEDED]
     warnings = "".join(f"\n{warning}" for warning in result.warnings)
     msg = (
@@ -260,7 +241,7 @@ def _phase_of(error: BaseException, state: RunState) -> str:
 
 
 def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> str:
-    """Say which rank failed, how, where, and what became of the others; no times, no pids."""
+    """Return which rank failed, how, where, and how the others ended; no times, no pids."""
     found = blame(result.state.ranks)
     first, *others = found.causes
     lines = [f"{format_ranks(first.ranks)} of {result.world_size} failed: {root.reason}"]

@@ -6,10 +6,10 @@ Each part is made when it is first used, and stands on those above it:
     fork server      ranks are forks of it; its log is in the directory        elastic/forkserver.py
     hub              ranks connect to its socket, in the directory             group/hub.py
     worker groups    their ranks are forked there, and connect to the hub      group/group.py
-    standby group    the worker group that is ready before it is asked for     group/standby.py
+    standby group    the worker group that is ready before it is needed        group/standby.py
 
 They end in the order that `LocalRuntime.close` has. No other module keeps one of these parts, or registers
-anything for the end of the process or for its forks: what needs a part is handed it, or asks `local`.
+anything for the end of the process or for its forks: a user of a part is given it, or asks `local`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class LocalRuntime:
     """The runtime of one process; its methods may be called on any thread."""
 
     def __init__(self, parents: LocalRuntime | None = None) -> None:
-        """Begin with nothing; `parents` is that of the process that this one is a fork of."""
+        """In a fork, `parents` is the runtime of the parent process."""
         self.directory = RuntimeDirectory()
         self.server = Server(self.directory)
         self.last_events: EventLog | None = None
-        """What torchelastic did in the last run that the user has asked for."""
+        """What torchelastic recorded in the user's last run."""
         self._lock = threading.RLock()
         self._hub: Hub | None = None
         self._standby: Standby | None = None
@@ -54,7 +54,7 @@ class LocalRuntime:
         self._leaving: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._exiting = threading.Event()
         self._abandoned = False
-        # Never collected: that would close sockets which are the parent's.
+        # Never collected: that would close the parent's sockets.
         self._parents = parents
 
     @property
@@ -81,7 +81,7 @@ class LocalRuntime:
             return self._standby
 
     def keep(self, group: WorkerGroup) -> None:
-        """Remember a group: it may be at work, or wait for other nodes, when the process ends."""
+        """Remember a group, to end it if it is open when the process ends."""
         with self._lock:
             self._groups.add(group)
 
@@ -91,7 +91,7 @@ class LocalRuntime:
             self._leaving.add(group)
 
     def wait_until_left(self, wanted: Callable[[WorkerGroup], bool]) -> None:
-        """Wait until the ranks of earlier runs are gone, those of the groups that are `wanted`."""
+        """Wait until the ranks of earlier runs have exited, in the groups that are `wanted`."""
         for group in self._open(self._leaving):
             if wanted(group):
                 group.closed.wait(_END_SECONDS)
@@ -101,11 +101,11 @@ class LocalRuntime:
             return [group for group in groups if not group.closed.is_set()]
 
     def remove(self, path: Path) -> None:
-        """Remove what is left of a run. A fork of the process has a copy of every result: it removes nothing.
+        """Remove the files of a run. A fork of the process has a copy of every result: it removes nothing.
 
-        A finalizer may call this: on the main thread, at any point of the user's own code, where an interrupt
+        A finalizer may call this on the main thread at any point of the user's own code, where an interrupt
         would be lost (Python ignores what a finalizer raises), or while this thread holds the lock. So the
-        hub's thread removes it, if there is one.
+        hub's thread removes them, if there is one.
         """
         hub = self._hub
         if self._abandoned:
@@ -116,7 +116,7 @@ class LocalRuntime:
             remove_tree(path)
 
     def close(self) -> None:
-        """End the standby group, all groups, the fork server and the hub; what is used next is made again."""
+        """End the standby group, all groups, the fork server and the hub; the next run makes new ones."""
         with self._lock:
             standby = self._standby
         if standby is not None:
@@ -146,21 +146,21 @@ class LocalRuntime:
         self.close()
 
     def wait_if_ending(self) -> None:
-        """Keep a daemon thread whose run has been ended by the program's end from telling anybody.
+        """Block a daemon thread whose run was ended by the program's end.
 
-        Nobody waits for it, and what it raised would be printed over the program's last words.
+        No thread waits for it, and Python would print what it raises after the program's own last output.
         """
         if self._exiting.is_set() and threading.current_thread() is not threading.main_thread():
             threading.Event().wait()
 
     def abandon(self) -> None:
-        """Leave all there is to the parent: this process is a fork of it, and must neither use nor end it."""
+        """Leave everything to the parent: this process is a fork, and must neither use nor end it."""
         self._abandoned = True
         self.server.abandon()
 
 
 def _leaves_by_itself(group: WorkerGroup) -> bool:
-    """Whether these fresh ranks have done their job: they end unasked, with the fork server at the latest."""
+    """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
     alone = group.settings.rdzv is None and not group.keep
     return alone and group.job is not None and group.job.ended.is_set()
 
@@ -174,7 +174,7 @@ def local() -> LocalRuntime:
 
 
 def _begin_in_child() -> None:
-    # Not with the parent's locks either: another thread of its may have held one, which nobody here lets go.
+    # With locks of its own: a thread of the parent may have held one, and does not exist here to release it.
     global _local
     _local.abandon()
     _local = LocalRuntime(_local)

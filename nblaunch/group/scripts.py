@@ -1,4 +1,4 @@
-"""A script on N ranks: what is asked for is found, or refused, before any process starts."""
+"""A script on N ranks: it is found, or refused, before any process starts."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
-from nblaunch.capture import pickling
-from nblaunch.capture.capture import Captured
-from nblaunch.group import launcher
-from nblaunch.group.launcher import Launch
+from nblaunch.group.launcher import Launch, place_launch
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest
 from nblaunch.protocol.messages import ScriptJob
 
-Script = str | os.PathLike[str]
+ScriptPath = str | os.PathLike[str]
 
 
-def is_script(target: object) -> TypeGuard[Script]:
+def is_script(target: object) -> TypeGuard[ScriptPath]:
     """Return whether `target` is the path of a script, not something to call."""
     return isinstance(target, str | os.PathLike) and not callable(target)
 
 
-def launch(
-    script: Script, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
+def prepare_script(
+    script: ScriptPath, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> Launch:
-    """Return a run of `script`. Raises `OptionError` for what cannot be one."""
+    """Place a run of `script`. Raises `OptionError` if it cannot be run."""
     name = _text(os.fspath(script), "the script")
     _check(options)
     if kwargs:
         msg = (
-            f"kwargs={brief(dict(kwargs))} was given with script {name!r}, but a script takes texts only. "
+            f"kwargs={brief(dict(kwargs))}: script {name!r} takes texts only. "
             'Write them as it reads them: args=["--lr", "0.1"].'
         )
         raise OptionError(msg)
     texts = _texts(args)
-    placement, environ = launcher.place_launch(options)
+    placement, environ = place_launch(options)
     path = file = title = ""
     if options.module:
         file = _module(name)
@@ -66,7 +63,6 @@ def launch(
             program=options.no_python,
             pull=options.pull,
         ),
-        captured=Captured(pickling.dumps(()), (), {}),
         options=options,
         placement=placement,
         environ=environ,
@@ -74,13 +70,13 @@ def launch(
     )
 
 
-def refuse_in_session(script: Script, session: str) -> OptionError:
-    """Return the error for a script that is given to a session's ranks."""
+def refuse_in_session(script: ScriptPath, session: str) -> OptionError:
+    """Return the error for a script on a session's ranks."""
     name = os.fspath(script)
     return OptionError(
-        f"{name!r} was given to session {session!r} to run, but a script is __main__ of its own process, and "
-        "the session's ranks have a __main__ that holds their variables. Use "
-        f"nblaunch.run({name!r}), which starts fresh ranks, or session.cell('%run {name}')."
+        f"session {session!r} cannot run {name!r}: a script is __main__ of its own process, and the ranks' "
+        f"__main__ holds their variables. Use nblaunch.run({name!r}), which starts fresh ranks, or "
+        f"session.cell('%run {name}')."
     )
 
 
@@ -95,38 +91,32 @@ def _check(options: LaunchOptions) -> None:
     ):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
-            msg = f"--no-python and {flag} were asked for together, but {why}. Give one of them."
+            msg = f"--no-python and {flag}: {why}. Give one of them."
             raise OptionError(msg)
 
 
 def _texts(args: Sequence[Any]) -> tuple[str, ...]:
     if isinstance(args, str | bytes):
         msg = (
-            f"args={brief(args)} was given to a script, but it takes a list of texts, one for each word. "
-            "Write args=[...], or args=shlex.split(...)."
+            f"args={brief(args)}: a script takes a list of texts, one for each word. Write args=[...], or "
+            "args=shlex.split(...)."
         )
         raise OptionError(msg)
     found = []
     for place, word in enumerate(args):
         if not isinstance(word, str | os.PathLike):
-            msg = (
-                f"args[{place}]={brief(word)} was given to a script, but it reads texts in sys.argv. "
-                f"Write {str(word)[:100]!r}."
-            )
+            msg = f"args[{place}]={brief(word)} is no text, as scripts read it. Write {str(word)[:100]!r}."
             raise OptionError(msg)
         found.append(_text(os.fspath(word), f"args[{place}]"))
     return tuple(found)
 
 
 def _text(text: str | bytes, what: str) -> str:
-    """Return a text that a command line and a message can hold."""
+    """Return `text`, if a command line and a message can hold it."""
     with contextlib.suppress(UnicodeEncodeError):
-        if isinstance(text, str) and "\0" not in text and text.encode() is not None:
+        if isinstance(text, str) and b"\0" not in text.encode():
             return text
-    msg = (
-        f"{what} is {brief(text)}, but it must be text that UTF-8 can write, without null characters. "
-        "Give such a text."
-    )
+    msg = f"{what} is {brief(text)}. Give text that UTF-8 can encode, without null characters."
     raise OptionError(msg)
 
 
@@ -141,39 +131,33 @@ def _file(name: str) -> tuple[str, str]:
     if not name or not path.exists():
         raise _missing(name, path, "file")
     runs = [path / f"__main__{suffix}" for suffix in (".py", ".pyc")]
+    wrong = ""
     if path.is_dir() and not any(each.is_file() for each in runs):
         inside = sorted(each.name for each in path.glob("*.py"))
         listed = f" It holds {', '.join(inside[:5])}." if inside else ""
-        msg = (
-            f"the script {name!r} was asked for, but it is a directory without a __main__.py.{listed} "
-            "Give the path of a file."
-        )
-        raise OptionError(msg)
-    if path.suffix == ".ipynb":
-        msg = (
-            f"the script {name!r} was asked for, but it is a notebook. Give a script: jupyter nbconvert --to "
-            "script makes one of it."
-        )
-        raise OptionError(msg)
-    if not os.access(path, os.R_OK):
-        msg = f"the script {name!r} was asked for, but you may not read it. Change its mode (chmod u+r)."
-        raise OptionError(msg)
-    if zipfile.is_zipfile(path):
+        wrong = f"it is a directory without a __main__.py.{listed} Give the path of a file."
+    elif path.suffix == ".ipynb":
+        wrong = "it is a notebook. Give a script: jupyter nbconvert --to script makes one of it."
+    elif not os.access(path, os.R_OK):
+        wrong = "you may not read it. Change its mode (chmod u+r)."
+    elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if not {"__main__.py", "__main__.pyc"} & set(archive.namelist()):
-                msg = f"the script {name!r} was asked for, but it is a zip without a __main__.py. Add one."
-                raise OptionError(msg)
+                wrong = "it is a zip without a __main__.py. Add one."
+    if wrong:
+        msg = f"the script {name!r}: {wrong}"
+        raise OptionError(msg)
     return written, next((each.name for each in runs if each.is_file()), "")
 
 
 def _as_written(file: str) -> str:
-    """Return the path of a file as one would write it."""
+    """Return the path of a file as a user writes it."""
     below = os.path.relpath(file) if file else ""
     return file if below.startswith(os.pardir) else below
 
 
 def _missing(name: str, path: Path, kind: str) -> OptionError:
-    """Return the error for a path at which nothing is, with the nearest name at which there is something."""
+    """Return the error for a path that does not exist, with the nearest name that does."""
     there = path.parent if name else Path.cwd()
     what_to_do = f"Give the path of one; the working directory is {Path.cwd()}."
     if not there.is_dir():
@@ -195,15 +179,16 @@ def _program(name: str, search: str | None) -> str:
         return os.path.abspath(found)  # noqa: PTH100 - keeps links: programs look at their own name
     path = Path(os.path.abspath(Path(name).expanduser())) if name else Path()  # noqa: PTH100 - keeps links
     if name and path.is_file():
-        what = "it is not executable" if not os.access(path, os.X_OK) else "it is not on PATH"
-        how = f"Make it so (chmod +x {name})" if not os.access(path, os.X_OK) else f"Write './{name}'"
-        msg = f"the program {name!r} was asked for, but {what}. {how}."
+        executable = os.access(path, os.X_OK)
+        wrong = "it is not on PATH" if executable else "it is not executable"
+        what_to_do = f"Write './{name}'" if executable else f"Make it so (chmod +x {name})"
+        msg = f"the program {name!r}: {wrong}. {what_to_do}."
         raise OptionError(msg)
     if os.sep in name or not name:
         raise _missing(name, path, "program")
     guess = nearest(name, _programs(search))
     what_to_do = f"Did you mean {guess!r}?" if guess else "Install it, or give its path."
-    msg = f"the program {name!r} was asked for, but there is none on PATH. {what_to_do}"
+    msg = f"the program {name!r}: there is none on PATH. {what_to_do}"
     raise OptionError(msg)
 
 
@@ -225,8 +210,8 @@ def _module(name: str) -> str:
     """
     if name.endswith(".py") or not all(part.isidentifier() for part in name.split(".")):
         msg = (
-            f"the module {name!r} was asked for, but that is no name of a module. Give a name as in "
-            "pkg.train, or, for a file, leave module=True (-m) out."
+            f"{name!r} is no name of a module. Give a name such as pkg.train, or, for a file, leave "
+            "module=True (-m) out."
         )
         raise OptionError(msg)
     spec, near = _spec(name)
@@ -237,28 +222,25 @@ def _module(name: str) -> str:
             if guess
             else f"Python looks in {Path.cwd()} first, then on sys.path."
         )
-        msg = f"the module {name!r} was asked for, but there is none of that name. {what_to_do}"
+        msg = f"the module {name!r}: there is none of that name. {what_to_do}"
         raise OptionError(msg)
     if spec.submodule_search_locations is not None:
         spec, _ = _spec(f"{name}.__main__")
     if spec is None:
-        msg = (
-            f"the module {name!r} was asked for, but it is a package without a __main__, and cannot be run. "
-            "Name one of its modules."
-        )
+        msg = f"the module {name!r} is a package without a __main__. Name one of its modules."
         raise OptionError(msg)
     return spec.origin if spec.has_location and spec.origin else ""
 
 
 def _spec(name: str) -> tuple[ModuleSpec | None, list[str]]:
-    """Return how a module would be imported, and which others are beside it; imports none if it can.
+    """Return how a module would be imported, and which others are beside it.
 
-    Importing the packages around it runs code of the user's in the notebook. So that is done only for
-    one that is not found where it should lie: a package may say itself where its modules are.
+    Importing the packages around it runs the user's code in the notebook. So they are imported only if it is
+    not found where it should lie: a package may decide where its modules are.
     """
     first, *others = name.split(".")
     spec: ModuleSpec | None = None
-    with contextlib.suppress(Exception):  # a broken finder, or a name that is none
+    with contextlib.suppress(Exception):  # a broken finder, or an invalid name
         spec = PathFinder.find_spec(first, _search_path()) or importlib.util.find_spec(first)
     beside = _names_in(_search_path()) if spec is None else []
     for part in others:

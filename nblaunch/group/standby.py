@@ -1,9 +1,9 @@
-"""A group that is ready before it is asked for: ranks forked and connected, nothing of the user's in them.
+"""The standby group: ranks forked and connected before a run needs them, with nothing of the user's in them.
 
-After a run on fresh ranks in a notebook, another group of the same shape is prepared while nothing runs; the
-next run of that shape takes it. Its ranks get the environment, the directory and the path that the notebook
-has then, and no device is touched before. It is dropped when it has not been used for a while, when the
-shape changes, and where memory is short.
+After a run on fresh ranks in a notebook, a thread prepares a group of the same shape while nothing runs; the
+next run of that shape takes it. Only then do its ranks get the notebook's environment, directory and path,
+and touch a device. The group is dropped when it is not used for a while, when the shape changes, and where
+memory is short.
 """
 
 from __future__ import annotations
@@ -22,58 +22,53 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.lifecycle import Trigger
 
 SWITCH = "NBLAUNCH_STANDBY"
-"""`0` turns it off, `1` on also outside notebooks, where a program seldom runs the same thing again."""
+"""`0` turns it off; `1` turns it on outside notebooks too, where programs seldom run the same job again."""
 STANDBY_SECONDS = 600.0
 IDLE_SECONDS = 0.25
-"""How long nothing may have run: who runs one cell after the other is not to be slowed down."""
+"""How long nothing must have run: a user who runs one cell after the other is not slowed down."""
 _LOOK_SECONDS = 10.0
 _LEAST_FREE = 0.1
 _CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyGroup:
-    """A group that waits for its job, and what keeps its logs."""
+class GroupAndLogs:
+    """A worker group, and what keeps its log directory."""
 
     group: WorkerGroup
-    private: object
-    """Keeps its log directory."""
+    logs: object
 
 
 class Standby:
-    """At most one group; all methods may be called on any thread."""
+    """Keeps at most one group; all methods may be called on any thread."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._idle_since = 0.0
         self._used = 0.0
-        self._standby_group: StandbyGroup | None = None
-        self._make: Callable[[AgentSettings], StandbyGroup] | None = None
+        self._standby_group: GroupAndLogs | None = None
+        self._make: Callable[[AgentSettings], GroupAndLogs] | None = None
         self._shape: AgentSettings | None = None
         self._thread: threading.Thread | None = None
         self._running = 0
 
-    def take(self, shape: AgentSettings | None) -> StandbyGroup | None:
-        """Return the group of this shape that is ready, if there is one: it is the caller's then.
+    def take(self, shape: AgentSettings | None) -> GroupAndLogs | None:
+        """Hand over the group of this shape, if it is ready; nothing fits None.
 
-        Whoever calls this must call `used` once the run is over. None is a shape that nothing fits.
+        The caller must call `used` once the run is over.
         """
         with self._lock:
             self._running += 1
-            standby_group, fits = (
-                self._standby_group,
-                self._standby_group is not None and shape is not None and self._shape == shape,
-            )
-            self._standby_group = None
+            standby_group, self._standby_group = self._standby_group, None
+            fits = shape is not None and self._shape == shape
         if standby_group is None or (fits and standby_group.group.waiting):
             return standby_group
         self._drop(standby_group)
         return None
 
-    def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], StandbyGroup]) -> None:
-        """Record that a run on fresh ranks is over; `make(shape)` starts the group that is to follow."""
+    def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], GroupAndLogs]) -> None:
+        """Record that a run on fresh ranks is over; `make(shape)` will start the next group."""
         with self._lock:
             self._running = max(self._running - 1, 0)
             self._idle_since = self._used = time.monotonic()
@@ -92,7 +87,7 @@ class Standby:
             thread = self._thread
             self._changed.notify_all()
         if standby_group is not None:
-            _end(standby_group)
+            _stop(standby_group)
         if thread is not None:
             # It may be preparing one at this moment, in a directory that is about to be removed.
             thread.join(_CLOSE_SECONDS)
@@ -123,20 +118,19 @@ class Standby:
                 self._prepare(shape, make)
 
     @staticmethod
-    def _drop(standby_group: StandbyGroup) -> None:
-        """End a group that nobody wants."""
+    def _drop(standby_group: GroupAndLogs) -> None:
         # Its ranks may be about to open their log files.
-        standby_group.group.keep_until_closed(standby_group.private)
+        standby_group.group.keep_until_closed(standby_group.logs)
         if standby_group.group.waiting:
             standby_group.group.post(Trigger.DISMISS)
         else:
             standby_group.group.stop()
 
-    def _prepare(self, shape: AgentSettings, make: Callable[[AgentSettings], StandbyGroup]) -> None:
+    def _prepare(self, shape: AgentSettings, make: Callable[[AgentSettings], GroupAndLogs]) -> None:
         standby_group = None
         try:
             standby_group = make(shape)
-        except Exception:  # noqa: BLE001 - the run that follows makes its own group, and says what is wrong
+        except Exception:  # noqa: BLE001 - the next run makes its own group, and raises what is wrong
             with self._lock:
                 self._shape = None
             return
@@ -144,20 +138,20 @@ class Standby:
             if self._shape == shape and self._running == 0:
                 self._standby_group, standby_group = standby_group, None
         if standby_group is not None:
-            _end(standby_group)
+            _stop(standby_group)
 
 
-def _end(standby_group: StandbyGroup) -> None:
+def _stop(standby_group: GroupAndLogs) -> None:
     standby_group.group.stop()
     standby_group.group.closed.wait(_CLOSE_SECONDS)
 
 
 def wanted() -> bool:
-    """Whether a group is to be prepared at all."""
-    said = os.environ.get(SWITCH, "").strip().lower()
-    if said in ("0", "false", "off", "no"):
+    """Whether this process prepares groups at all."""
+    switch = os.environ.get(SWITCH, "").strip().lower()
+    if switch in ("0", "false", "off", "no"):
         return False
-    return bool(said) or getattr(_notebook.shell(), "kernel", None) is not None
+    return bool(switch) or getattr(_notebook.shell(), "kernel", None) is not None
 
 
 def _memory_is_short() -> bool:

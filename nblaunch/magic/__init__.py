@@ -5,25 +5,23 @@ session if there is one, else on fresh ranks. `%distributed COMMAND` is one func
 run on the main thread of the kernel, which draws the view and waits for the end; `--background` moves that
 wait to a thread, and the cell returns a `Handle`.
 
-    line, cell ──parse_line──> LaunchOptions ──> session open? ─┬─ no:  launcher.run_fresh ─┐
-                                                                └─ yes: session.prepared ───┤
-    user_ns[out], `_` <── hand_over <── Outcome(result, error) <────────────────────────────┘
+    line, cell ──parse_line──> LaunchOptions ──> session open? ─┬─ no:  launcher.run_fresh ──┐
+                                                                └─ yes: session.prepare_cell ┤
+    user_ns[out], `_` <── perform_job <── Outcome(result, error) <───────────────────────────┘
     the error is raised last
 
 Invariants:
   * All that can be wrong with a line or a cell is raised before a process starts.
   * The result reaches `_` and `--out` before the error is raised, whatever the outcome.
   * The magics decide nothing about ranks. They print what a user asked for; views show runs.
-  * Nothing is installed in a shell but by `%load_ext`: the magics, a completer, and for `auto` a transformer.
+  * Only `%load_ext` installs anything in a shell: the magics, a completer, and for `auto` a transformer.
   * A cell is compiled under its own name and line numbers: a traceback shows the lines that the user wrote.
 
 Modules, each after those that it imports:
 
     sessions    open sessions by name, and the one that a cell belongs to
     auto        `%distributed auto on`: the input transformer that puts `%%distributed` above each cell
-    completion  options on a line; names and attributes on rank 0 in a cell
     export      remembers what ran, and writes cells as a script
-    scripts     `%distributed run train.py`; hands a result over to the notebook
-    commands    every `%distributed COMMAND`
-    magics      `%%distributed` and `%%local`; `register`
+    commands    every `%distributed COMMAND`; performs a job and hands its result to the notebook
+    magics      `%%distributed` and `%%local`; completion on rank 0; `register`
 """

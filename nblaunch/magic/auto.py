@@ -20,36 +20,36 @@ _STAYS = re.compile(r"\s*(%|!|\?)")
 _LOCAL = re.compile(r"%%local\s*$")
 
 
-class _State:
-    """Whether the magic is put above cells, and whether it was put above the one that runs."""
+class _AutoState:
+    """What IPython's events have told of the cell that runs, and whether it got the magic."""
 
     suspended = False
     inserted = False
     running = False
-    """Whether a cell is being run: what is transformed then is part of it, as the statement of `%timeit`."""
+    """Whether a cell runs: what is transformed then is part of it, as the statement of `%timeit`."""
     users = False
-    """Whether it is a cell of the user's; front ends run code of their own, to list variables for example."""
+    """Whether the user runs it; front ends run code of their own, to list variables for example."""
     silent = False
 
 
-_state = _State()
+_state = _AutoState()
 
 
 def on() -> bool:
-    """Whether cells run on the ranks by themselves."""
+    """Whether `%distributed auto on` holds."""
     running = _notebook.shell()
     return running is not None and transform in running.input_transformers_cleanup
 
 
 def take_inserted() -> bool:
-    """Return whether the cell that runs now has got its magic from here; once."""
+    """Return, once, whether `transform` put the magic above the cell that runs."""
     inserted, _state.inserted = _state.inserted, False
     return inserted
 
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Leave source alone that is transformed to be read, not to be run here."""
+    """Leave source alone that is transformed only to be read."""
     before, _state.suspended = _state.suspended, True
     try:
         yield
@@ -70,7 +70,7 @@ def transform(lines: list[str]) -> list[str]:
 
 
 def _is_in_the_background() -> bool:
-    """Whether a front end runs this silently or outside the history; without a kernel, `_told` says so."""
+    """Whether a front end runs this silently or outside the history; a terminal has `_on_run_cell`."""
     kernel = getattr(_notebook.shell(), "kernel", None)
     parent: Any = getattr(kernel, "get_parent", dict)() or {}
     asked = parent.get("content", {})
@@ -78,7 +78,7 @@ def _is_in_the_background() -> bool:
 
 
 def without_local(lines: list[str]) -> list[str]:
-    """Take `%%local` away: in the notebook, where the cell runs then, it means nothing."""
+    """Remove `%%local`, which means nothing in the notebook, where the cell then runs."""
     if not lines or not _LOCAL.match(lines[0]):
         return lines
     rest = list(itertools.dropwhile(lambda line: not line.strip(), lines[1:]))
@@ -87,67 +87,67 @@ def without_local(lines: list[str]) -> list[str]:
 
 
 def install(shell: Any) -> None:
-    """Have a shell understand `%%local`, and say when it runs a cell."""
+    """Register `%%local`, and callbacks for the cells that a shell runs."""
     transformers: list[object] = shell.input_transformers_cleanup
     if without_local not in transformers:
         transformers.append(without_local)
-        shell.events.register("pre_execute", _begun)
-        shell.events.register("pre_run_cell", _told)
-        shell.events.register("post_execute", _ended)
+        shell.events.register("pre_execute", _on_begin)
+        shell.events.register("pre_run_cell", _on_run_cell)
+        shell.events.register("post_execute", _on_end)
 
 
-def _begun() -> None:
+def _on_begin() -> None:
     # What is silent triggers no `pre_run_cell`, which comes after this.
     _state.running, _state.users, _state.silent = True, False, True
 
 
-def _told(info: Any) -> None:
+def _on_run_cell(info: Any) -> None:
     _state.users, _state.silent = bool(info.store_history), bool(info.silent)
 
 
 def is_the_users() -> bool:
-    """Whether the cell that runs is the user's, not what a front end or an extension asks on its own."""
+    """Whether the user runs this cell, not a front end or an extension."""
     return _state.users
 
 
 def run_here(shell: Any, cell: str) -> None:
-    """Run code in the notebook that got its magic from here, as silently as it was meant to run."""
+    """Run code in the notebook that should not have got the magic, as silently as it was meant to run."""
     with suspended():
         shell.run_cell(cell, silent=_state.silent).raise_error()
 
 
-def _ended() -> None:
+def _on_end() -> None:
     _state.running = False
 
 
 def switch(line: str) -> str:
-    """Switch it on or off; say what is so."""
+    """Switch `auto` on or off; return what the line shows."""
     running = _notebook.shell()
     word = line.strip()
     if running is None or word not in ("on", "off"):
-        msg = f"'%distributed auto {word}' was asked for, but it takes on or off. Write %distributed auto on."
+        msg = f"'%distributed auto {word}': auto takes on or off. Write %distributed auto on."
         raise OptionError(msg)
     transformers: list[object] = running.input_transformers_cleanup
     if word == "off":
         if transform in transformers:
             transformers.remove(transform)
-        _say_in_prompt(running, None)
+        _show_in_prompt(running, None)
         return "cells run in the notebook again"
     if not sessions.opened():
-        msg = "cells were to run on a session's ranks, but none is open. %distributed start -n 2 opens one."
+        msg = "%distributed auto on: cells run in a session, and none is open. Run %distributed start."
         raise NblaunchError(msg)
     if transform not in transformers:
         transformers.insert(transformers.index(without_local), transform)
     session = sessions.named(None)
-    _say_in_prompt(running, f"[{session.world_size} ranks] ")
+    _show_in_prompt(running, f"[{session.world_size} ranks] ")
     return (
         f"every cell runs on the {session.world_size} ranks of session {session.name!r} until "
         "%distributed auto off; magics, and cells that begin with %%local, stay in the notebook"
     )
 
 
-def _say_in_prompt(running: Any, text: str | None) -> None:
-    """Put `text` before the prompts of a terminal, or take it away; a notebook has none that could say it."""
+def _show_in_prompt(running: Any, text: str | None) -> None:
+    """Put `text` before the prompts of a terminal, or remove it; a notebook has no such prompts."""
     prompts = getattr(running, "prompts", None)
     if prompts is None:
         return
@@ -155,14 +155,13 @@ def _say_in_prompt(running: Any, text: str | None) -> None:
     if text is None:
         running.prompts = plain
         return
-
-    said = text
+    shown = text
 
     class WithRanks(type(plain)):  # type: ignore[misc] # whichever prompts the user has
         without_ranks = plain
 
         def in_prompt_tokens(self) -> list[tuple[Any, str]]:
             tokens: list[tuple[Any, str]] = super().in_prompt_tokens()
-            return [(tokens[0][0], said), *tokens]
+            return [(tokens[0][0], shown), *tokens]
 
     running.prompts = WithRanks(running)

@@ -2,22 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._results import Handle, Perform, RunResult
 from nblaunch.checks.doctor import doctor
-from nblaunch.group import runtime
-from nblaunch.group.session import debug, inspect
-from nblaunch.magic import auto, export, scripts, sessions
+from nblaunch.checks.report import DoctorReport
+from nblaunch.group import launcher
+from nblaunch.group.runtime import local
+from nblaunch.group.scripts import prepare_script
+from nblaunch.group.session import LiveSession
+from nblaunch.magic import auto, export, sessions
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.options.line import option_completions, parse_line, split_words
+from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
-from nblaunch.protocol.reports import HangReport
+from nblaunch.view.display import view_of
 from nblaunch.view.summary import events_table
 
 Namespace = dict[str, Any]
+
+
+# --- what runs a job -----------------------------------------------------------------------------------
+
+
+def perform_job(
+    perform: Perform, options: LaunchOptions, shell: Any, claim: Callable[[], object] = lambda: None
+) -> Handle | None:
+    """Run a job that a line asks for, and hand its result to the notebook; its error is raised last."""
+    if options.background:
+        handle = Handle(perform, claim=claim)
+        if options.out is not None:
+            shell.user_ns[options.out] = handle
+        return handle
+    outcome = perform(None)
+    if options.out is not None:
+        shell.user_ns[options.out] = outcome.result
+    shell.displayhook.update_user_ns(outcome.result)
+    # IPython also notes every output among its own variables, where neither `%reset out` nor the limit of its
+    # output cache finds it: results would never be freed.
+    hidden = shell.user_ns_hidden
+    for name in [name for name, value in hidden.items() if isinstance(value, RunResult)]:
+        del hidden[name]
+    outcome.unwrap()
+    return None
+
+
+def _run(line: str, _: Namespace) -> object:
+    """Run the script of a line `[options] script [arguments]` on fresh ranks, as torchrun runs it."""
+    # Before the line's own options: of an option given twice the last counts.
+    parsed = parse_line(f"--no-init {line}", script=True)
+    if parsed.help_wanted:
+        print(options_help("%distributed run", script=True))  # noqa: T201 - the user asked for it
+        return None
+    options = parsed.options
+    for option in ("session", "ranks"):
+        if getattr(options, option) is not None:
+            msg = (
+                f"--{option} was given to %distributed run, but a script is __main__ of its own process: "
+                "it has fresh ranks, also beside an open session. Leave it out."
+            )
+            raise OptionError(msg)
+    if not parsed.rest:
+        msg = (
+            "%distributed run needs a script, with options before it and its own arguments behind it. Write "
+            "%distributed run train.py."
+        )
+        raise OptionError(msg)
+    script, *args = parsed.rest
+    launch = prepare_script(script, args, None, options)
+    view = view_of(launch.title, launch.backend, launch.placement.note)
+    return perform_job(
+        functools.partial(launcher.run_fresh, launch, view, connect_peers), options, _notebook.shell()
+    )
+
+
+_MACRO = re.compile(r"\$\{(\w+)\}")
+
+
+def with_macros_kept(line: str) -> str:
+    """Return a line in which IPython's `{name}` leaves torchrun's `${local_rank}` to a script.
+
+    >>> with_macros_kept("run train.py ${local_rank}").format()
+    'run train.py ${local_rank}'
+    """
+    return _MACRO.sub(r"${{\1}}", line) if line.split()[:1] == ["run"] else line
+
+
+def _script_completions(text_so_far: str) -> list[str]:
+    """Return what the last word of `%distributed run ...` can become: an option or its value, else a file."""
+    before, _, word = text_so_far.rpartition(" ")
+    with contextlib.suppress(OptionError):  # raised for an option whose value is to follow
+        parsed = parse_line(" ".join(before.split()[2:]), script=True)
+        if parsed.rest or not word.startswith("-"):
+            return _files(word)
+    return option_completions(text_so_far, script=True) or _files(word)
+
+
+def _files(word: str) -> list[str]:
+    """Return the files and directories whose path begins with `word`."""
+    directory, _, start = word.rpartition("/")
+    searched = Path(f"{directory}/" if "/" in word else ".").expanduser()
+    try:
+        found = sorted(each for each in searched.iterdir() if each.name.startswith(start))
+    except OSError:
+        return []
+    before = word[: len(word) - len(start)]
+    shown = [each for each in found if start.startswith(".") or not each.name.startswith(".")]
+    return [f"{before}{each.name}{os.sep if each.is_dir() else ''}" for each in shown]
+
+
+# --- the other commands --------------------------------------------------------------------------------
 
 
 class PlainText(str):
@@ -30,166 +133,137 @@ class PlainText(str):
         return str(self)
 
 
-def _start(line: str, _: Namespace) -> object:
-    options = parse_line(line).options
-    session = sessions.start(options)
-    given = f" --session {session.name}" if session.name != sessions.DEFAULT else ""
+def _start(line: str, _: Namespace) -> str:
+    session = sessions.start(parse_line(line).options)
+    given = sessions.flag_of(session.name)
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
-    return PlainText(
+    return (
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
         f"variables; %%distributed{given} cells run on them until %distributed stop{given}{warning}"
     )
 
 
-def _only_session(line: str, command: str) -> LaunchOptions:
+def _session_name(line: str, command: str) -> str | None:
     parsed = parse_line(line, positional=True)
     if parsed.rest:
-        msg = (
-            f"%distributed {command} was given {parsed.rest[0]!r}, but it takes only --session NAME. "
-            "Leave it out."
-        )
+        msg = f"%distributed {command} takes only --session NAME. Leave {parsed.rest[0]!r} out."
         raise OptionError(msg)
-    return parsed.options
+    return parsed.options.session
 
 
-def _stop(line: str, _: Namespace) -> object:
-    return PlainText(sessions.stop(_only_session(line, "stop").session))
+def _session(line: str, command: str) -> LiveSession:
+    return sessions.named(_session_name(line, command))
 
 
-def _restart(line: str, _: Namespace) -> object:
-    session = sessions.named(_only_session(line, "restart").session)
+def _restart(line: str, _: Namespace) -> str:
+    session = _session(line, "restart")
     session.restart()
-    return PlainText(f"session {session.name!r}: {session.world_size} new ranks, without variables")
+    return f"session {session.name!r}: {session.world_size} new ranks, without variables"
 
 
-def _status(line: str, _: Namespace) -> object:
-    wanted = _only_session(line, "status").session
+def _status(line: str, _: Namespace) -> str:
+    wanted = _session_name(line, "status")
     if wanted is None and not sessions.opened():
-        return PlainText("no session is open; %distributed start -n 2 opens one")
+        return "no session is open; %distributed start -n 2 opens one"
     shown = [sessions.named(wanted)] if wanted is not None else list(sessions.opened().values())
-    return PlainText("\n".join(str(session.status()) for session in shown))
+    return "\n".join(str(session.status()) for session in shown)
 
 
-def _interrupt(line: str, _: Namespace) -> object:
-    sessions.named(_only_session(line, "interrupt").session).interrupt()
-    return None
-
-
-def _stacks(line: str, _: Namespace) -> HangReport:
-    return sessions.named(_only_session(line, "stacks").session).stacks()
-
-
-def _names_in(line: str, command: str) -> tuple[tuple[str, ...], LaunchOptions]:
+def _names_in(line: str, command: str) -> tuple[list[str], LaunchOptions]:
     """Return the names on a line, and its options, which may come before or after them."""
     words = split_words(line)
-    names: list[str] = []
-    while words and not words[0].startswith("-"):
-        names.append(words.pop(0))
-    parsed = parse_line(" ".join(words), positional=True)
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    parsed = parse_line(" ".join(words[len(names) :]), positional=True)
     names += parsed.rest
     if not names:
-        msg = f"%distributed {command} was given no name. Name the variables: %distributed {command} x y"
+        msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
         raise OptionError(msg)
-    return tuple(names), parsed.options
+    return names, parsed.options
 
 
-def _push(line: str, namespace: Namespace) -> object:
+def _push(line: str, namespace: Namespace) -> None:
     names, options = _names_in(line, "push")
     for name in names:
         if name not in namespace:
             guess = nearest(name, namespace)
-            msg = f"push: there is no variable {name!r} in the notebook." + (
-                f" Did you mean {guess!r}?" if guess else ""
-            )
+            what_to_do = f" Did you mean {guess!r}?" if guess else ""
+            msg = f"push: there is no variable {name!r} in the notebook.{what_to_do}"
             raise NblaunchError(msg)
     sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
-    return None
 
 
 _NCCL = "--nccl"
 _ONE_RANK = re.compile(r"(?:^|\s)--rank(?:\s+|=)(\S+)")
 
 
-def _pull(line: str, namespace: Namespace) -> object:
+def _pull(line: str, namespace: Namespace) -> None:
     """Assign a list of all ranks' values, with `--rank 0` the value of that rank."""
     one = _ONE_RANK.search(line)
     names, options = _names_in(_ONE_RANK.sub(" ", line), "pull")
     session = sessions.named(options.session)
     if one is None:
         namespace.update(session.pull(*names, ranks=options.ranks))
-        return None
+        return
     if not one[1].isdigit() or options.ranks is not None:
         msg = (
-            f"'%distributed pull {line.strip()}' was asked for, but --rank takes the number of one rank, and "
-            "no --ranks beside it. Write --rank 0, or --ranks 0,2 for a list."
+            f"'%distributed pull {line.strip()}': --rank takes the number of one rank, without --ranks. "
+            "Write --rank 0, or --ranks 0,2 for a list."
         )
         raise OptionError(msg)
     found = session.pull(*names, ranks=[int(one[1])])
     namespace.update({name: values[0] for name, values in found.items()})
-    return None
 
 
-def _inspect(line: str, _: Namespace) -> object:
+def _inspect(line: str, _: Namespace) -> str:
     names, options = _names_in(line, "inspect")
-    return PlainText(inspect(sessions.named(options.session), names[0], rank=(options.ranks or (0,))[0]))
+    rank = (options.ranks or (0,))[0]
+    return sessions.named(options.session).inspect(names[0], rank=rank)
 
 
-def _debug(line: str, _: Namespace) -> object:
+def _debug(line: str, _: Namespace) -> None:
     words = split_words(line)
-    number = words.pop(0) if words and words[0].isdigit() else None
-    session = sessions.named(_only_session(" ".join(words), "debug").session)
-    debug(session, session.failed_last if number is None else int(number))
-    return None
+    rank = int(words.pop(0)) if words and words[0].isdigit() else None
+    _session(" ".join(words), "debug").debug(rank)
 
 
-def _doctor(line: str, _: Namespace) -> object:
+def _doctor(line: str, _: Namespace) -> DoctorReport:
     words = split_words(line)
     if set(words) - {_NCCL}:
-        msg = (
-            f"'%distributed doctor {line}' was asked for, but doctor takes nothing after it but {_NCCL}. "
-            "Write %distributed doctor."
-        )
+        asked = f"%distributed doctor {line}"
+        msg = f"{asked!r}: doctor takes nothing after it but {_NCCL}. Write %distributed doctor."
         raise OptionError(msg)
     return doctor(nccl=_NCCL in words)
 
 
-def _events(line: str, _: Namespace) -> object:
+def _events(line: str, _: Namespace) -> str:
     if split_words(line):
         msg = (
-            f"'%distributed events {line}' was asked for, but events takes nothing after it: it shows "
-            "those of the last run. Of any other result, look at result.events."
+            f"'%distributed events {line}': events takes nothing after it, and shows those of the last run. "
+            "For another one, look at result.events."
         )
         raise OptionError(msg)
-    log = runtime.local().last_events
-    return PlainText("no run has ended yet" if log is None else events_table(log.all()))
-
-
-def _auto(line: str, _: Namespace) -> object:
-    return PlainText(auto.switch(line))
-
-
-def _export(line: str, namespace: Namespace) -> object:
-    return PlainText(export.command(line, namespace))
+    log = local().last_events
+    return "no run has ended yet" if log is None else events_table(log.all())
 
 
 COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "start": _start,
-    "stop": _stop,
+    "stop": lambda line, _: sessions.stop(_session(line, "stop")),
     "restart": _restart,
     "status": _status,
     "push": _push,
     "pull": _pull,
     "inspect": _inspect,
     "debug": _debug,
-    "stacks": _stacks,
-    "interrupt": _interrupt,
+    "stacks": lambda line, _: _session(line, "stacks").stacks(),
+    "interrupt": lambda line, _: _session(line, "interrupt").interrupt(),
     "events": _events,
-    "auto": _auto,
-    "run": scripts.run,
-    "export": _export,
+    "auto": lambda line, _: auto.switch(line),
+    "run": _run,
+    "export": export.export_cells,
     "doctor": _doctor,
 }
-"""What `%distributed` can be followed by; a call returns what the line shows."""
+"""Each command's function, which returns what the line shows."""
 
 
 def command_completions(text_so_far: str) -> list[str]:
@@ -199,25 +273,29 @@ def command_completions(text_so_far: str) -> list[str]:
     ['stop']
     """
     before, _, word = text_so_far.rpartition(" ")
-    if len(before.split()) <= 1:
-        return [name for name in COMMANDS if name.startswith(word)]
-    if before.split()[1] == "run":
-        return scripts.completions(text_so_far)
-    if before.split()[-1] == "--session":
-        return [name for name in sessions.opened() if name.startswith(word)]
-    if before.split()[1] == "doctor":
-        return [flag for flag in (_NCCL,) if flag.startswith(word)]
-    if before.split()[1] == "export":
-        return [flag for flag in export.FLAGS if flag.startswith(word)]
-    return option_completions(f"%%distributed {word}")
+    match before.split()[1:]:
+        case []:
+            possible: Iterable[str] = COMMANDS
+        case ["run", *_]:
+            return _script_completions(text_so_far)
+        case [*_, "--session"]:
+            possible = sessions.opened()
+        case ["doctor", *_]:
+            possible = (_NCCL,)
+        case ["export", *_]:
+            possible = export.FLAGS
+        case _:
+            return option_completions(f"%%distributed {word}")
+    return [each for each in possible if each.startswith(word)]
 
 
 def command(line: str, namespace: Namespace) -> object:
-    """Carry out the command of a line `%distributed ...`; raises `OptionError` for one there is not."""
+    """Run the command of a line `%distributed ...`; raises `OptionError` for an unknown one."""
     words = split_words(line)
     chosen = COMMANDS.get(words[0]) if words else None
     if chosen is not None:
-        return chosen(line.strip()[len(words[0]) :].strip(), namespace)
+        shown = chosen(line.strip()[len(words[0]) :].strip(), namespace)
+        return PlainText(shown) if isinstance(shown, str) else shown
     asked = f"%distributed {line}".strip()
     guess = nearest(words[0], COMMANDS) if words else None
     what_to_do = (
@@ -226,5 +304,5 @@ def command(line: str, namespace: Namespace) -> object:
         else f"Did you mean %distributed {guess}?"
     )
     wrong = "there is no such command" if words else "it needs a command"
-    msg = f"{asked!r} was asked for, but {wrong}. {what_to_do}"
+    msg = f"{asked!r}: {wrong}. {what_to_do}"
     raise OptionError(msg)

@@ -41,9 +41,9 @@ class Ran:
     """The session that it ran in, and which attempt of it: its variables are there."""
 
     @property
-    def title(self) -> str:
-        """What the reader calls it."""
-        return _title(self.number)
+    def cell(self) -> Cell:
+        """The cell, for `write`."""
+        return Cell(self.source, _title(self.number))
 
 
 _ran: dict[int, Ran] = {}
@@ -53,7 +53,7 @@ _ran: dict[int, Ran] = {}
 def about_to_run(
     number: int, source: str, options: LaunchOptions, placement: Placement, session: LiveSession | None
 ) -> Ran:
-    """Return what is to be remembered of a cell."""
+    """Return what `remember` keeps of a cell."""
     kept = None
     if session is not None:
         kept = (weakref.ref(session), session.group.attempt)
@@ -62,30 +62,30 @@ def about_to_run(
 
 
 def remember(ran: Ran) -> None:
-    """Take note of a cell that runs."""
+    """Remember a cell that runs, as the last one."""
     _ran.pop(ran.number, None)
     _ran[ran.number] = ran
 
 
-def command(line: str, namespace: dict[str, Any]) -> str:
-    """Carry out `%distributed export`; returns what the line shows."""
+def export_cells(line: str, namespace: dict[str, Any]) -> str:
+    """Run `%distributed export`; returns what the line shows."""
     numbers, path, force = _parsed(line)
     if not _ran:
-        msg = f"{path} was to hold the last %%distributed cell, but none has been run. Run one first."
+        msg = f"{path} would hold the last %%distributed cell, but none has been run. Run one first."
         raise NblaunchError(msg)
     if numbers is None:
         last = next(reversed(_ran.values()))
-        return write([cell_of(last)], last, path, namespace, force=force)
+        return write([last.cell], last, path, namespace, force=force)
     inputs = _inputs(namespace)
-    cells = [cell_of(_ran[number]) if number in _ran else _plain_cell(number, inputs) for number in numbers]
+    cells = [_ran[number].cell if number in _ran else _plain_cell(number, inputs) for number in numbers]
     ran = [_ran[number] for number in numbers if number in _ran]
     if not ran:
-        msg = (
-            f"--cells {_listed(numbers)} was asked for, but none of these is a %%distributed cell. There "
-            f"are {_listed(_ran)}."
-        )
+        msg = f"--cells {_listed(numbers)}: none of these is a %%distributed cell. There are {_listed(_ran)}."
         raise OptionError(msg)
-    _check_alike(ran)
+    if len({each.placement.nproc for each in ran}) > 1:
+        sizes = ", ".join(f"{_title(each.number)} on {each.placement.nproc}" for each in ran)
+        msg = f"torchrun starts one number of ranks: {sizes} ranks. Export them into a file each."
+        raise NblaunchError(msg)
     return write(cells, ran[-1], path, namespace, force=force)
 
 
@@ -127,22 +127,17 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def cell_of(ran: Ran) -> Cell:
-    """Return a cell that was run, for `write`."""
-    return Cell(ran.source, ran.title)
-
-
 def _inputs(namespace: Mapping[str, Any]) -> dict[int, str]:
     """Return the cells that the notebook has run, by number, as they were written.
 
-    `In` would be shorter, but after a `%reset` it begins anew and the numbers do not.
+    `In` would be shorter, but a `%reset` empties it and keeps the numbers.
     """
     found = {name[2:]: text for name, text in namespace.items() if re.fullmatch(r"_i[1-9]\d*", name)}
     return {int(number): text for number, text in found.items() if isinstance(text, str)}
 
 
 def _history(inputs: Mapping[int, str], transform: Callable[[str], str]) -> dict[int, str]:
-    """Return what the notebook has run, in Python; a cell that could not even be read is left out."""
+    """Return what the notebook has run, as Python; a cell that cannot be transformed is left out."""
     found = {}
     for number, text in sorted(inputs.items()):
         with contextlib.suppress(Exception):  # whatever a transformer of the user's raises
@@ -168,19 +163,8 @@ def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def _check_alike(ran: list[Ran]) -> None:
-    sizes = {each.placement.nproc for each in ran}
-    if len(sizes) > 1:
-        told = ", ".join(f"{each.title} on {each.placement.nproc}" for each in ran)
-        msg = (
-            f"One script was to hold {told} ranks, but torchrun starts one number of ranks. Export them "
-            "into a file each."
-        )
-        raise NblaunchError(msg)
-
-
 def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *, force: bool = False) -> str:
-    """Write the script of some cells; returns what to say about it. Raises `NblaunchError`."""
+    """Write the script of some cells; returns what the line shows. Raises `NblaunchError`."""
     target = Path(path)
     _check_free(target, force=force)
     shell = _notebook.shell()
@@ -201,17 +185,16 @@ def write(cells: list[Cell], last: Ran, path: str, namespace: dict[str, Any], *,
             elsewhere=_only_on_ranks(cells, last, shell.transform_cell),
         )
     _save(script, target, force=force)
-    return _said(script, target, command_line)
+    return _report(script, target, command_line)
 
 
 def _only_on_ranks(cells: list[Cell], last: Ran, transform: Callable[[str], str]) -> Mapping[str, int]:
-    """Return the variables that other cells have made on the ranks of the session, and the cells' numbers."""
+    """Return the variables that earlier cells have made on the session's ranks, and the cells' numbers."""
     exported = {cell.title for cell in cells}
     found = {}
     for ran in _ran.values():
-        if ran.kept is not None and ran.kept == last.kept and ran.title not in exported:
-            if ran.number > last.number:
-                continue
+        same_ranks = ran.kept is not None and ran.kept == last.kept
+        if same_ranks and ran.number <= last.number and ran.cell.title not in exported:
             found.update(dict.fromkeys(bound_in(ran.source, transform), ran.number))
     return found
 
@@ -222,21 +205,21 @@ def _data_directory(target: Path) -> Path:
 
 def _check_free(target: Path, *, force: bool) -> None:
     if not target.parent.is_dir():
-        msg = f"{target} was to be written, but there is no directory {target.parent}. Make it first."
+        msg = f"{target}: there is no directory {target.parent}. Make it first."
         raise NblaunchError(msg)
     if target.is_dir():
-        msg = f"{target} was to be written, but it is a directory. Give another name."
+        msg = f"{target}: it is a directory. Give another name."
         raise NblaunchError(msg)
     if os.path.lexists(target) and not force and not is_exported(target):
         msg = (
-            f"{target} was to be written, but it is there, and was not written by an export. Give another "
+            f"{target}: it is there, and was not written by an export. Give another "
             f"name, or overwrite it: %distributed export --force {shlex.quote(str(target))}"
         )
         raise NblaunchError(msg)
 
 
 def _save(script: ExportedScript, target: Path, *, force: bool) -> None:
-    """Write the files, the script last; nothing that is not an export's own is overwritten."""
+    """Write the files, the script last; only an export's own files are overwritten."""
     directory = _data_directory(target)
     paths = {load.file: directory / load.file for load in script.files}
     ours = target.exists() and is_exported(target)
@@ -245,8 +228,8 @@ def _save(script: ExportedScript, target: Path, *, force: bool) -> None:
         strange = [directory]
     if strange and not (ours or force):
         msg = (
-            f"{strange[0]} was to be written for {target}, but it is there. Give another name, or overwrite "
-            f"it: %distributed export --force {shlex.quote(str(target))}"
+            f"{target} needs {strange[0]}, which is there already. Give another name, or overwrite it: "
+            f"%distributed export --force {shlex.quote(str(target))}"
         )
         raise NblaunchError(msg)
     try:
@@ -260,25 +243,21 @@ def _save(script: ExportedScript, target: Path, *, force: bool) -> None:
         partial.replace(target)
     except OSError as error:
         why = error.strerror or str(error)
-        msg = f"{target} was to be written, but {why} ({error.filename}). Give another place."
+        msg = f"{target}: {why} ({error.filename}). Give another place."
         raise NblaunchError(msg) from error
     # What an earlier export had to save, and this one has not.
     for name in set(re.findall(r'/ "([^"/]+)"\)', before)) - paths.keys():
         (directory / name).unlink(missing_ok=True)
 
 
-def _said(script: ExportedScript, target: Path, command_line: str) -> str:
-    beside = (
-        f" with {', '.join(load.file for load in script.files)} in {_data_directory(target)}"
-        if script.files
-        else ""
-    )
+def _report(script: ExportedScript, target: Path, command_line: str) -> str:
+    files = ", ".join(load.file for load in script.files)
+    beside = f" with {files} in {_data_directory(target)}" if files else ""
     lines = [f"{target} is written{beside}. It runs with:", command_line]
     local = _local_modules(script.text)
     if local and target.parent.resolve() != Path.cwd():
-        lines.insert(
-            1, f"It imports {', '.join(local)} of the notebook's directory: set PYTHONPATH to {Path.cwd()}."
-        )
+        names = ", ".join(local)
+        lines.insert(1, f"It imports {names} of the notebook's directory: set PYTHONPATH to {Path.cwd()}.")
     if script.left_out:
         names = ", ".join(script.left_out)
         lines.insert(1, f"Left out, since the cell may never use what cannot be saved: {names}.")
@@ -286,7 +265,7 @@ def _said(script: ExportedScript, target: Path, command_line: str) -> str:
 
 
 def _local_modules(text: str) -> list[str]:
-    """Return the modules that a script imports and Python finds because they are where the notebook is."""
+    """Return the modules that a script imports from the notebook's directory."""
     roots = {each.module.partition(".")[0] for node in ast.walk(ast.parse(text)) for each in imports_in(node)}
     places = {root: getattr(sys.modules.get(root), "__file__", None) for root in roots}
     return sorted(root for root, place in places.items() if place and _is_here(Path(place)))

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.utils.text import DollarFormatter
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
+from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.elastic.placement import Placement
 from nblaunch.group import launcher
-from nblaunch.group.background import Handle
 from nblaunch.group.knowledge import own_name_notice
-from nblaunch.group.launcher import Launch, Outcome
-from nblaunch.group.session import LiveSession
+from nblaunch.group.launcher import Launch, RankPayload
 from nblaunch.magic import auto, export, sessions
-from nblaunch.magic.commands import command, command_completions
-from nblaunch.magic.completion import make_matcher
-from nblaunch.magic.scripts import hand_over, with_macros_kept
+from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept
 from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import option_completions, options_help, parse_line
 from nblaunch.protocol.messages import CellJob
-from nblaunch.view.display import watcher
+from nblaunch.view.display import view_of
 
 T = TypeVar("T")
-Performed = Callable[[threading.Event | None], Outcome]
 
 
 @magics_class
@@ -51,7 +49,7 @@ class DistributedMagics(Magics):
     @cell_magic
     def local(self, line: str, cell: str) -> None:  # noqa: ARG002 - a magic takes it
         """Run the cell in the notebook, also while `%distributed auto` is on."""
-        # Only below another magic does it come this far; `auto` takes it away from a cell's first line.
+        # Called only below another magic: `auto` removes it from a cell's first line.
         with auto.suspended():
             self.shell.run_cell(cell).raise_error()
 
@@ -66,7 +64,7 @@ class DistributedMagics(Magics):
         if inserted and not auto.is_the_users():
             auto.run_here(self.shell, cell)
             return None
-        session = sessions.chosen(options)
+        session = sessions.session_for(options)
         first_line = 1 if inserted else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count
@@ -81,66 +79,35 @@ class DistributedMagics(Magics):
         )
         if session is None:
             placement, environ = _place(options)
-            perform = self._fresh(job, options, placement, environ)
+            perform = self._prepare_fresh(job, options, placement, environ)
         else:
             placement = session.placement
-            perform = self._kept(job, options, session)
+            sessions.check_cell_options(session, options)
+            perform = self._captured(
+                job,
+                lambda plain, transform: session.prepare_cell(
+                    job, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
+                ),
+            )
         ran = export.about_to_run(number, cell, options, placement, session)
         if options.export is not None:
-            print(export.write([export.cell_of(ran)], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
+            print(export.write([ran.cell], ran, options.export, self.shell.user_ns))  # noqa: T201 - asked for
         export.remember(ran)
-        if options.background:
-            return self._in_background(perform, options, session)
-        finished = perform(None)
-        if finished.result is not None:
-            hand_over(finished.result, options, self.shell)
-        if finished.error is not None:
-            raise finished.error
-        return None
+        claim = session.claim if session is not None else lambda: None
+        return perform_job(perform, options, self.shell, claim)
 
-    def _fresh(
+    def _prepare_fresh(
         self, job: CellJob, options: LaunchOptions, placement: Placement, environ: dict[str, str]
-    ) -> Performed:
-        """Prepare a run on fresh ranks: all that can be wrong with it is said before it begins."""
+    ) -> Perform:
+        """Prepare a run on fresh ranks; raises all that can be wrong with it."""
         captured = self._captured(
             job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
         reached = captured.used | captured.packed.carried.keys()
-        noticed = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
-        watch = watcher("cell", placement.backend if options.init_process_group else "", placement.note)
-
-        def perform(cancelled: threading.Event | None) -> Outcome:
-            launch = Launch(
-                job=job,
-                captured=captured,
-                options=options,
-                placement=placement,
-                environ=environ,
-                title="cell",
-                cancelled=cancelled,
-                notices=noticed,
-            )
-            return launcher.run_fresh(launch, watch, connect_peers)
-
-        return perform
-
-    def _kept(self, job: CellJob, options: LaunchOptions, session: LiveSession) -> Performed:
-        """Prepare a run on a session's ranks."""
-        sessions.check_cell_options(session, options)
-        return self._captured(
-            job,
-            lambda plain, transform: session.prepared(
-                job, plain, self.shell.user_ns, transform, ranks=options.ranks, options=options
-            ),
-        )
-
-    def _in_background(
-        self, perform: Performed, options: LaunchOptions, session: LiveSession | None
-    ) -> Handle:
-        handle = Handle(perform, claim=session.claim if session is not None else None)
-        if options.out is not None:
-            self.shell.user_ns[options.out] = handle
-        return handle
+        notices = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
+        launch = Launch(job, options, placement, environ, "cell", (RankPayload(captured),), notices=notices)
+        view = view_of("cell", launch.backend, placement.note)
+        return functools.partial(launcher.run_fresh, launch, view, connect_peers)
 
     def _expanded(self, line: str) -> str:
         try:
@@ -156,7 +123,7 @@ class DistributedMagics(Magics):
         return filename, _notebook.title_of(filename)
 
     def _captured(self, job: CellJob, capture: Callable[[str, Callable[[str], str]], T]) -> T:
-        """Capture what the cell uses; a cell that is no Python says so with its own line."""
+        """Capture what the cell uses; a `SyntaxError` in it names the cell's own line."""
         with auto.suspended():
             transformed = "\n" * (job.first_line - 1) + self.shell.transform_cell(job.source)
             try:
@@ -167,12 +134,9 @@ class DistributedMagics(Magics):
 
 
 def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
-    """Decide where a cell on fresh ranks runs. Raises `OptionError` for an option that a session has."""
+    """Decide where a cell on fresh ranks runs. Raises `OptionError` for `--ranks`."""
     if options.ranks is not None:
-        msg = (
-            "--ranks was asked for, but it chooses ranks of a session, and no session runs this cell. "
-            "Leave it out."
-        )
+        msg = "--ranks chooses ranks of a session, and no session runs this cell. Leave it out."
         raise OptionError(msg)
     return launcher.place_launch(options)
 
@@ -188,7 +152,7 @@ def register(shell: InteractiveShell) -> None:
     completer: Any = shell.Completer
     completer.custom_matchers = [
         *(each for each in completer.custom_matchers if each.__name__ != "session_matcher"),
-        make_matcher(),
+        context_matcher()(session_matcher),
     ]
     shell.set_hook(
         "complete_command",
@@ -200,3 +164,32 @@ def register(shell: InteractiveShell) -> None:
         lambda _shell, event: command_completions(event.text_until_cursor),
         str_key="%distributed",
     )
+
+
+# Completion in the body of a `%%distributed` cell: names and attributes that live on rank 0.
+
+_MAGIC = re.compile(r"\s*%%distributed\b([^\n]*)\n")
+
+
+def session_matcher(context: CompletionContext) -> SimpleMatcherResult:
+    """Complete a cell for IPython's completer."""
+    try:
+        return SimpleMatcherResult(completions=_completions(context))
+    except Exception:  # noqa: BLE001 - the line is not finished, and cannot be parsed
+        return SimpleMatcherResult(completions=[])
+
+
+def _completions(context: CompletionContext) -> list[SimpleCompletion]:
+    body = _MAGIC.match(context.full_text)
+    if body is None and not auto.on():
+        return []
+    session = sessions.session_for(parse_line(body[1] if body is not None else "").options)
+    if session is None:
+        return []
+    skipped = body.end() if body is not None else 0
+    lines = context.full_text.split("\n")
+    position = sum(len(line) + 1 for line in lines[: context.cursor_line]) + context.cursor_position
+    length, texts = session.complete(context.full_text[skipped:], position - skipped)
+    # IPython replaces its own token; ours may begin elsewhere.
+    before = context.token[: max(len(context.token) - length, 0)]
+    return [SimpleCompletion(before + text) for text in texts]

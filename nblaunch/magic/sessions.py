@@ -7,13 +7,13 @@ from nblaunch.group.session import LiveSession
 from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.table import nearest
-from nblaunch.view.display import watcher
+from nblaunch.view.display import view_of
 
 DEFAULT = "default"
 
 _sessions: dict[str, LiveSession] = {}
 _lost: set[str] = set()
-"""Sessions that have ended without having been stopped, and whose user does not know yet."""
+"""Sessions whose ranks ended by themselves, until the user is told once."""
 
 
 def opened() -> dict[str, LiveSession]:
@@ -29,33 +29,27 @@ def start(options: LaunchOptions) -> LiveSession:
     name = options.session or DEFAULT
     if name in opened():
         msg = (
-            f"a session {name!r} was asked for, but there is one already, with "
-            f"{_sessions[name].world_size} ranks. Stop it first (%distributed stop{_named(name)}), or give "
-            "another name (--session NAME)."
+            f"session {name!r}: there is one already, with {_sessions[name].world_size} ranks. Stop it first "
+            f"(%distributed stop{flag_of(name)}), or give another name (--session NAME)."
         )
         raise OptionError(msg)
     for option in OPTIONS:
-        # `--session` gives the name.
         of_a_cell = option.scope == "notebook" and option.name != "session"
         if of_a_cell and getattr(options, option.name) != option.default:
-            msg = (
-                f"{option.flags[0]} was given to %distributed start, but it is for a cell. Leave it out here."
-            )
+            msg = f"{option.flags[0]} is for a cell, not for %distributed start. Leave it out here."
             raise OptionError(msg)
     _lost.discard(name)
-    session = LiveSession(options, connect_peers, name=name, watch=watcher)
+    session = LiveSession(options, connect_peers, name=name, watch=view_of)
     _sessions[name] = session
     return session
 
 
-def chosen(options: LaunchOptions) -> LiveSession | None:
+def session_for(options: LaunchOptions) -> LiveSession | None:
     """Return the session that a line asks for, None for fresh ranks; raises `NblaunchError`."""
     sessions = opened()
     if options.fresh:
         if options.session is not None:
-            msg = (
-                "--fresh and --session were asked for, but a cell runs on one or the other. Give one of them."
-            )
+            msg = "--fresh and --session: a cell runs on one or the other. Give one of them."
             raise OptionError(msg)
         return None
     if options.session is not None:
@@ -64,8 +58,8 @@ def chosen(options: LaunchOptions) -> LiveSession | None:
         # Once: a cell that was meant for ranks with variables must not run on fresh ones unasked.
         name = _lost.pop()
         msg = (
-            f"the cell was to run in session {name!r}, but its ranks have ended and could not be started "
-            f"anew. Start it again (%distributed start{_named(name)}), or run the cell again for fresh ranks."
+            f"the ranks of session {name!r} have ended, and could not be replaced. Start it again "
+            f"(%distributed start{flag_of(name)}), or run the cell again for fresh ranks."
         )
         raise NblaunchError(msg)
     if DEFAULT in sessions:
@@ -74,7 +68,7 @@ def chosen(options: LaunchOptions) -> LiveSession | None:
 
 
 def named(name: str | None) -> LiveSession:
-    """Return an open session, the default one for None. Raises `NblaunchError` where there is none."""
+    """Return an open session, the default or the only one for None. Raises `NblaunchError` if none fits."""
     sessions = opened()
     if name is None and len(sessions) == 1:
         return next(iter(sessions.values()))
@@ -84,7 +78,7 @@ def named(name: str | None) -> LiveSession:
     if not sessions:
         msg = (
             f"session {wanted!r} was asked for, but no session is open. Start one: %distributed start -n 2"
-            f"{_named(wanted)}"
+            f"{flag_of(wanted)}"
         )
         raise NblaunchError(msg)
     guess = nearest(wanted, sessions)
@@ -96,7 +90,7 @@ def named(name: str | None) -> LiveSession:
 
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
     """Raise `OptionError` for an option of the group that differs from the session's own."""
-    # What a `PET_` variable says holds for fresh ranks; the line has not asked for it.
+    # A value from a `PET_` variable is meant for fresh ranks; the line does not have it.
     by_itself = LaunchOptions.from_keywords()
     for option in OPTIONS:
         value, own = getattr(options, option.name), getattr(session.options, option.name)
@@ -107,25 +101,25 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
         flag = option.flags[0]
         has = session.world_size if option.name == "nproc_per_node" else own
         msg = (
-            f"{flag} {value} was asked for, but the cell runs in session {session.name!r}, which was started "
-            f"with {has}. Leave {flag} out, or run the cell beside the session with --fresh."
+            f"{flag} {value} was asked for, but session {session.name!r} was started with {has}. Leave "
+            f"{flag} out, or run the cell beside the session with --fresh."
         )
         raise OptionError(msg)
 
 
-def stop(name: str | None) -> str:
-    """End a session."""
-    session = named(name)
+def stop(session: LiveSession) -> str:
+    """End a session; return what the line shows."""
     _sessions.pop(session.name, None)
     session.close()
     return f"session {session.name!r} has ended"
 
 
 def sweep(_result: object = None) -> None:
-    """After a cell, let go of what the notebook has let go of; a callback of IPython's."""
+    """After a cell, drop what is known of objects that the notebook has freed; a callback of IPython's."""
     for session in _sessions.values():
         session.sweep()
 
 
-def _named(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return what a line must have to mean this session."""
     return "" if name == DEFAULT else f" --session {name}"

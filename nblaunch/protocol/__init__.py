@@ -26,5 +26,5 @@ Modules, each after those that it imports:
     messages    between the kernel and its ranks: the structs, and their encoding
     reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
     transcript  one rank's output, bounded: its beginning, its end, and the amount between
-    state       `RunState` and `advance`, the fold
+    state       `RunState` and `advance`, the fold; `View`, which shows its states
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Mapping
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import msgspec
 from msgspec.structs import replace
@@ -393,3 +393,20 @@ def describe_exit(exitcode: int) -> str:
     if exitcode == 0:
         return "ended with exit code 0 but returned no value (os._exit?)"
     return f"ended with exit code {exitcode}"
+
+
+class View(Protocol):
+    """Shows a run, on the thread that waits for it. `draw` is called often, also when nothing has changed."""
+
+    @property
+    def shows_usage(self) -> bool:
+        """Whether it shows what the ranks use: only then are they measured."""
+
+    def open(self, state: RunState) -> None:
+        """Begin; nothing has run yet."""
+
+    def draw(self, state: RunState) -> None:
+        """Show what is new."""
+
+    def close(self, state: RunState) -> None:
+        """Show the end, and leave nothing behind that needs a kernel; called exactly once."""

@@ -13,14 +13,14 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
-from nblaunch.protocol.state import RunState
+from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import render_html
 from nblaunch.view.output import folded
 from nblaunch.view.panel_ranks import Drawing
@@ -44,23 +44,6 @@ _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 _log = logging.getLogger("nblaunch.view")
 
 Bundle = dict[str, object]
-
-
-class View(Protocol):
-    """Shows a run. `draw` is called often, also when nothing has changed; `close` exactly once."""
-
-    @property
-    def shows_usage(self) -> bool:
-        """Whether it shows what the ranks use: only then are they measured."""
-
-    def open(self, state: RunState) -> None:
-        """Begin; nothing has run yet."""
-
-    def draw(self, state: RunState) -> None:
-        """Show what is new."""
-
-    def close(self, state: RunState) -> None:
-        """Show the end, and leave nothing behind that needs a kernel."""
 
 
 class TextView:
@@ -283,10 +266,7 @@ def _display(bundle: Bundle, display_id: str | None = None) -> None:
     display(bundle, raw=True, display_id=display_id)
 
 
-# The view of a run, as the API asks for it.
-
-
-def watcher(title: str, backend: str, note: str = "") -> View:
+def view_of(title: str, backend: str, note: str = "") -> View:
     """Return the view that shows a run of `title` on `backend` here; raises `OptionError`.
 
     `note` says why it runs where it does.

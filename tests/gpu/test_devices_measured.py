@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.group.usage import Gpus, Seen
+from nblaunch.group.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -33,7 +33,7 @@ def test_the_gpu_is_measured_that_a_ranks_environment_gives_it(virtual):
     with nblaunch.Session(nproc=2, env=environ, virtual_local_rank=virtual) as session:
         used = session.cell(HOLD, namespace={}).values
         ranks = session.status().ranks
-        gpus = Gpus(seen=Seen.by(session._live._prepare, alone=virtual))
+        gpus = GpuMeter(SeenGpus.by(session._live._prepare, alone=virtual))
         gpus._by_pid = {}  # what a driver says that knows none of these processes
         found = [gpus.of(each.pid or 0, each.device, each.rank).memory or 0 for each in ranks]
         gpus.close()

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from nblaunch.group.usage import Gpus
+from nblaunch.group.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
 DEVICES = [f"cuda:{index}" for index in range(GPUS)]
@@ -349,7 +349,7 @@ def test_a_large_tensor_on_a_gpu_is_shown_by_its_statistics(kernel):
 
 def test_what_a_process_holds_on_its_gpu_is_measured_without_cuda(used_kernel, visible):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    gpus = Gpus({"CUDA_VISIBLE_DEVICES": visible})
+    gpus = GpuMeter(SeenGpus({"CUDA_VISIBLE_DEVICES": visible}))
     used = gpus.of(used_kernel.pid, "cuda:0")
     gpus.close()
     assert used.memory is not None

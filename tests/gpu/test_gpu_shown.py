@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.group.usage import Gpus, Meter
+from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
 
 pytestmark = pytest.mark.gpu
 
@@ -77,7 +77,7 @@ def test_what_each_rank_uses_of_its_gpu_is_measured(gpu_session):
 def test_where_the_driver_does_not_know_a_process_the_whole_gpu_is_measured(gpu_session, visible):
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     gpu_session.cell("torch.ones(1, device=device)", namespace={})
-    gpus = Gpus({"CUDA_VISIBLE_DEVICES": visible})
+    gpus = GpuMeter(SeenGpus({"CUDA_VISIBLE_DEVICES": visible}))
     unknown = psutil.Process().pid
     measured = [gpus.of(unknown, f"cuda:{index}").memory for index in range(GPUS)]
     gpus.close()

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from nblaunch.group.usage import Gpus
+from nblaunch.group.usage import GpuMeter, SeenGpus
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +91,7 @@ def test_ranks_that_are_ready_and_all_that_is_idle_hold_no_gpu_memory(standing_b
     kernel, idle = standing_by
     filled(kernel)
     waiting = idle()
-    gpus = Gpus({})
+    gpus = GpuMeter(SeenGpus({}))
     held = {pid: gpus.of(pid, "").memory for pid in waiting}
     gpus.close()
     assert {pid: memory for pid, memory in held.items() if memory} == {}

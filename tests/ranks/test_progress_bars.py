@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from nblaunch import _api as session_run
-from nblaunch.group.wait import SilentWatcher
+from nblaunch.group.launcher import prepare_call, run_fresh
+from nblaunch.group.wait import SilentView
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.output import last_line, read
 from nblaunch.view.screen import Line
@@ -26,7 +27,7 @@ IMPORTS = ["from tqdm import tqdm", "from tqdm.auto import tqdm", "from tqdm.not
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-class Watching(SilentWatcher):
+class Watching(SilentView):
     """Keeps the last line of each rank, and how many lines there are, at every draw."""
 
     def __init__(self):
@@ -47,9 +48,7 @@ def lines_of(known):
 
 def watched(job, *args):
     view = Watching()
-    session_run.call(
-        job, args, None, check=True, options=LaunchOptions(nproc_per_node=2), watch=lambda *_: view
-    )
+    run_fresh(prepare_call(job, args, None, LaunchOptions(nproc_per_node=2)), view, connect_peers).unwrap()
     return view
 
 

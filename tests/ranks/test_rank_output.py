@@ -10,7 +10,6 @@ import time
 import pytest
 
 import nblaunch
-from nblaunch.group.session import complete
 
 
 def printed(fn, nproc=1):
@@ -171,7 +170,7 @@ threading.Thread(target=late).start()
     eventually(lambda: len(list(tmp_path.glob("gone-*"))) == 2, "both threads have printed")
     # What the user does not see as a run does not take it.
     session.push({"other": 1})
-    complete(session._live, "oth", 3)
+    session._live.complete("oth", 3)
     second = session.cell("print('second')", namespace={})
     assert first.ranks[0].stdout == ""
     assert second.ranks[1].stdout == "late word\nsecond\n"
@@ -186,13 +185,13 @@ threading.Thread(target=late).start()
 
 def test_completion_does_not_wait_for_a_rank_that_cannot_answer(session):
     session.cell("stopped_name = 1", namespace={})
-    assert complete(session._live, "stopped_na", 10) == (10, ["stopped_name"])
+    assert session._live.complete("stopped_na", 10) == (10, ["stopped_name"])
     pid = session.status().ranks[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
         begun = time.monotonic()
-        assert complete(session._live, "x = stopped_na", 14) == (10, ["stopped_name"])
-        assert complete(session._live, "stopped_name.re", 15) == (0, [])
+        assert session._live.complete("x = stopped_na", 14) == (10, ["stopped_name"])
+        assert session._live.complete("stopped_name.re", 15) == (0, [])
         assert time.monotonic() - begun < 3
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -210,7 +209,7 @@ slow_thing = Slow()
 """
     session.cell(slow, namespace={})
     begun = time.monotonic()
-    assert complete(session._live, "slow_thing.", 11) == (0, [])
+    assert session._live.complete("slow_thing.", 11) == (0, [])
     assert time.monotonic() - begun < 2.9
     assert session._live.busy
     assert session.cell("rank", namespace={}).values == [0, 1]

@@ -525,9 +525,7 @@ def test_status_and_stacks_while_ranks_hang(session, eventually):
 
 def nblaunch_background(session: nblaunch.Session, source: str) -> Any:
     """Run a cell on a thread; the Python API has that for functions only."""
-    from nblaunch.group.background import Handle
-
-    return Handle(lambda _: session._live.prepared(*cell_job(source))(None))
+    return nblaunch.Handle(lambda _: session._live.prepare_cell(*cell_job(source))(None))
 
 
 def cell_job(source: str) -> tuple[Any, ...]:

@@ -216,7 +216,7 @@ def failing_cell(
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepared(job, source, {}, str, options=options)(None)
+    finished = session._live.prepare_cell(job, source, {}, str, options=options)(None)
     assert isinstance(finished.error, nblaunch.RunFailedError)
     return finished.error
 
@@ -239,7 +239,7 @@ def test_a_collective_that_only_some_ranks_were_asked_for_is_freed(session):
     from nblaunch.protocol.messages import CellJob
 
     job = CellJob(source, "<session cell>", "session cell", first_line=1)
-    finished = session._live.prepared(job, source, {}, str, ranks=[1], options=options)(None)
+    finished = session._live.prepare_cell(job, source, {}, str, ranks=[1], options=options)(None)
     assert isinstance(finished.error, nblaunch.RunTimeoutError)
     assert finished.result is not None
     assert finished.result.warnings[-1] == REFORMED

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch import _api as session_run
 from nblaunch.group import usage
-from nblaunch.group.usage import Gpus, Meter
-from nblaunch.group.wait import SilentWatcher
+from nblaunch.group.launcher import prepare_call, run_fresh
+from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
+from nblaunch.group.wait import SilentView
+from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Measured
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
@@ -26,7 +27,7 @@ MEGABYTE = 1 << 20
 HELD = 200 * MEGABYTE
 
 
-class Watching(SilentWatcher):
+class Watching(SilentView):
     """Keeps every state that it is drawn."""
 
     def __init__(self, *, shows_usage=True):
@@ -44,7 +45,7 @@ class Watching(SilentWatcher):
 
 def watched(view, job, *args, nproc=2, **options):
     chosen = LaunchOptions(nproc_per_node=nproc, **options)
-    return session_run.call(job, args, None, check=True, options=chosen, watch=lambda *_: view)
+    return run_fresh(prepare_call(job, args, None, chosen), view, connect_peers).unwrap()
 
 
 def wait_for(path):
@@ -267,7 +268,7 @@ def driver(monkeypatch):
 
 
 def asked(pid, device, visible=None):
-    gpus = Gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    gpus = GpuMeter(SeenGpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}))
     try:
         found = gpus.of(pid, device)
     finally:
@@ -313,7 +314,7 @@ def test_a_virtual_local_rank_is_measured_on_the_gpu_that_it_sees(
 ):
     driver(4_000_077)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    measured = Gpus(seen=usage.Seen(environ, alone=True, gpus=gpus))
+    measured = GpuMeter(SeenGpus(environ, alone=True, gpus=gpus))
     found = measured.of(77, "cuda:0", local_rank)
     assert (found.memory, found.percent) == expected
     measured.close()

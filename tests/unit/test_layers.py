@@ -218,6 +218,13 @@ def test_only_the_view_draws_with_widgets():
     assert {layer_of(module) for module in drawing} <= {"view"}
 
 
+def test_a_view_knows_states_and_nothing_of_the_group_that_it_shows():
+    """`View` is a protocol's: the group draws on one that it has been given."""
+    below = {"group", "elastic", "nodes", "capture", "rank"}
+    known = [each for each in OURS if layer_of(each.importer) == "view"]
+    assert [str(each) for each in known if layer_of(each.imported) in below] == []
+
+
 def test_the_front_door_imports_upper_layers_only_when_they_are_used():
     eager = [
         str(each)
@@ -300,7 +307,7 @@ SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
     "nblaunch.nodes.join",
-    "nblaunch.group.prompts",  # what ranks ask is answered while the run waits
+    "nblaunch.group.wait",  # what ranks ask is answered while the run waits
     "nblaunch.nodes.key",  # the command by which other nodes join, for which the run waits
 }
 

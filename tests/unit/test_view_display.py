@@ -12,7 +12,7 @@ import pytest
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch.group.wait import SilentWatcher
+from nblaunch.group.wait import SilentView
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Displayed,
@@ -25,7 +25,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import display
-from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view, watcher
+from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view, view_of
 from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
@@ -68,7 +68,7 @@ def test_a_wrong_value_of_the_variable_is_refused_by_its_name(monkeypatch, value
 
 
 def test_the_api_gets_its_view_under_a_title_and_a_backend(capsys):
-    view = watcher("train", "gloo")
+    view = view_of("train", "gloo")
     state = run_of(1, returned(0))
     view.open(state)
     view.close(state)
@@ -153,7 +153,7 @@ def test_in_a_terminal_a_rank_cannot_move_the_cursor(monkeypatch):
 
 @pytest.mark.parametrize("step", ["open", "draw", "close"])
 def test_a_view_that_breaks_does_not_break_the_run(caplog, step):
-    class Broken(SilentWatcher):
+    class Broken(SilentView):
         calls = 0
 
     def broken(_):
@@ -174,7 +174,7 @@ def test_a_view_that_breaks_does_not_break_the_run(caplog, step):
 
 
 def test_an_interrupt_while_drawing_is_not_swallowed():
-    class Interrupted(SilentWatcher):
+    class Interrupted(SilentView):
         def draw(self, _):
             raise KeyboardInterrupt
 
