@@ -11,7 +11,7 @@ from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display, Text, Transcript
 from nblaunch.view.markup import fair_limit
 from nblaunch.view.mime import live
-from nblaunch.view.screen import PLAIN, WIDEST, Line, LiveScreen, Row, code_of
+from nblaunch.view.screen import PLAIN, WIDEST, Line, LiveScreen, OpenLine
 
 KEPT = 500
 """Pieces of a rank that the page has."""
@@ -40,7 +40,7 @@ class Tail:
         self._screen = LiveScreen()
         self._displays: dict[int, Display] = {}
         self._waiting: dict[int, Display] = {}
-        self._changed: dict[int, Row] = {}
+        self._changed: dict[int, OpenLine] = {}
         self._read = 0
         self._lines = 0
         self._clears = 0
@@ -207,7 +207,7 @@ def _broken(found: list[Text | Display]) -> list[Stream]:
     return [stream for stream, text in first.items() if not text.startswith("\r")]
 
 
-def _rendered(row: Row) -> Piece:
+def _rendered(row: OpenLine) -> Piece:
     stream = int(row.stream is Stream.STDERR)
     text = f"{row.text} …" if len(row.text) >= WIDEST else row.text
     if row.styles is None:
@@ -222,7 +222,7 @@ def piece_of(line: Line) -> Piece:
         return (stream, line.text)
     if all(style == PLAIN for style, _ in line.runs):
         return (stream, line.text) if stream else line.text
-    return (stream, tuple((code_of(style), part) for style, part in line.runs))
+    return (stream, line.runs)
 
 
 def _size(piece: object) -> int:
