@@ -37,6 +37,8 @@ class Header:
 # The lines.
 
 
+PART_BUDGET = 60_000
+"""Bytes of all values together, and of all earlier attempts."""
 REASON_COST = 1_500
 TRACEBACK_COST = 20_000
 TRACEBACKS = 4
