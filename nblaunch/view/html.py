@@ -16,7 +16,7 @@ from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import format_ranks, ranks_by_answer, size
 from nblaunch.protocol.state import RankState, RunState, State
 from nblaunch.protocol.transcript import Display
-from nblaunch.view import markup
+from nblaunch.view import markup, summary
 from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
@@ -33,24 +33,6 @@ from nblaunch.view.output import (
     only_errors,
 )
 from nblaunch.view.screen import Line, colored, plain
-from nblaunch.view.summary import (
-    PART_BUDGET,
-    REASON_COST,
-    TRACEBACK_COST,
-    TRACEBACKS,
-    Header,
-    attempt_line,
-    consequence_lines,
-    earlier_attempts,
-    headline,
-    others_lines,
-    places,
-    reason_limit,
-    traceback_text,
-    warning_lines,
-    why,
-    why_each,
-)
 
 HTML_BUDGET = 680_000
 """Bytes of the whole HTML in a saved notebook, as near as can be estimated."""
@@ -85,19 +67,19 @@ _SMALL_CELL = "text-align:left;padding:1px 8px"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
 
-def render_html(state: RunState, header: Header, *, outputs: Sequence[Folded] | None = None) -> str:
+def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as HTML: how it ended, a row per rank, then output and values.
 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
     is `folded(state)` if the caller has it already.
     """
     found = blame(state.ranks)
-    what = markup.escaped(headline(state, header.title, header.backend))
+    what = markup.escaped(summary.headline(state, header.title, header.backend))
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *_failures(found),
         *_attempts(state),
-        *map(_note, (*others_lines(state, found), *warning_lines(state))),
+        *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *_hang(state),
         _table(state, found),
         *_values(state),
@@ -109,38 +91,36 @@ def render_html(state: RunState, header: Header, *, outputs: Sequence[Folded] | 
 
 
 def _failures(found: Blame) -> Iterator[str]:
-    limit = reason_limit(found)
-    parts = _causes(found, TRACEBACK_COST)
-    # What one of several equal ones says goes for all: each has its ranks, and its traceback below.
-    lines = [
-        _expandable(line, _traceback(each.failure, TRACEBACK_COST // 4) if number < _MOST_OPEN else "")
-        for number, (each, line) in enumerate(
-            zip(found.consequences, consequence_lines(found, limit), strict=True)
-        )
-    ]
-    if lines:
+    parts = _causes(found, summary.TRACEBACK_COST)
+    # Of equal ones one stands for all: its line names their ranks, and it has the traceback of the lowest.
+    consequences = []
+    lines = summary.consequence_lines(found, summary.reason_limit(found))
+    for number, (each, line) in enumerate(zip(found.consequences, lines, strict=True)):
+        traceback = _traceback(each.failure, summary.TRACEBACK_COST // 4) if number < _MOST_OPEN else ""
+        consequences.append(_expandable(line, traceback))
+    if consequences:
         count = sum(len(each.ranks) for each in found.consequences)
-        summary = f"{count} consequence{'' if count == 1 else 's'} of it"
-        parts.append(markup.details(summary, "".join(lines), opened=False))
+        title = f"{count} consequence{'' if count == 1 else 's'} of it"
+        parts.append(markup.details(title, "".join(consequences), opened=False))
     if parts:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
 
 
 def _causes(found: Blame, traceback_cost: int) -> list[str]:
-    limit = reason_limit(found)
+    limit = summary.reason_limit(found)
     return [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found.causes)]
 
 
 def _cause(cause: Alike, number: int, limit: int, traceback_cost: int) -> str:
     label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
-    line = f"<div><strong>{label}</strong> {markup.code(why(cause, limit))}</div>"
-    traceback = _traceback(cause.failure, traceback_cost) if number < TRACEBACKS else ""
+    line = f"<div><strong>{label}</strong> {markup.code(summary.why(cause, limit))}</div>"
+    traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
     name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
     return line + (markup.details(name, traceback, opened=not number) if traceback else "")
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
-    text = shortened(traceback_text(failure), limit)
+    text = shortened(summary.traceback_text(failure), limit)
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
@@ -158,37 +138,38 @@ def _note(line: str) -> str:
 
 def _attempts(state: RunState) -> Iterator[str]:
     """Yield a part for each attempt before this one, with its own failures and output."""
-    shown, left_out = earlier_attempts(state)
+    shown, left_out = summary.earlier_attempts(state)
     yield from [_note(left_out)] if left_out else []
     for attempt in shown:
         before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
         found = blame(before.ranks)
-        content = "".join(_causes(found, TRACEBACK_COST // max(4, len(shown))))
+        content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, len(shown))))
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
         others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
         content += _note(f"{format_ranks(others)}: ended because of that") if others else ""
-        content += _outputs(folded(before), PART_BUDGET // len(shown))
-        yield _expandable(attempt_line(attempt, found), content)
+        content += _outputs(folded(before), summary.PART_BUDGET // len(shown))
+        yield _expandable(summary.attempt_line(attempt, found), content)
 
 
 def _hang(state: RunState) -> Iterator[str]:
     """Yield where the ranks were, if known: a line for all with the same stack, and that stack."""
     if state.hang is None:
         return
-    findings = "".join(_note(shortened(plain(each), REASON_COST)) for each in state.hang.findings[:_PLACES])
-    found = places(state.hang)
-    content = "".join(
-        _expandable(shortened(each.line, REASON_COST), markup.pre(markup.escaped(stack)) if stack else "")
-        for each in found[:_PLACES]
-        for stack in (shortened(each.stack, _STACK_COST),)
-    )
+    limit = summary.REASON_COST
+    content = "".join(_note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
+    found = summary.places(state.hang)
+    for each in found[:_PLACES]:
+        stack = shortened(each.stack, _STACK_COST)
+        content += _expandable(
+            shortened(each.line, limit), markup.pre(markup.escaped(stack)) if stack else ""
+        )
     if len(found) > _PLACES:
         content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
-    yield markup.details("Where the ranks were", findings + content, opened=True)
+    yield markup.details("Where the ranks were", content, opened=True)
 
 
 def _table(state: RunState, found: Blame) -> str:
-    failures = why_each(found)
+    failures = summary.why_each(found)
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
     ranks = sorted(state.ranks.items())
@@ -200,11 +181,11 @@ def _table(state: RunState, found: Blame) -> str:
     if few:
         return table
     counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
-    summary = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
+    title = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
     values = by_rank(state, lambda known: _in_one_line(known.value_text))
     lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
     below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _MOST_OPEN else ""
-    return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
+    return markup.details(f"{len(rows)} ranks: {title}", table, opened=False) + below
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
@@ -247,7 +228,8 @@ def _values(state: RunState) -> Iterator[str]:
         for (text, rich), ranks in ranks_by_answer(values).items()
         if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
     }
-    limit = fair_limit((cost_of_text(rich) or cost_of_text(text) for text, rich in groups), PART_BUDGET)
+    costs = (cost_of_text(rich) or cost_of_text(text) for text, rich in groups)
+    limit = fair_limit(costs, summary.PART_BUDGET)
     for (text, rich), ranks in groups.items():
         if rich and cost_of_text(rich) <= limit:
             content = f'<div style="overflow-x:auto">{balanced(rich)}</div>'
@@ -259,7 +241,7 @@ def _values(state: RunState) -> Iterator[str]:
 
 def _outputs(outputs: Sequence[Folded], budget: int) -> str:
     lines = sum(cost_of_line(item) for each in outputs for item in each.items if isinstance(item, Line))
-    outputs, taken = _with_displays(outputs, budget - min(max(lines, PART_BUDGET), LINES_BUDGET))
+    outputs, taken = _with_displays(outputs, budget - min(max(lines, summary.PART_BUDGET), LINES_BUDGET))
     shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=_cost_of_prefix)
     drawn = [_output(each) for each in shown]
     if len(shown) <= _MOST_OPEN:

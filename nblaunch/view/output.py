@@ -283,11 +283,16 @@ def last_line(transcript: Transcript) -> str:
     return next(filter(None, reversed(lines)), "")
 
 
+def text_of(display: Display, kind: str) -> str:
+    """Return what a display holds of a MIME type, empty if that is no text or blank."""
+    text = display.data.get(kind)
+    return text if isinstance(text, str) and text.strip() else ""
+
+
 def display_text(display: Display) -> str:
     """Return a display as text: its text/plain, or what it is."""
     for kind in ("text/plain", "text/markdown", "text/latex"):
-        text = display.data.get(kind)
-        if isinstance(text, str) and text.strip():
+        if text := text_of(display, kind):
             return plain(text).rstrip("\n")
     return plain(f"<{', '.join(sorted(display.data)) or 'empty display'}>")
 

@@ -9,6 +9,7 @@ from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
+from nblaunch.view import summary
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
     Folded,
@@ -22,36 +23,25 @@ from nblaunch.view.output import (
     only_errors,
 )
 from nblaunch.view.screen import Line, plain
-from nblaunch.view.summary import (
-    PART_BUDGET,
-    Header,
-    attempt_lines,
-    consequence_lines,
-    hang_lines,
-    headline,
-    others_lines,
-    reason_limit,
-    warning_lines,
-    why,
-)
 
 TEXT_BUDGET = 130_000
 """Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""
 _LONGEST_LABEL = 24
 
 
-def render_text(state: RunState, header: Header, *, outputs: Sequence[Folded] | None = None) -> str:
+def render_text(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as text: output, values, failures.
 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
     is `folded(state)` if the caller has it already.
     """
     shown = folded(state) if outputs is None else outputs
-    lines = [*attempt_lines(state), *_output_lines(shown), *_ending_lines(state), *hang_lines(state)]
+    lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
+    lines += summary.hang_lines(state)
     return "\n".join(lines or [_headline(state, header)])
 
 
-def render_ending(state: RunState, header: Header) -> str:
+def render_ending(state: RunState, header: summary.Header) -> str:
     """Return what `render_text` has below the output: values and failures."""
     return "\n".join(list(_ending_lines(state)) or [_headline(state, header)])
 
@@ -97,18 +87,18 @@ def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
 
 def _ending_lines(state: RunState) -> Iterator[str]:
     values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
-    limit = fair_limit((cost_of_text(value) for _, value in values), PART_BUDGET)
+    limit = fair_limit((cost_of_text(value) for _, value in values), summary.PART_BUDGET)
     for ranks, value in values:
         yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
     found = blame(state.ranks)
-    limit = reason_limit(found)
+    limit = summary.reason_limit(found)
     for number, cause in enumerate(found.causes):
         label = "also failed" if number else "root cause"
-        yield f"{label}: {format_ranks(cause.ranks)}: {why(cause, limit)}"
-    yield from consequence_lines(found, limit)
-    yield from others_lines(state, found)
-    yield from warning_lines(state)
+        yield f"{label}: {format_ranks(cause.ranks)}: {summary.why(cause, limit)}"
+    yield from summary.consequence_lines(found, limit)
+    yield from summary.others_lines(state, found)
+    yield from summary.warning_lines(state)
 
 
-def _headline(state: RunState, header: Header) -> str:
-    return f"{headline(state, header.title, header.backend)}: {state.summary}"
+def _headline(state: RunState, header: summary.Header) -> str:
+    return f"{summary.headline(state, header.title, header.backend)}: {state.summary}"

@@ -57,8 +57,8 @@ class Page:
             return self
         if "clear" in lines:
             self.pieces, self.base = {}, lines["clear"]
-        told = lines["told"]
-        for number, place in zip(told[::2], told[1::2], strict=True):
+        sent = lines["sent"]
+        for number, place in zip(sent[::2], sent[1::2], strict=True):
             self.pieces[number] = news["pieces"][place]
         return self
 
@@ -183,7 +183,7 @@ def test_what_many_ranks_print_is_sent_once():
     ticker = Ticker(8)
     news = ticker.tick(*(out("the same\nand more\n", rank) for rank in range(8)))
     assert news["pieces"] == ["the same", "and more"]
-    assert all(lines["told"] == [0, 0, 1, 1] for lines in news["tails"].values())
+    assert all(lines["sent"] == [0, 0, 1, 1] for lines in news["tails"].values())
 
 
 def test_nothing_new_is_no_message():
@@ -359,7 +359,7 @@ def test_a_new_attempt_begins_anew():
     assert news is None
     news = ticker.tick(out("two\n"))
     assert news["attempt"] == 1
-    assert news["tails"]["0"]["told"] == [0, 0]
+    assert news["tails"]["0"]["sent"] == [0, 0]
 
 
 def test_more_ranks_than_a_page_may_be_sent_at_once(monkeypatch):
