@@ -130,7 +130,7 @@ class Screen:
 
     def write(self, stream: Stream, text: str) -> None:
         """Draw `text`."""
-        cursor = self._cursors.setdefault(stream, Cursor(stream))
+        cursor = self.cursor(stream)
         if not _CONTROL.search(text) and cursor.style == PLAIN:
             self._write_plain(cursor, text)
             return
@@ -160,6 +160,10 @@ class Screen:
             cursor.newline()
             if line:
                 self._put(cursor, line)
+
+    def cursor(self, stream: Stream) -> Cursor:
+        """Return where a stream writes next."""
+        return self._cursors.setdefault(stream, Cursor(stream))
 
     def lines(self) -> list[Line]:
         """Return the lines so far, the unfinished ones too."""

@@ -46,10 +46,10 @@ _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
 _HANG_LINES = 40
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
-# A number counts executions: another one each time the notebook is run.
+# The number counts executions: it is another one each time the notebook is run.
 _CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
 AGAIN = "a second interrupt ends all ranks, and their variables are lost"
-"""What ends ranks that are waited for."""
+"""What ends the ranks that a run waits for."""
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 
@@ -120,24 +120,20 @@ class Place:
 
 
 def places(report: HangReport) -> list[Place]:
-    """Return where the ranks were, ranks with one and the same stack together."""
-    found = [
-        Place(
-            group.ranks, f"[{format_ranks(group.ranks)}] {_own_words(group.headline)}", _stack(group.frames)
-        )
-        for group in report.groups
-    ]
-    found += [
-        Place((rank,), f"[rank {rank}] gave no answer", _own_words(plain(stack)))
-        for rank, stack in report.silent.items()
-    ]
+    """Return where the ranks were, ranks with the same stack together."""
+    found = []
+    for group in report.groups:
+        line = f"[{format_ranks(group.ranks)}] {_stable(group.headline)}"
+        found.append(Place(group.ranks, line, _stack(group.frames)))
+    for rank, stack in report.silent.items():
+        found.append(Place((rank,), f"[rank {rank}] gave no answer", _stable(stack)))
     if report.finished:
         found.append(Place(report.finished, f"[{format_ranks(report.finished)}] had finished"))
     return sorted(found, key=lambda each: each.ranks)
 
 
 def hang_lines(state: RunState) -> list[str]:
-    """Return where the ranks were, if they were asked, in a few lines: the stacks are in the report."""
+    """Return where the ranks were, if that is known, in a few lines: the stacks are in the report."""
     if state.hang is None:
         return []
     found = [*state.hang.findings, *(place.line for place in places(state.hang))]
@@ -152,16 +148,16 @@ def _stack(frames: Iterable[FrameRecord]) -> str:
     for frame in frames:
         lines.append(f"{frame.filename}, line {frame.line}, in {frame.function}")
         lines += [f"    {frame.source}"] if frame.source else []
-    return _own_words(plain("\n".join(lines)))
+    return _stable("\n".join(lines))
 
 
-def _own_words(text: str) -> str:
-    """Leave out what differs from one machine to the next, and from run to run."""
+def _stable(text: str) -> str:
+    """Return `text` as it is on every machine and in every run."""
     return _CELL_NUMBER.sub("Cell", _PLACES.sub("", plain(text)))
 
 
 def waits(state: RunState) -> dict[int, str]:
-    """Return what each rank that is waited for does, and since when it has been interrupted."""
+    """Return what each rank that the run waits for is doing, and since when it has been interrupted."""
     if state.doing:
         return dict.fromkeys(sorted(state.ranks), state.doing)
     return {
@@ -172,10 +168,10 @@ def waits(state: RunState) -> dict[int, str]:
 
 
 def warning_lines(state: RunState) -> list[str]:
-    """Return what went wrong without failing the run."""
+    """Return notes, and warnings of what went wrong without failing the run."""
     warnings = [plain(warning) for warning in state.warnings]
     limit = REASON_COST * 10 // max(len(warnings), 10)
-    # A notice of several lines is a hang report, which has a place of its own.
+    # A notice of several lines is a hang report, which is shown elsewhere.
     notes = [plain(notice) for notice in state.notices if "\n" not in notice]
     return [
         *(f"note: {shortened(note, limit)}" for note in notes),
@@ -200,6 +196,7 @@ def headline(state: RunState, title: str, backend: str) -> str:
 
 
 _HEADER = ("seconds", "source", "rank", "event", "")
+_RIGHT = (True, False, True, False, False)
 
 
 def events_table(events: Sequence[Event]) -> str:
@@ -221,19 +218,15 @@ def _row(event: Event, start: float) -> tuple[str, ...]:
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    time, source, rank, name, note = row
-    cells = (
-        time.rjust(widths[0]),
-        source.ljust(widths[1]),
-        rank.rjust(widths[2]),
-        name.ljust(widths[3]),
-        note,
+    aligned = (
+        cell.rjust(width) if right else cell.ljust(width)
+        for cell, width, right in zip(row, widths, _RIGHT, strict=True)
     )
-    return "  ".join(cells).rstrip()
+    return "  ".join(aligned).rstrip()
 
 
 def _note(event: Event) -> str:
-    """Return what else there is to know: how long it took, which scope, which exit code."""
+    """Return an event's duration, scope or exit code."""
     duration = event.metadata.get("duration_ms")
     if duration is not None:
         return f"took {duration:.1f} ms"
