@@ -22,9 +22,7 @@ _Column = list[tuple[int, int]]
 
 
 def merged(
-    columns: Sequence[Sequence[Hashable]],
-    weak: Collection[Hashable] = (),
-    marks: Collection[Hashable] = (),
+    columns: Sequence[Sequence[Hashable]], weak: Collection[Hashable] = (), marks: Collection[Hashable] = ()
 ) -> list[list[tuple[Hashable, tuple[int, ...]]]]:
     """Return the columns' items with the numbers of the columns that have them, merged where they share any.
 

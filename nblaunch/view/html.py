@@ -288,8 +288,8 @@ def _passage(passage: Folded, output: Folded) -> str:
 
 def _summary(output: Folded) -> str:
     counts = ((output.lines, "line"), (len(output.displays), "display"))
-    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
-    return f"Output of {format_ranks(output.ranks)} ({said})"
+    parts = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
+    return f"Output of {format_ranks(output.ranks)} ({parts})"
 
 
 def _with_displays(outputs: Sequence[Folded], budget: int) -> tuple[list[Folded], int]:
@@ -358,8 +358,8 @@ def _blocks(output: Folded) -> Iterator[str]:
         for ranks, item in ((row.ranks, row.item) for row in rows):
             match item:
                 case Omission():
-                    said = omission_text(item, ranks[0], errors=ranks in errors)
-                    yield f"<div>{named[ranks]}<em>{markup.escaped(said)}</em></div>"
+                    note = omission_text(item, ranks[0], errors=ranks in errors)
+                    yield f"<div>{named[ranks]}<em>{markup.escaped(note)}</em></div>"
                 case Display():
                     label = f"<div>{named[ranks]}</div>" if named[ranks] else ""
                     yield f'<div style="margin:4px 0">{label}{embedded(item) or ""}</div>'

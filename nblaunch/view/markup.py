@@ -120,7 +120,7 @@ def cost_of_text(text: str) -> int:
     """Return how many bytes `text` takes in a saved notebook, escaped for HTML and then for JSON."""
     if not _COSTLY.search(text):
         return len(text)
-    # Counting is three times as fast as escaping, and this is asked of every line of every rank.
+    # Counting is three times as fast as escaping, and this runs for every line of every rank.
     more = sum(extra * text.count(character) for character, extra in _COSTS)
     return len(text.encode("utf-8", "replace")) + more
 

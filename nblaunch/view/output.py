@@ -92,9 +92,7 @@ def folded(state: RunState) -> list[Folded]:
     return _merged([(tuple(sorted(ranks)), key, items) for key, (items, ranks) in groups.items() if items])
 
 
-def _merged(
-    groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]],
-) -> list[Folded]:
+def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Folded]:
     """Return a `Folded` for each group of ranks with equal output; groups that share lines have one."""
     groups = sorted(groups, key=lambda group: group[0])
     by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}

@@ -87,14 +87,10 @@ class Tail:
         known = [number for number in changed if number in self.kept]
         last = {changed[number].stream: number for number in sorted(changed)}.values()
         sent: list[tuple[int, PanelPiece]] = []
-        seen: set[int] = set()
-        for place, number in enumerate(chain(known, last, reversed(changed))):
+        for place, number in enumerate(dict.fromkeys(chain(known, last, reversed(changed)))):
             if room <= 0:
                 self._changed = {number: changed[number] for number in known[place:]}
                 break
-            if number in seen:
-                continue
-            seen.add(number)
             piece = _rendered(changed[number])
             if self.kept.get(number) != piece:
                 room -= len(changed[number].text) + _OVERHEAD
