@@ -10,7 +10,7 @@ from itertools import chain, groupby
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState
-from nblaunch.protocol.transcript import Display, Text, Transcript
+from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
 from nblaunch.view.folding import merged
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.screen import PLAIN, Line, Screen, plain
@@ -87,7 +87,7 @@ def folded(state: RunState) -> list[Folded]:
     limit = fair_limit((_weight(each.entries) for each in by_ranks.values()), DRAWN_CHARACTERS)
     groups: dict[tuple[Hashable, ...], tuple[tuple[Item, ...], list[int]]] = {}
     for ranks, transcript in by_ranks.items():
-        items = read(_trimmed(transcript, limit))
+        items = items_of(_trimmed(transcript, limit))
         groups.setdefault(_key(items), (items, []))[1].extend(ranks)
     return _merged([(tuple(sorted(ranks)), key, items) for key, (items, ranks) in groups.items() if items])
 
@@ -110,7 +110,7 @@ def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item
     return sorted(outputs, key=lambda output: output.ranks)
 
 
-def _weight(entries: Iterable[Text | Display]) -> int:
+def _weight(entries: Iterable[Entry]) -> int:
     """Return what drawing these costs, in characters; a line costs as much as some characters."""
     return sum(
         len(entry.text) + _LINE_WEIGHT * entry.text.count("\n")
@@ -140,7 +140,7 @@ def _trimmed(transcript: Transcript, limit: int) -> Transcript:
     )
 
 
-def _split(entries: Sequence[Text | Display], room: int) -> tuple[list[Text | Display], list[Text | Display]]:
+def _split(entries: Sequence[Entry], room: int) -> tuple[list[Entry], list[Entry]]:
     """Split entries where they weigh `room`, within a text if necessary."""
     for index, entry in enumerate(entries):
         weight = _weight([entry])
@@ -152,7 +152,7 @@ def _split(entries: Sequence[Text | Display], room: int) -> tuple[list[Text | Di
     return list(entries), []
 
 
-def _turned(entry: Text | Display) -> Text | Display:
+def _turned(entry: Entry) -> Entry:
     return Text(entry.stream, entry.text[::-1]) if isinstance(entry, Text) else entry
 
 
@@ -165,7 +165,7 @@ def _key(items: Iterable[Item | Text]) -> tuple[Hashable, ...]:
     )
 
 
-def read(transcript: Transcript) -> tuple[Item, ...]:
+def items_of(transcript: Transcript) -> tuple[Item, ...]:
     """Return a transcript as lines, displays and what was left out between its head and its tail."""
     head, tail = _joined(transcript.head), _joined(transcript.tail)
     if transcript.omitted_lines:
@@ -186,9 +186,9 @@ def read(transcript: Transcript) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def _joined(entries: Iterable[Text | Display]) -> list[Text | Display]:
+def _joined(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries, neighbouring texts of one stream joined."""
-    joined: list[Text | Display] = []
+    joined: list[Entry] = []
     for stream, group in groupby(entries, key=lambda entry: getattr(entry, "stream", None)):
         if stream is None:
             joined += group
@@ -197,7 +197,7 @@ def _joined(entries: Iterable[Text | Display]) -> list[Text | Display]:
     return joined
 
 
-def _cut_half_lines(head: list[Text | Display], tail: list[Text | Display]) -> int:
+def _cut_half_lines(head: list[Entry], tail: list[Entry]) -> int:
     """Cut the half lines on both sides of an omission; return how many more lines that leaves out.
 
     The end of the head's half line is among the omitted line ends already; the tail's is not.
@@ -214,7 +214,7 @@ def _cut_half_lines(head: list[Text | Display], tail: list[Text | Display]) -> i
     return 0
 
 
-def _draw(entries: Iterable[Text | Display]) -> list[Item]:
+def _draw(entries: Iterable[Entry]) -> list[Item]:
     """Return lines and displays in order; a display ends the lines before it."""
     items: list[Item] = []
     screen = Screen()
@@ -249,9 +249,9 @@ def only_errors(output: Folded) -> set[tuple[int, ...]]:
     return {ranks for ranks, found in streams.items() if found == {Stream.STDERR}}
 
 
-def latest(transcript: Transcript, count: int) -> list[Text | Display]:
+def latest(transcript: Transcript, count: int) -> list[Entry]:
     """Return the last `count` characters and displays of those that are kept, in order."""
-    found: list[Text | Display] = []
+    found: list[Entry] = []
     for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
         if count <= 0:
             break
@@ -260,7 +260,7 @@ def latest(transcript: Transcript, count: int) -> list[Text | Display]:
     return found[::-1]
 
 
-def size_of(entry: Text | Display) -> int:
+def size_of(entry: Entry) -> int:
     """Return how much an entry adds to `Transcript.written`."""
     return len(entry.text) if isinstance(entry, Text) else 1
 

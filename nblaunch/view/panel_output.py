@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import RunState
-from nblaunch.protocol.transcript import Display, Text, Transcript
+from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
 from nblaunch.view.markup import fair_limit
 from nblaunch.view.mime import live
 from nblaunch.view.output import latest
@@ -159,12 +159,12 @@ class Tail:
             self._displays = {number: each for number, each in self._displays.items() if number >= first}
 
 
-def _news(transcript: Transcript, left: int, room: int) -> list[Text | Display]:
+def _news(transcript: Transcript, left: int, room: int) -> list[Entry]:
     """Return the last `room` characters of the last `left`, with all displays.
 
     A stream that has none among them, a progress bar beside many lines, is there with a few of its own.
     """
-    found: list[Text | Display] = []
+    found: list[Entry] = []
     streams: set[Stream] = set()
     for entry in reversed(latest(transcript, left)):
         if isinstance(entry, Display):
@@ -188,7 +188,7 @@ def _from_line_start(text: str) -> str:
     return f"\r{rest}" if redrawn else text
 
 
-def _broken(found: list[Text | Display]) -> list[Stream]:
+def _broken(found: list[Entry]) -> list[Stream]:
     """Return the streams that cannot go on where they were; a bar that redraws its line can."""
     first: dict[Stream, str] = {}
     for entry in found:

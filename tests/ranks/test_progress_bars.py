@@ -11,7 +11,7 @@ import pytest
 from nblaunch import _api as session_run
 from nblaunch.group.wait import SilentWatcher
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.view.output import last_line, read
+from nblaunch.view.output import items_of, last_line
 from nblaunch.view.screen import Line
 
 pytest.importorskip("tqdm")
@@ -42,7 +42,7 @@ class Watching(SilentWatcher):
 
 
 def lines_of(known):
-    return [item.text for item in read(known.transcript) if isinstance(item, Line)]
+    return [item.text for item in items_of(known.transcript) if isinstance(item, Line)]
 
 
 def watched(job, *args):

@@ -30,7 +30,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import RunState, advance, looked_at
 from nblaunch.view import panel_output, panel_ranks
-from nblaunch.view.output import read
+from nblaunch.view.output import items_of
 from nblaunch.view.panel_output import KEPT, WAITING, Feed
 from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Drawing, Reporter, Rows, Stragglers
 from nblaunch.view.screen import WIDEST, Line
@@ -143,7 +143,7 @@ def test_a_page_shows_what_a_terminal_shows_however_the_text_comes(writes):
     ticker = Ticker()
     for stream, text in writes:
         ticker.tick(Printed(rank=0, stream=stream, text=text))
-    expected = [item for item in read(ticker.state.ranks[0].transcript) if isinstance(item, Line)]
+    expected = [item for item in items_of(ticker.state.ranks[0].transcript) if isinstance(item, Line)]
     shown = [ticker.page.pieces[number] for number in sorted(ticker.page.pieces)]
     while shown and not text_of(shown[-1]).strip():
         shown.pop()
