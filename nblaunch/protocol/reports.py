@@ -175,6 +175,11 @@ def size(count: float) -> str:
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number of things: `1 rank`, `2 ranks`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def ranks_by_answer(answers: Mapping[int, _Answer]) -> dict[_Answer, tuple[int, ...]]:
     """Return which ranks gave each answer; ranks rise, and answers come in the order of their lowest rank.
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nblaunch.diagnose.failures import Alike, Blame, blame
+from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import format_ranks, ranks_by_answer, size
+from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer, size
 from nblaunch.protocol.state import RankState, RunState, State
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import markup, summary
@@ -99,24 +99,22 @@ def _failures(found: Blame) -> Iterator[str]:
         traceback = _traceback(each.failure, summary.TRACEBACK_COST // 4) if number < _MOST_OPEN else ""
         consequences.append(_expandable(line, traceback))
     if consequences:
-        count = sum(len(each.ranks) for each in found.consequences)
-        title = f"{count} consequence{'' if count == 1 else 's'} of it"
-        parts.append(markup.details(title, "".join(consequences), opened=False))
+        title = plural(sum(len(each.ranks) for each in found.consequences), "consequence")
+        parts.append(markup.details(f"{title} of it", "".join(consequences), opened=False))
     if parts:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
 
 
 def _causes(found: Blame, traceback_cost: int) -> list[str]:
-    limit = summary.reason_limit(found)
-    return [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found.causes)]
-
-
-def _cause(cause: Alike, number: int, limit: int, traceback_cost: int) -> str:
-    label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
-    line = f"<div><strong>{label}</strong> {markup.code(summary.why(cause, limit))}</div>"
-    traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
-    name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-    return line + (markup.details(name, traceback, opened=not number) if traceback else "")
+    parts = []
+    for number, cause in enumerate(found.causes):
+        label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
+        why = markup.code(summary.why(cause, summary.reason_limit(found)))
+        traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
+        name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
+        parts.append(f"<div><strong>{label}</strong> {why}</div>")
+        parts += [markup.details(name, traceback, opened=not number)] if traceback else []
+    return parts
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
@@ -288,7 +286,7 @@ def _passage(passage: Folded, output: Folded) -> str:
 
 def _summary(output: Folded) -> str:
     counts = ((output.lines, "line"), (len(output.displays), "display"))
-    parts = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
+    parts = ", ".join(plural(count, noun) for count, noun in counts if count)
     return f"Output of {format_ranks(output.ranks)} ({parts})"
 
 

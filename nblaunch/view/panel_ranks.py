@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict
 
 from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport, format_ranks, plural
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
 from nblaunch.view import summary
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
@@ -54,7 +54,7 @@ class Stragglers:
         begun = {rank: count for rank in _running(state) if (count := self._begun[rank][0]) is not None}
         most = max(begun.values(), default=0)
         return {
-            rank: f"{most - count} collective{'' if most - count == 1 else 's'} {BEHIND}"
+            rank: f"{plural(most - count, 'collective')} {BEHIND}"
             for rank, count in begun.items()
             if count < most and now - self._begun[rank][1] >= BEHIND_SECONDS
         }
@@ -354,7 +354,7 @@ def _header(state: RunState, header: summary.Header) -> dict[str, str]:
         "what": summary.headline(state, header.title, header.backend),
         "node": plain(header.node),
         "magic": plain(header.magic),
-        "restarts": f"{restarts} restart{'' if restarts == 1 else 's'}" if restarts else "",
+        "restarts": plural(restarts, "restart") if restarts else "",
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
         "note": plain(header.note),
     }

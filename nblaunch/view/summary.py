@@ -11,7 +11,7 @@ from typing import Any
 from nblaunch._results import Event
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport, format_ranks, plural
 from nblaunch.protocol.state import AttemptState, RunState
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
@@ -186,7 +186,7 @@ def headline(state: RunState, title: str, backend: str) -> str:
     'cell · 2 ranks · gloo'
     """
     count = len(state.ranks)
-    ranks = f"{count} rank{'' if count == 1 else 's'}"
+    ranks = plural(count, "rank")
     if count != state.world_size:
         ranks = f"{format_ranks(state.ranks)} of {state.world_size}" if count else ranks
     return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)
