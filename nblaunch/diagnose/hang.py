@@ -30,7 +30,7 @@ def report(
         if rank not in words
     }
     groups = [
-        StackGroup(ranks=ranks, headline=_headline(frames), frames=frames)
+        StackGroup(ranks=ranks, headline=_where(frames), frames=frames)
         for ranks in ranks_by_answer(stacks).values()
         for frames in (answers[ranks[-1]].frames,)
     ]
@@ -48,10 +48,10 @@ def report(
     )
 
 
-def _headline(frames: tuple[FrameRecord, ...]) -> str:
+def _where(frames: tuple[FrameRecord, ...]) -> str:
     """Return in one line where a stack is: the call, and the user's own line.
 
-    >>> _headline((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
+    >>> _where((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
     'at cell line 9: dist.all_reduce(t)'
     """
     own = own_frame(frames)

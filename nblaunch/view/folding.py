@@ -42,12 +42,12 @@ def merged(
         if len(related) > 1 and sum(len(numbered[each]) for each in related) > MOST_ITEMS:
             found += [[(keys[key], (each,)) for key in numbered[each]] for each in related]
             continue
-        columns_left: list[_Column] = [[(key, 1 << each) for key in numbered[each]] for each in related]
-        while len(columns_left) > 1:
-            pairs = [columns_left[place : place + 2] for place in range(0, len(columns_left), 2)]
-            columns_left = [_merge(pair[0], pair[1], ignored) if len(pair) > 1 else pair[0] for pair in pairs]
-        named = {bits: _places(bits) for bits in {bits for _, bits in columns_left[0]}}
-        found.append([(keys[key], named[bits]) for key, bits in columns_left[0]])
+        unmerged: list[_Column] = [[(key, 1 << each) for key in numbered[each]] for each in related]
+        while len(unmerged) > 1:
+            pairs = [unmerged[place : place + 2] for place in range(0, len(unmerged), 2)]
+            unmerged = [_merge(pair[0], pair[1], ignored) if len(pair) > 1 else pair[0] for pair in pairs]
+        named = {bits: _places(bits) for bits in {bits for _, bits in unmerged[0]}}
+        found.append([(keys[key], named[bits]) for key, bits in unmerged[0]])
     return found
 
 

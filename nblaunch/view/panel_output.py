@@ -271,9 +271,9 @@ class Feed:
         """Return what is new, or None; `now` is in seconds."""
         if state.attempt.number != self._attempt:
             self._attempt, self._tails = state.attempt.number, {}
-        outgoing = _Outgoing(self._attempt)
+        batch = _Batch(self._attempt)
         for rank, tail in self._read(state).items():
-            outgoing.lines(rank)["clear"] = tail.base
+            batch.lines(rank)["clear"] = tail.base
         if self._filled is not None:
             self._allowance = min(self._allowance + _RATE * (now - self._filled), _BURST)
         self._filled = now
@@ -281,24 +281,24 @@ class Feed:
         limit = max(fair_limit((tail.cost() for tail in busy.values()), SENT_CHARACTERS), _LEAST)
         for rank, tail in busy.items():
             for number, piece in tail.lines(limit):
-                outgoing.add(rank, number, piece)
+                batch.add(rank, number, piece)
         for rank, tail in busy.items():
             # After a while without any, one of any size.
             first = _LARGEST if self._allowance >= _BURST else 0
             for number, piece, cost in tail.displays(int(self._allowance), first):
                 # A display that many ranks share is sent once.
-                self._allowance -= cost if outgoing.add(rank, number, piece) else 0
-        return outgoing.news if outgoing.news["tails"] else None
+                self._allowance -= cost if batch.add(rank, number, piece) else 0
+        return batch.news if batch.news["tails"] else None
 
     def whole(self) -> News:
         """Return all that was sent and is still there, for a page that starts now."""
-        outgoing = _Outgoing(self._attempt)
+        batch = _Batch(self._attempt)
         limit = WHOLE_CHARACTERS // max(len(self._tails), 1)
         for rank, tail in self._tails.items():
-            outgoing.lines(rank)["clear"] = tail.base
+            batch.lines(rank)["clear"] = tail.base
             for number, piece in tail.last_sent(limit):
-                outgoing.add(rank, number, piece)
-        return outgoing.news
+                batch.add(rank, number, piece)
+        return batch.news
 
     def _read(self, state: RunState) -> dict[int, Tail]:
         """Read what is new; return the tails that were cleared."""
@@ -317,7 +317,7 @@ class Feed:
         }
 
 
-class _Outgoing:
+class _Batch:
     """Collects pieces into `news`, each of them once."""
 
     def __init__(self, attempt: int) -> None:

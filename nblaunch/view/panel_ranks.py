@@ -392,7 +392,6 @@ class Drawing:
     def __init__(self, header: summary.Header, opened: float) -> None:
         """Draw a run that was opened at `opened`, on the same clock as `now` below."""
         self._opened = opened
-        self._now = opened
         self._rows = Rows(header)
         self._feed = Feed()
         self._reporter = Reporter()
@@ -404,7 +403,6 @@ class Drawing:
     def changes(self, state: RunState, now: float, *, stop: bool = False) -> Delta | None:
         """Return what has changed since the last call, or None."""
         with self._lock:
-            self._now = now
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)
@@ -413,13 +411,13 @@ class Drawing:
             self._sequence, self._stop = self._sequence + 1, stop
             return Delta(sequence=self._sequence, stop=stop, ranks=ranks, report=report, output=output)
 
-    def whole(self, now: float | None = None) -> Snapshot:
+    def whole(self, now: float) -> Snapshot:
         """Return everything."""
         with self._lock:
             return Snapshot(
                 sequence=self._sequence,
                 stop=self._stop,
-                age=(self._now if now is None else now) - self._opened,
+                age=now - self._opened,
                 header=self._rows.header,
                 rows=self._rows.rows,
                 values=self._rows.values,

@@ -38,12 +38,12 @@ def render_text(state: RunState, header: summary.Header, *, outputs: Sequence[Fo
     shown = folded(state) if outputs is None else outputs
     lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
     lines += summary.hang_lines(state)
-    return "\n".join(lines or [_headline(state, header)])
+    return "\n".join(lines or [_title(state, header)])
 
 
 def render_ending(state: RunState, header: summary.Header) -> str:
     """Return what `render_text` has below the output: values and failures."""
-    return "\n".join(list(_ending_lines(state)) or [_headline(state, header)])
+    return "\n".join(list(_ending_lines(state)) or [_title(state, header)])
 
 
 def prefixed(ranks: tuple[int, ...], text: str) -> str:
@@ -100,5 +100,5 @@ def _ending_lines(state: RunState) -> Iterator[str]:
     yield from summary.warning_lines(state)
 
 
-def _headline(state: RunState, header: summary.Header) -> str:
+def _title(state: RunState, header: summary.Header) -> str:
     return f"{summary.headline(state, header.title, header.backend)}: {state.summary}"

@@ -473,7 +473,7 @@ def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
     assert some(drawing.changes(state, 11.0))["sequence"] == 1
     assert drawing.changes(state, 11.1) is None
     assert some(drawing.changes(state, 11.2, stop=True))["stop"] is True
-    whole = drawing.whole()
+    whole = drawing.whole(11.2)
     assert whole["sequence"] == 2
     assert whole["age"] == pytest.approx(1.2)
 
