@@ -27,7 +27,7 @@ Modules, each after those that it imports:
 
     messages    between the kernel and its ranks: the structs, and their encoding
     nodes       between the kernel and a node: the structs, and their encoding
-    reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
+    reports     `HangReport`, where the ranks of a run were at one moment; ranks, frames and sizes as text
     transcript  one rank's output, bounded: its beginning, its end, and the amount between
     state       `RunState` and `advance`, the fold
 """

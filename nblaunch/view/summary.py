@@ -196,7 +196,6 @@ def headline(state: RunState, title: str, backend: str) -> str:
 
 
 _HEADER = ("seconds", "source", "rank", "event", "")
-_RIGHT = (True, False, True, False, False)
 
 
 def events_table(events: Sequence[Event]) -> str:
@@ -208,21 +207,16 @@ def events_table(events: Sequence[Event]) -> str:
     """
     start = min((event.timestamp for event in events), default=0.0)
     rows = [_HEADER, *(_row(event, start) for event in events)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "\n".join(_line(row, widths) for row in rows)
+    a, b, c, d, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        f"{seconds:>{a}}  {source:<{b}}  {rank:>{c}}  {name:<{d}}  {note}".rstrip()
+        for seconds, source, rank, name, note in rows
+    )
 
 
 def _row(event: Event, start: float) -> tuple[str, ...]:
     rank = "" if event.rank is None else str(event.rank)
     return f"{event.timestamp - start:.3f}", event.source, rank, event.name, _note(event)
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    aligned = (
-        cell.rjust(width) if right else cell.ljust(width)
-        for cell, width, right in zip(row, widths, _RIGHT, strict=True)
-    )
-    return "  ".join(aligned).rstrip()
 
 
 def _note(event: Event) -> str:
