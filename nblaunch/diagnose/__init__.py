@@ -1,18 +1,18 @@
-"""Why a run failed, or does not go on. The only place that assigns blame; everything else shows its verdict.
+"""Why a run failed or hangs. The only place that assigns blame; results and views show its verdict.
 
-Two questions are answered here, both from facts that others have collected.
+Two questions are answered here, both from facts that were collected elsewhere.
 
 Which failure is the cause? `failures.blame` takes the states of the ranks, with a record of each failure. In
 time order, the first one that does not blame a peer is the root cause; a rank that raised because a
 connection was closed, a collective was aborted or a store went away failed as a consequence, whatever the
 clocks say: the agent notices a killed rank up to one poll later than its peers notice the closed connection.
 A process that ended without a message is explained by its signal, by what its stderr and faulthandler's file
-hold, and by the kernel's count of OOM kills in its cgroup. A CUDA allocation that failed is explained by who
-holds that GPU's memory.
+hold, and by the kernel's count of OOM kills in its cgroup. A CUDA allocation that failed is explained by the
+processes that hold that GPU's memory.
 
 Which rank is waited for? `hang` takes each rank's `Where`: its stack, and the collectives in torch's flight
 recorder with their sequence numbers. Ranks are compared group by group; a rank whose sequence number is
-behind, or whose operation, sizes or dtypes differ, is named, with the collective that the others are in.
+behind, or whose operation, sizes or dtypes differ, is named with the collective that the others are in.
 
 Invariants:
   * Neither module asks a rank, waits, or uses a socket. The hub thread calls both, so both are quick.
@@ -24,5 +24,5 @@ Invariants:
 Modules, each after those that it imports:
 
     failures  root cause and consequences; why a process ended; CUDA out of memory
-    hang      where the ranks are, in which collective, and which ranks have not begun it
+    hang      where the ranks are, in which collective, and which ranks have not started it
 """

@@ -1,4 +1,4 @@
-"""Why ranks failed: who caused what, which ranks share a cause, and in which words. Nothing else decides it.
+"""Why ranks failed: root causes and consequences, and their words. Nothing else decides it.
 
 `blame` derives it from the states of the ranks, a pure fold; results and views only draw it. `explain_exit`
 and `explain_out_of_memory` add what the system knows before a failure is folded into the state.
@@ -17,14 +17,13 @@ import msgspec
 import psutil
 
 from nblaunch._cgroups import oom_kills, tightest_memory
-from nblaunch._frames import readable_stacks
 from nblaunch.protocol.messages import DeviceMemory, FailureRecord, Phase
-from nblaunch.protocol.reports import format_ranks, nearest_frame, place, size
+from nblaunch.protocol.reports import format_ranks, nearest_frame, place, readable_stacks, size
 from nblaunch.protocol.state import RankState, State, describe_exit, signal_name
 
-# What gloo, NCCL and TCPStore say when it was the *other* side that went away. A rank that raises one
-# of these while a peer failed for a reason of its own is a consequence, whatever the clocks say: the
-# agent notices a killed rank up to one poll later than its peers notice the closed connection.
+# What gloo, NCCL and TCPStore report when the *other* side went away. A rank that raises one of these
+# while a peer failed for a reason of its own is a consequence, whatever the clocks say: the agent
+# notices a killed rank up to one poll later than its peers notice the closed connection.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)( by (remote )?peer)?"
     r"|broken pipe|socket timeout|timed out waiting"
@@ -60,17 +59,16 @@ class Reason:
     where: str
 
     def __str__(self) -> str:
-        """Return it in one line, with the user's own line where there is one."""
+        """Return the reason in one line, with the user's own line where there is one."""
         text = self.text.strip().partition("\n")[0]
-        if len(text) > _REASON_CHARACTERS:
-            text = f"{text[:_REASON_CHARACTERS]}…"
+        text = f"{text[:_REASON_CHARACTERS]}…" if len(text) > _REASON_CHARACTERS else text
         line = ": ".join(part for part in (self.kind, text) if part)
         return f"{line} ({self.where})" if self.where else line
 
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """Ranks that failed for one and the same reason; `failure` is that of the lowest of them.
+    """Ranks that failed for the same reason; `failure` is that of the lowest of them.
 
     `because_of` names the ranks that caused it; it is empty where these ranks are a cause themselves.
     """
@@ -88,11 +86,11 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Who caused what in one attempt.
+    """Causes and consequences in one attempt.
 
     `failures` are those of all ranks, causes first. `causes` are the failures that explain the others, the
-    root cause first, `consequences` the others, in the order of ranks; both have ranks that failed alike as
-    one. `ended` are all ranks that ended because of a cause, with a failure of their own or without.
+    root cause first, `consequences` the others, in the order of ranks; ranks that failed alike are one entry.
+    `ended` are all ranks that ended because of a cause, with a failure of their own or without.
     """
 
     failures: tuple[Explained, ...]
@@ -106,7 +104,7 @@ class Blame:
         return format_ranks(self.causes[0].ranks) if self.causes else ""
 
     def fate(self, rank: RankState) -> str:
-        """Return what became of a rank that has neither a value nor a failure; empty for the others."""
+        """Return how a rank ended that has neither a value nor a failure; empty for the others."""
         match rank.state:
             case State.SUCCEEDED | State.FAILED:
                 return ""
@@ -119,10 +117,10 @@ class Blame:
 
 
 def blame(ranks: Mapping[int, RankState]) -> Blame:
-    """Return who caused what among the ranks of an attempt.
+    """Return the causes and consequences among the ranks of an attempt.
 
-    A mistake in a cell fails every rank in the same way. Which rank is first by the clock differs from
-    run to run then, so all of them are named.
+    A mistake in a cell fails every rank in the same way. Which rank is first by the clock then differs from
+    run to run, so all of them are named.
     """
     failures = explain({number: rank.failure for number, rank in ranks.items() if rank.failure is not None})
     causes = _alike(each for each in failures if each.consequence_of is None)
@@ -175,14 +173,13 @@ def _stable_reason(explained: Explained) -> Reason:
 
 
 def without_ports(text: str) -> str:
-    """Return `text` without the ports of peers: they differ in every run, and say nothing to the reader."""
+    """Return `text` without the ports of peers: they differ in every run and mean nothing to the reader."""
     return _PORT.sub(r"\1", text)
 
 
 def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
     """Return the failures, causes first, each group in the order of time.
 
-    >>> from nblaunch.protocol.messages import FailureRecord
     >>> killed = FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9, time=2.0)
     >>> closed = FailureRecord(type="builtins.RuntimeError", message="Connection closed by peer", time=1.0)
     >>> [(each.rank, each.consequence_of) for each in explain({0: closed, 1: killed})]
@@ -191,19 +188,18 @@ def explain(failures: Mapping[int, FailureRecord]) -> tuple[Explained, ...]:
     in_time = sorted(failures.items(), key=lambda item: (item[1].time, item[0]))
     causes = [(rank, failure) for rank, failure in in_time if not blames_a_peer(failure)]
     if not causes:
-        # Somebody's SIGTERM takes one rank; its peers then blame it, perhaps before the agent has noticed.
+        # A SIGTERM from outside ends one rank; its peers then blame it, perhaps before the agent notices.
         dead = [(rank, failure) for rank, failure in in_time if failure.type == _DEAD]
         causes = (dead or in_time)[:1]
     known = {rank for rank, _ in causes}
-    explained = [Explained(rank, failure) for rank, failure in causes]
-    for rank, failure in in_time:
-        if rank not in known:
-            explained.append(Explained(rank, failure, consequence_of=causes[0][0]))
-    return tuple(explained)
+    return (
+        *(Explained(rank, failure) for rank, failure in causes),
+        *(Explained(rank, failure, causes[0][0]) for rank, failure in in_time if rank not in known),
+    )
 
 
 def blames_a_peer(failure: FailureRecord) -> bool:
-    """Return whether a failure says that another rank went away."""
+    """Return whether a failure is that another rank went away."""
     if signal_name(failure.exitcode) == "SIGTERM":
         return True
     kind = failure.type.rpartition(".")[2]
@@ -211,7 +207,7 @@ def blames_a_peer(failure: FailureRecord) -> bool:
         return _NCCL_WAITED.search(failure.message) is not None
     if kind in _COLLECTIVE_ERRORS and _PEER_GONE.search(failure.message) is not None:
         return True
-    # `raise StepFailed from error`: the traceback says what it was made of.
+    # `raise StepFailed from error`: the traceback has the original error.
     return any(_PEER_GONE.search(found["text"]) for found in _CHAINED.finditer(failure.traceback))
 
 
@@ -222,12 +218,12 @@ def value_lost(error: Exception, when: float, message: str = "") -> FailureRecor
     return FailureRecord(type=kind, message=message, time=when, phase=Phase.VALUE)
 
 
-# Why a process ended without a word: the signal by name, and what the system knows about it.
+# Why a process ended without a message: the signal by name, and what the system knows about it.
 
 
 _STACKS_LIMIT = 16_000
 NCCL_WATCHDOG = "NCCL's watchdog: "
-"""Begins what is said of a rank that NCCL's watchdog has ended."""
+"""Begins the explanation of a rank that NCCL's watchdog has ended."""
 # torch's watchdog writes these to stderr and then calls abort(), below a page of C++ frames.
 _TIMED_OUT = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "
@@ -255,9 +251,9 @@ def explain_exit(
     oom_before: int | None = None,
     stderr: str = "",
 ) -> Explanation:
-    """Say why a process ended with `exitcode`; `dump` is what faulthandler wrote, if it did.
+    """Explain why a process ended with `exitcode`; `dump` is what faulthandler wrote, if it did.
 
-    `stderr` is what the process itself has said last. `titles` maps file names of cells to what the reader
+    `stderr` is the last that the process itself wrote. `titles` maps file names of cells to what the reader
     calls them. `oom_before` is `oom_kills()` when the process was started: a count that has grown since is
     the cause.
     """
@@ -271,8 +267,8 @@ def explain_exit(
             reason += " (a mapped file was cut short, or its disk is full)"
             details.append(_shared_memory())
         case "SIGABRT":
-            said = _nccl_watchdog(stderr)
-            reason += f" ({said})" if said else ""
+            watchdog = _nccl_watchdog(stderr)
+            reason += f" ({watchdog})" if watchdog else ""
             details.insert(0, _nccl_lines(stderr))
         case _:
             pass
@@ -321,13 +317,11 @@ def _shared_memory() -> str:
     except OSError:
         return ""
     free, size = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
-    return (
-        f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB; in a container, "
-        "start it with a larger --shm-size"
-    )
+    left = f"shared memory (/dev/shm) has {free / 1e6:.0f} MB free of {size / 1e6:.0f} MB"
+    return f"{left}; in a container, start it with a larger --shm-size"
 
 
-# CUDA out of memory, in one paragraph: what was asked for, what is free, and who holds the rest.
+# CUDA out of memory, in one paragraph: what was requested, what is free, and which processes hold the rest.
 
 
 _OTHERS = "other processes"
@@ -343,9 +337,9 @@ _JOIN_PIECES = (
 def explain_out_of_memory(
     failure: FailureRecord, rank: int, holders: Mapping[int, str], kernel: str
 ) -> FailureRecord:
-    """Return the failure of a rank, its message saying who holds the memory of its GPU.
+    """Return the failure of a rank, with a message that names what holds the memory of its GPU.
 
-    `holders` says of each process whose it is, `kernel` how it calls this one.
+    `holders` names the owner of each process; `kernel` is its name for this one.
     """
     memory = failure.memory
     if memory is None:
@@ -361,7 +355,7 @@ def explain_out_of_memory(
         kernels = reserved_here(memory.uuid)
     else:
         found = _by_holder(memory, holders)
-        others = "".join(f", {who} {size(count)}" for who, count in found.items())
+        others = "".join(f", {owner} {size(count)}" for owner, count in found.items())
         held = f"Rank {rank} holds {size(memory.own)} (torch: {torchs}){others}."
         kernels = found.get(kernel, 0)
     return msgspec.structs.replace(failure, message=" ".join([asked, held, *_advice(memory, kernels)]))
@@ -374,17 +368,17 @@ def _limit(memory: DeviceMemory) -> str:
 
 
 def _by_holder(memory: DeviceMemory, holders: Mapping[int, str]) -> dict[str, int]:
-    """Return what others hold, the largest part first; the processes that nobody knows come last."""
+    """Return what other processes hold, the largest part first, unknown processes last."""
     found: dict[str, int] = {}
     for pid, count in memory.others.items():
-        who = holders.get(pid, _OTHERS)
-        found[who] = found.get(who, 0) + count
-    shown = {who: count for who, count in found.items() if count >= _SHOWN}
+        owner = holders.get(pid, _OTHERS)
+        found[owner] = found.get(owner, 0) + count
+    shown = {owner: count for owner, count in found.items() if count >= _SHOWN}
     return dict(sorted(shown.items(), key=lambda each: (each[0] == _OTHERS, -each[1], each[0])))
 
 
 def _not_named(memory: DeviceMemory, rank: int, torchs: str, kernel: str) -> str:
-    """Say what is known where the driver does not name processes, as in many containers."""
+    """Return what is known where the driver does not name processes, as in many containers."""
     rest = max(memory.total - memory.free - memory.reserved, 0)
     text = f"Torch holds {size(memory.reserved)} in rank {rank} ({torchs})"
     if rest < _SHOWN:
@@ -401,7 +395,7 @@ def _advice(memory: DeviceMemory, kernels: int) -> tuple[str, ...]:
 
 
 def reserved_here(uuid: str) -> int:
-    """Return what torch holds in this very process on a GPU; initialises nothing."""
+    """Return what torch holds in this process on a GPU; initialises nothing."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0

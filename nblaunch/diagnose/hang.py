@@ -1,11 +1,11 @@
-"""The hang report: who is where, in which collective, and who has not come."""
+"""The hang report: where each rank is, in which collective, and which ranks have not started it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
-from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks, own_frame, place
+from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks, own_frame, place, ranks_by_answer
 
 _Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
@@ -18,29 +18,27 @@ def report(
     finished: Iterable[int] = (),
     elsewhere: Mapping[int, str] | None = None,
 ) -> HangReport:
-    """Put the answers of the ranks together.
+    """Combine the answers of the ranks.
 
-    `silent` maps ranks that did not answer in time to what faulthandler could say of them; `finished` are
-    ranks that have returned already; `elsewhere` says of ranks without a stack of their own where they are.
+    `silent` maps ranks that did not answer in time to the stack that faulthandler wrote of them; `finished`
+    are ranks that have returned already; `elsewhere` is where ranks without a stack of their own are.
     """
-    by_stack: dict[tuple[tuple[str, int, str], ...], list[int]] = {}
-    frames: dict[tuple[tuple[str, int, str], ...], tuple[FrameRecord, ...]] = {}
-    by_word: dict[str, list[int]] = {}
-    for rank, word in sorted((elsewhere or {}).items()):
-        by_word.setdefault(word, []).append(rank)
-    for rank, answer in sorted(answers.items()):
-        if rank in (elsewhere or {}):
-            continue
-        key = tuple((frame.filename, frame.line, frame.function) for frame in answer.frames)
-        by_stack.setdefault(key, []).append(rank)
-        frames[key] = answer.frames
+    answers, words = dict(sorted(answers.items())), elsewhere or {}
+    stacks = {
+        rank: tuple((frame.filename, frame.line, frame.function) for frame in answer.frames)
+        for rank, answer in answers.items()
+        if rank not in words
+    }
     groups = [
-        StackGroup(ranks=tuple(ranks), headline=headline(frames[key]), frames=frames[key])
-        for key, ranks in by_stack.items()
+        StackGroup(ranks=ranks, headline=_where(frames), frames=frames)
+        for ranks in ranks_by_answer(stacks).values()
+        for frames in (answers[ranks[-1]].frames,)
     ]
-    groups += [StackGroup(ranks=tuple(ranks), headline=word, frames=()) for word, ranks in by_word.items()]
-    collectives = {rank: answer.collectives for rank, answer in sorted(answers.items())}
-    recent = {rank: answer.recent or answer.collectives for rank, answer in sorted(answers.items())}
+    groups += [
+        StackGroup(ranks=ranks, headline=word, frames=()) for word, ranks in ranks_by_answer(words).items()
+    ]
+    collectives = {rank: answer.collectives for rank, answer in answers.items()}
+    recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
     return HangReport(
         groups=tuple(sorted(groups, key=lambda group: group.ranks)),
         collectives=collectives,
@@ -50,10 +48,10 @@ def report(
     )
 
 
-def headline(frames: tuple[FrameRecord, ...]) -> str:
-    """Say in one line where a stack is: the call, and the user's own line.
+def _where(frames: tuple[FrameRecord, ...]) -> str:
+    """Return in one line where a stack is: the call, and the user's own line.
 
-    >>> headline((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
+    >>> _where((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
     'at cell line 9: dist.all_reduce(t)'
     """
     own = own_frame(frames)
@@ -66,48 +64,48 @@ def headline(frames: tuple[FrameRecord, ...]) -> str:
 
 
 def _differences(recent: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
-    """Say of each group in which collective its ranks first disagreed."""
+    """Yield for each group the first collective in which its ranks disagree."""
     together: dict[tuple[_Key, int], dict[int, Collective]] = {}
     for rank, known in recent.items():
         for collective in known:
             together.setdefault((collective.key, collective.sequence), {})[rank] = collective
-    told = set()
+    differing = set()
     for (key, sequence), ranks in sorted(together.items()):
-        difference = difference_of(ranks) if key not in told else None
+        difference = difference_of(ranks) if key not in differing else None
         if difference is not None:
-            told.add(key)
+            differing.add(key)
             yield f"collective #{sequence}{_of(key)} differs in {difference}"
 
 
 def difference_of(ranks: Mapping[int, Collective]) -> str | None:
-    """Say in what one collective differs from rank to rank; None if it does not."""
+    """Return in what one collective differs from rank to rank; None if it does not."""
+    even = {rank: each for rank, each in ranks.items() if _same_on_all_ranks(each)}
     for what, values in (
         ("operation", {rank: each.operation for rank, each in ranks.items()}),
-        ("shape", {rank: _sizes(each) for rank, each in ranks.items() if _same_on_all_ranks(each)}),
-        ("dtype", {rank: ", ".join(each.dtypes) for rank, each in ranks.items() if _same_on_all_ranks(each)}),
+        ("shape", {rank: ", ".join(str(list(size)) for size in each.sizes) for rank, each in even.items()}),
+        ("dtype", {rank: ", ".join(each.dtypes) for rank, each in even.items()}),
     ):
-        if len(set(values.values())) > 1:
-            return f"{what}: {_by_value(values)}"
+        found = ranks_by_answer(values)
+        if len(found) > 1:
+            return f"{what}: {'; '.join(f'{format_ranks(who)}: {value}' for value, who in found.items())}"
     return None
 
 
 def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
-    """Say of each group who waits in a collective that others have not started."""
+    """Yield for each group which ranks wait in a collective that others have not started."""
     for key, last in sorted(by_group(collectives).items()):
         newest = max(collective.sequence for collective in last.values())
         ahead = {rank: each for rank, each in last.items() if each.sequence == newest}
         behind = [rank for rank, each in last.items() if each.sequence < newest]
         waiting = [rank for rank, each in ahead.items() if not each.completed]
         if behind and waiting:
-            yield (
-                f"{format_ranks(waiting)} {_in(waiting)} in {ahead[waiting[0]].operation} #{newest}"
-                f"{_of(key)}, which {format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} "
-                "not started"
-            )
+            where = f"{ahead[waiting[0]].operation} #{newest}{_of(key)}"
+            late = f"{format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not started"
+            yield f"{format_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} in {where}, which {late}"
 
 
 def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[_Key, dict[int, Collective]]:
-    """Return the last collective of each rank, group by group; a member that has begun none is at 0."""
+    """Return each rank's last collective, group by group; a member without one is at sequence number 0."""
     found: dict[_Key, dict[int, Collective]] = {}
     for rank, known in collectives.items():
         for collective in known:
@@ -121,25 +119,10 @@ def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[_Key, di
 
 
 def _same_on_all_ranks(collective: Collective) -> bool:
-    """Whether ranks must agree on the tensors: a scatter or gather takes those of one rank only."""
+    """Return whether ranks must agree on the tensors: a scatter or gather takes those of one rank only."""
     uneven = ("scatter", "gather", "all_to_all", "send", "recv", "coalesced")
     return not any(word in collective.operation for word in uneven)
 
 
 def _of(key: _Key) -> str:
     return "" if key[1] == DEFAULT_GROUP else f" of group {key[1]}"
-
-
-def _in(ranks: list[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
-
-
-def _sizes(collective: Collective) -> str:
-    return ", ".join(str(list(size)) for size in collective.sizes)
-
-
-def _by_value(values: Mapping[int, str]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return "; ".join(f"{format_ranks(ranks)}: {value}" for value, ranks in groups.items())

@@ -24,7 +24,7 @@ Invariants:
 Modules, each after those that it imports:
 
     messages    between the kernel and its ranks: the structs, and their encoding
-    reports     `HangReport`, where the ranks of a run were at one moment; rank lists and sizes as text
+    reports     `HangReport`, where the ranks of a run were at one moment; ranks, frames and sizes as text
     transcript  one rank's output, bounded: its beginning, its end, and the amount between
     state       `RunState` and `advance`, the fold; `View`, which shows its states
 """

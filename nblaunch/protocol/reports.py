@@ -1,15 +1,25 @@
-"""Text that errors, results and views share: ranks, sizes, places in code, and where ranks hang."""
+"""Text that errors, results and views share: ranks, sizes, frames and their places, and where ranks hang."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from nblaunch.protocol.messages import Collective, FrameRecord
 
+_Answer = TypeVar("_Answer", bound=Hashable)
 _GIB = 1 << 30
 _MIB = 1 << 20
+# Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
+_OURS = re.compile(
+    r"(/nblaunch/((rank|capture|elastic|group|protocol)/|_\w+\.py)|/torch/distributed/elastic/|/torch/multiprocessing/"
+    r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
+    r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"
+)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
+_FATAL_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +115,57 @@ def _not_installed(frame: FrameRecord) -> bool:
     return not any(part in frame.filename for part in installed)
 
 
+def is_ours(filename: str) -> bool:
+    """Return whether a frame belongs to the machinery between the user's code and the process."""
+    # "<string>" is the fork server's own command line.
+    return filename == "<string>" or _OURS.search(filename.replace("\\", "/")) is not None
+
+
+def readable_stacks(dump: str, titles: Mapping[str, str]) -> str:
+    """Turn what faulthandler wrote into a traceback of the user's own frames, innermost last.
+
+    `titles` maps file names of cells to what the reader calls them.
+
+    >>> dump = '''Fatal Python error: Segmentation fault
+    ...
+    ... Current thread 0x00007f (most recent call first):
+    ...   File "/x/cell.py", line 3 in <module>'''
+    >>> print(readable_stacks(dump, {"/x/cell.py": "Cell In[2]"}))
+    Fatal Python error: Segmentation fault
+      Cell In[2], line 3, in <module>
+    """
+    error = next((line for line in dump.splitlines() if line.startswith("Fatal Python error")), "")
+    _, _, current = dump.partition("Current thread")
+    frames = _readable(current.partition("\n\n")[0], titles)
+    return "\n".join([*([error] if error else []), *frames])
+
+
+def readable_main_stack(dump: str, titles: Mapping[str, str]) -> str:
+    """Return the main thread's frames of what faulthandler wrote on request, innermost last.
+
+    >>> dump = '''Thread 0x00007e (most recent call first):
+    ...   File "/lib/zmq/sugar/poll.py", line 106 in poll
+    ...
+    ... Current thread 0x00007f (most recent call first):
+    ...   File "/x/cell.py", line 3 in <module>'''
+    >>> print(readable_main_stack(dump, {"/x/cell.py": "Cell In[2]"}))
+      Cell In[2], line 3, in <module>
+    """
+    # The newest thread comes first. Which one is the current one is chance: any may take the signal.
+    return "\n".join(_readable(_THREAD.split(dump)[-1], titles))
+
+
+def _readable(stack: str, titles: Mapping[str, str]) -> list[str]:
+    frames = []
+    for line in stack.splitlines():
+        frame = _FATAL_FRAME.match(line)
+        if frame is not None and not is_ours(frame["file"]):
+            name = titles.get(frame["file"])
+            place = name if name is not None else f'File "{frame["file"]}"'
+            frames.append(f"  {place}, line {frame['line']}, in {frame['function']}")
+    return frames[::-1]
+
+
 def size(count: float) -> str:
     """Format a number of bytes, counted as `df -h` and `--shm-size` do.
 
@@ -112,6 +173,23 @@ def size(count: float) -> str:
     ('64 MiB', '80.0 GiB')
     """
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number of things: `1 rank`, `2 ranks`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def ranks_by_answer(answers: Mapping[int, _Answer]) -> dict[_Answer, tuple[int, ...]]:
+    """Return which ranks gave each answer; ranks rise, and answers come in the order of their lowest rank.
+
+    >>> ranks_by_answer({1: "odd", 0: "even", 2: "even"})
+    {'even': (0, 2), 'odd': (1,)}
+    """
+    found: dict[_Answer, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        found.setdefault(answer, []).append(rank)
+    return {answer: tuple(ranks) for answer, ranks in found.items()}
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

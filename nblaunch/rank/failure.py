@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nblaunch._errors import shorten
-from nblaunch._frames import is_ours
 from nblaunch.capture import pickling, tensors
 from nblaunch.protocol.messages import FailureRecord, FrameRecord, Phase
+from nblaunch.protocol.reports import is_ours
 from nblaunch.rank import memory, shell
 
 _EXCEPTION_LIMIT = 4 * 1024 * 1024

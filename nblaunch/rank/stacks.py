@@ -17,8 +17,8 @@ from types import FrameType
 import psutil
 from torch.distributed import distributed_c10d
 
-from nblaunch._frames import is_ours
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
+from nblaunch.protocol.reports import is_ours
 from nblaunch.rank import failure, flight_recorder, process_group
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})

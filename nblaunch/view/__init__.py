@@ -1,32 +1,32 @@
 """A run drawn as text, as static HTML, or as a live panel. Views draw the state; they decide nothing.
 
-The thread that called `run` (or the one of `--background`) owns the view. It opens it before the job is given
-to the group, draws about ten times a second while it waits, and closes it with the final state. Each time it
-passes the `RunState` of that moment, a frozen snapshot, so a view needs no lock and no message of its own.
+The thread that called `run` (or the one of `--background`) owns the view. It opens the view before it gives
+the job to the group, draws about ten times a second while it waits, and closes the view with the final state.
+Each time it passes the `RunState` of that moment, a frozen snapshot, so a view needs no lock and no message.
 
     RunState ─┬─ output: lines and displays of each rank, equal ones of several ranks folded
               ├─ summary: headline, failures, attempts, warnings, as lines
               │
               ├──> text            the same for the same run: terminals, nbval, `repr`
               ├──> terminal_view   new lines as they come, above one status line
-              ├──> html            no script, no style sheet: what a saved notebook holds
+              ├──> html            no script, no style sheet: for saved notebooks
               └──> panel_ranks ──deltas──> panel.js, which draws; replaced by `html` when the run has ended
 
 A rank's output passes through a screen: carriage returns, cursor movement and colours become lines, so a
 progress bar that redraws itself a thousand times is one line. Merging ranks depends on the content alone,
-never on arrival.
+never on the order of arrival.
 
 Invariants:
-  * Text and HTML of a run hold no time, no process id, and nothing that differs from run to run; ranks are in
-    rank order. Both together stay below 1 MB, whatever 64 ranks print: lines are left out of the middle.
+  * Text and HTML of a run hold no time, no process id, and nothing else that differs from run to run; ranks
+    are in rank order. Together they stay below 1 MB, whatever 64 ranks print: the middle is left out.
   * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
-  * What the panel costs grows with what changed since the last draw, not with the output so far.
-  * A view that raises is not drawn again, but for its end; the run goes on (`GuardedView`).
+  * The cost of the panel grows with what changed since the last draw, not with the output so far.
+  * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).
   * Widgets and IPython are loaded only by the views that use them.
 
 Modules, each after those that it imports:
 
-    folding        merges the sequences of several ranks; items that several have stand once
+    folding        merges the sequences of several ranks; a common item stands once
     screen         text as a terminal shows it; a screen whose lines are numbered and tracked
     markup         HTML pieces: escaping, colours, states; what text costs in a saved notebook
     output         what ranks wrote, folded, and cut to a budget
@@ -35,7 +35,7 @@ Modules, each after those that it imports:
     html           a run as static HTML
     panel_output   output as deltas: numbered lines and displays, new or changed
     text           a run as text
-    panel_ranks    all that the panel shows, as deltas: cards of ranks, values, stragglers, report; no widget
+    panel_ranks    everything that the panel shows, as deltas: ranks, values, stragglers, report; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside
     panel          the widget that sends them
     display        chooses a view, and guards it

@@ -1,7 +1,7 @@
 """How a run is shown: not at all, as text, as HTML, or as a live panel that ends as HTML.
 
-A view draws what the state says and decides nothing. It is called on the thread that called `run`.
-IPython and ipywidgets are imported only where they are needed.
+A view draws the state and decides nothing. It is called on the thread that called `run`.
+IPython and ipywidgets are imported only by the views that need them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 PANEL_AFTER_SECONDS = 0.15
-"""A run shorter than this needs no panel, and a panel would cost it half as much again."""
+"""A shorter run needs no panel, which would make it take half as long again."""
 SECONDS_BETWEEN_DRAWS = 0.1
 BYTES_PER_SECOND = 500_000
-"""jupyter_server drops what a kernel sends above 1 MB a second; the user's own output is to have room too."""
-# Once to interrupt, once more to hurry.
+"""jupyter_server drops what a kernel sends above 1 MB a second; the user's own output needs room too."""
 _STOPS = 2
+"""Once to interrupt, once more to skip the grace period."""
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 
 _log = logging.getLogger("nblaunch.view")
@@ -52,7 +52,6 @@ class TextView:
     shows_usage = False
 
     def __init__(self, header: Header) -> None:
-        """Show a run under this header."""
         self._header = header
         self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
 
@@ -62,7 +61,7 @@ class TextView:
             self._terminal.open()
 
     def draw(self, state: RunState) -> None:
-        """Print the lines that are new, if somebody is watching."""
+        """Print the lines that are new, in a terminal."""
         if self._terminal is not None:
             self._terminal.draw(state)
 
@@ -75,12 +74,11 @@ class TextView:
 
 
 class OnceView:
-    """Makes one display in the notebook, at the end; `render` says of which MIME types."""
+    """Makes one display in the notebook, at the end: the MIME bundle that `render` returns."""
 
     shows_usage = False
 
     def __init__(self, header: Header, render: Callable[[RunState, Header], Bundle]) -> None:
-        """Show a run under this header."""
         self._header = header
         self._render = render
 
@@ -104,11 +102,9 @@ class WidgetView:
     shows_usage = True
 
     def __init__(self, header: Header, clock: Callable[[], float] = time.monotonic) -> None:
-        """Show a run under this header; `clock` gives seconds."""
         self._header = header
         self._clock = clock
-        self._opened = clock()
-        self._drawn = self._opened
+        self._opened = self._drawn = clock()
         self._pause = SECONDS_BETWEEN_DRAWS
         self._drawing = Drawing(header, self._opened)
         self._panel: Panel | None = None
@@ -116,7 +112,7 @@ class WidgetView:
         self._stops = 0
 
     def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
-        """Begin to count the time."""
+        """Start the clock."""
         self._opened = self._drawn = self._clock()
         self._drawing = Drawing(self._header, self._opened)
 
@@ -124,7 +120,7 @@ class WidgetView:
         """Show what has changed, at most ten times a second, and less often where there is much to show.
 
         Raises `KeyboardInterrupt` if the panel's Stop button was pressed: it does what an interrupt does,
-        and pressed once more what a second interrupt does. After the run nobody asks.
+        and pressed once more what a second interrupt does.
         """
         now = self._clock()
         if self._panel is None:
@@ -134,7 +130,7 @@ class WidgetView:
             return
         if now - self._drawn >= self._pause:
             self._drawn, self._pause = now, SECONDS_BETWEEN_DRAWS
-            delta = self._drawing.changes(state, now, stop=self._panel.heard)
+            delta = self._drawing.changes(state, now, stop=self._panel.reachable)
             if delta is not None:
                 self._panel.show(delta)
                 size = len(msgspec.json.encode(delta))
@@ -163,7 +159,7 @@ class WidgetView:
 
         self._drawing.changes(state, now)
         self._panel = Panel(self._drawing, self._clock)
-        # What stands beside the panel is for front ends without widgets; the output follows at the end.
+        # The HTML and the text are for front ends without widgets; the output follows at the end.
         placeholder: Bundle = {
             _WIDGET_TYPE: {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id},
             "text/html": render_html(state, self._header, outputs=()),
@@ -177,17 +173,16 @@ class WidgetView:
 class GuardedView:
     """A view that cannot fail the run: a front end that went away is no reason to lose a result.
 
-    After a failure nothing more is drawn; the end is tried once all the same.
+    After a failure nothing more is drawn, but the end is still tried once.
     """
 
     def __init__(self, view: View) -> None:
-        """Guard this view."""
         self.view = view
         self._broken = False
 
     @property
     def shows_usage(self) -> bool:
-        """Whether what is guarded shows what the ranks use."""
+        """Whether the guarded view shows what the ranks use."""
         return self.view.shows_usage
 
     def open(self, state: RunState) -> None:
@@ -212,12 +207,12 @@ class GuardedView:
 
 
 def choose_view(header: Header, mode: str | None = None) -> View:
-    """Return the view that fits where this process runs, or the one that is asked for.
+    """Return the view that fits where this process runs, or the one that `mode` names.
 
-    `mode` is `auto`, `widget`, `html` or `text`; without one, the environment variable
-    `NBLAUNCH_DISPLAY` says it. `auto` is the panel in a kernel that has comms, HTML in any other
-    kernel, text elsewhere. Outside a kernel there is nothing to show HTML, so everything is text there.
-    In a kernel that pytest has started `auto` is HTML too: nbval does not see updates of a display.
+    `mode` is `auto`, `widget`, `html` or `text`; its default is the environment variable
+    `NBLAUNCH_DISPLAY`. `auto` is the panel in a kernel that has comms, HTML in any other kernel, text
+    elsewhere. Outside a kernel nothing can show HTML, so every mode is text there. In a kernel that pytest
+    has started `auto` is HTML too: nbval does not see updates of a display.
 
     Raises `OptionError` for any other mode.
     """
@@ -226,7 +221,7 @@ def choose_view(header: Header, mode: str | None = None) -> View:
     if kernel is None:
         return GuardedView(TextView(header))
     if wanted == "text":
-        return GuardedView(OnceView(header, only_text))
+        return GuardedView(OnceView(header, lambda state, header: {"text/plain": render_text(state, header)}))
     tested = wanted == "auto" and bool(os.environ.get(TESTED_VARIABLE))
     if wanted == "html" or tested or getattr(kernel, "comm_manager", None) is None:
         return GuardedView(OnceView(header, html_and_text))
@@ -235,29 +230,24 @@ def choose_view(header: Header, mode: str | None = None) -> View:
 
 def _mode(mode: str | None) -> str:
     if mode is not None:
-        given, asked, remedy = mode, f"display={mode!r}", "Give one of these"
+        given, source, remedy = mode, f"display={mode!r}", "Give one of these"
     else:
         given = os.environ.get(DISPLAY_VARIABLE) or "auto"
-        asked, remedy = f"{DISPLAY_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
+        source, remedy = f"{DISPLAY_VARIABLE}={given!r}", "Correct the environment variable, or unset it"
     if given not in DISPLAY_MODES:
         modes = f"{', '.join(DISPLAY_MODES[:-1])} or {DISPLAY_MODES[-1]}"
-        msg = f"{asked} was asked for, but a run is shown as {modes}. {remedy}."
+        msg = f"{source}: a run is shown as {modes}. {remedy}."
         raise OptionError(msg)
     return given
 
 
 def html_and_text(state: RunState, header: Header) -> Bundle:
-    """Return a run as a notebook shows it, with its text form for where there is no HTML."""
+    """Return a run as a notebook shows it, with its text form for front ends without HTML."""
     outputs = folded(state)
     return {
         "text/html": render_html(state, header, outputs=outputs),
         "text/plain": render_text(state, header, outputs=outputs),
     }
-
-
-def only_text(state: RunState, header: Header) -> Bundle:
-    """Return a run as text alone."""
-    return {"text/plain": render_text(state, header)}
 
 
 def _display(bundle: Bundle, display_id: str | None = None) -> None:
@@ -269,6 +259,6 @@ def _display(bundle: Bundle, display_id: str | None = None) -> None:
 def view_of(title: str, backend: str, note: str = "") -> View:
     """Return the view that shows a run of `title` on `backend` here; raises `OptionError`.
 
-    `note` says why it runs where it does.
+    `note` is why it runs on these devices.
     """
     return choose_view(Header(title, backend, node=platform.node(), note=note))

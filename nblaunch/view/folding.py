@@ -1,4 +1,4 @@
-"""Merging what several ranks wrote: an item that several have stands once, and each rank's order is kept.
+"""Merges what several ranks wrote: a common item stands once, and each rank's order is kept.
 
 The merge depends on the content alone, never on the time at which something arrived. Two sequences are
 aligned as a patience diff does it: on items that both have once, then between those on the rest. Aligning
@@ -10,32 +10,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 MOST_ITEMS = 40_000
 """Items of all columns together that are aligned; more would take the kernel a noticeable time."""
 _DEPTH = 12
 
 
-@dataclass(slots=True)
-class _Merged:
-    """Columns that were merged: keys in order, and for each of them which columns have it, as bits."""
-
-    keys: list[int]
-    members: list[int]
+_Column = list[tuple[int, int]]
+"""Keys in order, and for each of them which columns have it, as bits."""
 
 
 def merged(
-    columns: Sequence[Sequence[Hashable]],
-    weak: Collection[Hashable] = (),
-    marks: Collection[Hashable] = (),
+    columns: Sequence[Sequence[Hashable]], weak: Collection[Hashable] = (), marks: Collection[Hashable] = ()
 ) -> list[list[tuple[Hashable, tuple[int, ...]]]]:
     """Return the columns' items with the numbers of the columns that have them, merged where they share any.
 
-    Each list that is returned is of columns that share something with one another, directly or through a
-    third. Neither `weak` items (blank lines) nor `marks` (what was left out) are a reason to merge. Weak ones
-    are shared only next to others that are.
+    Each list in the result is of columns that share items with one another, directly or through a third.
+    Neither `weak` items (blank lines) nor `marks` (what was left out) are a reason to merge. Weak ones are
+    shared only next to others that are.
 
     >>> merged(["axb", "ayb", "z"])
     [[('a', (0, 1)), ('x', (0,)), ('y', (1,)), ('b', (0, 1))], [('z', (2,))]]
@@ -49,10 +42,12 @@ def merged(
         if len(related) > 1 and sum(len(numbered[each]) for each in related) > MOST_ITEMS:
             found += [[(keys[key], (each,)) for key in numbered[each]] for each in related]
             continue
-        alone = [_Merged(numbered[each], [1 << each] * len(numbered[each])) for each in related]
-        whole = _merge_all(alone, ignored)
-        named = {bits: _places(bits) for bits in set(whole.members)}
-        found.append([(keys[key], named[bits]) for key, bits in zip(whole.keys, whole.members, strict=True)])
+        unmerged: list[_Column] = [[(key, 1 << each) for key in numbered[each]] for each in related]
+        while len(unmerged) > 1:
+            pairs = [unmerged[place : place + 2] for place in range(0, len(unmerged), 2)]
+            unmerged = [_merge(pair[0], pair[1], ignored) if len(pair) > 1 else pair[0] for pair in pairs]
+        named = {bits: _places(bits) for bits in {bits for _, bits in unmerged[0]}}
+        found.append([(keys[key], named[bits]) for key, bits in unmerged[0]])
     return found
 
 
@@ -78,36 +73,20 @@ def _related(columns: Sequence[Sequence[int]], weak: Collection[int]) -> Iterato
     yield from sets.values()
 
 
-def _merge_all(columns: list[_Merged], weak: Collection[int]) -> _Merged:
-    while len(columns) > 1:
-        pairs = [columns[place : place + 2] for place in range(0, len(columns), 2)]
-        columns = [_merge(pair[0], pair[1], weak) if len(pair) > 1 else pair[0] for pair in pairs]
-    return columns[0]
-
-
-def _merge(one: _Merged, other: _Merged, weak: Collection[int]) -> _Merged:
-    result = _Merged([], [])
+def _merge(one: _Column, other: _Column, weak: Collection[int]) -> _Column:
+    result: _Column = []
     start, other_start = 0, 0
-    for place, other_place in chain(_aligned(one.keys, other.keys, weak), [(len(one.keys), len(other.keys))]):
+    for place, other_place in _aligned([key for key, _ in one], [key for key, _ in other], weak):
         # What only one of them has: the lower ranks first.
-        result.keys += one.keys[start:place]
-        result.members += one.members[start:place]
-        result.keys += other.keys[other_start:other_place]
-        result.members += other.members[other_start:other_place]
-        if place < len(one.keys):
-            result.keys.append(one.keys[place])
-            result.members.append(one.members[place] | other.members[other_place])
+        result += one[start:place] + other[other_start:other_place]
+        key, members = one[place]
+        result.append((key, members | other[other_place][1]))
         start, other_start = place + 1, other_place + 1
-    return result
+    return result + one[start:] + other[other_start:]
 
 
 def _places(bits: int) -> tuple[int, ...]:
-    places = []
-    while bits:
-        lowest = bits & -bits
-        places.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return tuple(places)
+    return tuple(place for place in range(bits.bit_length()) if bits >> place & 1)
 
 
 def _aligned(one: Sequence[int], other: Sequence[int], weak: Collection[int]) -> list[tuple[int, int]]:
@@ -140,7 +119,7 @@ def _aligned(one: Sequence[int], other: Sequence[int], weak: Collection[int]) ->
 def _anchors(
     one: Sequence[int], places: range, other: Sequence[int], other_places: range, weak: Collection[int]
 ) -> list[tuple[int, int]]:
-    """Return pairs of places that are sure to be meant: of keys that both have once, if there are any."""
+    """Return pairs of places that surely belong together: of keys that both have once, if there are any."""
     keys, other_keys = one[places.start : places.stop], other[other_places.start : other_places.stop]
     common = set(keys).intersection(other_keys).difference(weak)
     if not common:

@@ -1,6 +1,6 @@
 """A run as static HTML: no script, no style sheet, the same for the same run.
 
-It is what a saved notebook holds, so it must read without a kernel, in a renderer that drops styles,
+A saved notebook holds it, so it must be readable without a kernel and in a renderer that drops styles,
 and stay below 1 MB together with its text form, whatever 64 ranks print.
 """
 
@@ -11,69 +11,47 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nblaunch.diagnose.failures import Alike, Blame, blame
+from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import format_ranks, size
+from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer, size
 from nblaunch.protocol.state import RankState, RunState, State
 from nblaunch.protocol.transcript import Display
-from nblaunch.view import markup
+from nblaunch.view import markup, summary
 from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
+    Folded,
     Omission,
-    Output,
     Written,
     by_rank,
     cost_of_line,
-    describe,
-    display_text,
+    display_rows,
     fit,
     folded,
     last_line,
+    omission_text,
     only_errors,
 )
-from nblaunch.view.screen import PLAIN, Line, colored, plain
-from nblaunch.view.summary import (
-    REASON_COST,
-    TRACEBACK_COST,
-    TRACEBACKS,
-    Header,
-    attempt_line,
-    consequence_lines,
-    earlier_attempts,
-    headline,
-    others_lines,
-    places,
-    reason_limit,
-    traceback_text,
-    warning_lines,
-    why,
-    why_each,
-)
+from nblaunch.view.screen import Line, colored, plain
 
 HTML_BUDGET = 680_000
-"""Bytes of the whole HTML in a saved notebook, as near as can be told beforehand."""
+"""Bytes of the whole HTML in a saved notebook, as near as can be estimated."""
 OUTPUT_BUDGET = 450_000
-"""Bytes of printed lines and displays; what a rank displayed is left out, and named, beyond that."""
+"""Bytes of printed lines and displays; a display beyond that is left out, and named."""
 LINES_BUDGET = 250_000
-_NOTES_BUDGET = 60_000
-VALUES_BUDGET = 60_000
-_CONSEQUENCES = 8
-_ATTEMPTS_BUDGET = 60_000
-_PLACES = 16
 _STACK_COST = 4_000
 _CELLS_COST = 40_000
 _CELL_COST = 300
+_SHORT_CELL_COST = 120
 _ELEMENT_COST = 300
 _FRAME_COST = 500
-_LAST_LINE_COST = 120
-_VALUE_COST = 120
 _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _NARROW_COLUMNS = 3
-_NARROW = ";white-space:nowrap"
+_PLACES = 16
 _ROWS_OPEN = 16
-_OUTPUTS_OPEN = 8
+_MOST_OPEN = 8
+"""Outputs, values and tracebacks of consequences that are shown in full; the others are folded away."""
 _LINES_OPEN = 40
 _MIXED_OPEN = 3 * _LINES_OPEN
 """Lines of several ranks in one part: each of them alone would have as much room as one output has."""
@@ -84,22 +62,24 @@ _ROOT = (
 )
 _TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
+_NARROW_CELL = f"{_CELL};white-space:nowrap"
 _SMALL_CELL = "text-align:left;padding:1px 8px"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
 
-def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | None = None) -> str:
+def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as HTML: how it ended, a row per rank, then output and values.
 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
-    is `folded(state)` where the caller has it already.
+    is `folded(state)` if the caller has it already.
     """
     found = blame(state.ranks)
+    what = markup.escaped(summary.headline(state, header.title, header.backend))
     parts = (
-        _headline(state, header),
+        f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *_failures(found),
         *_attempts(state),
-        *_lines((*others_lines(state, found), *warning_lines(state))),
+        *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *_hang(state),
         _table(state, found),
         *_values(state),
@@ -110,44 +90,35 @@ def render_html(state: RunState, header: Header, *, outputs: Sequence[Output] | 
     return f'<div style="{_ROOT}">{above}{_outputs(shown, budget)}</div>'
 
 
-def _headline(state: RunState, header: Header) -> str:
-    what = markup.escaped(headline(state, header.title, header.backend))
-    return f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>"
-
-
 def _failures(found: Blame) -> Iterator[str]:
-    limit = reason_limit(found)
-    parts = _causes(found, TRACEBACK_COST)
-    # What one of several equal ones says goes for all: each has its ranks, and its traceback below.
-    lines = [
-        _expandable(line, _traceback(each.failure, TRACEBACK_COST // 4) if number < _CONSEQUENCES else "")
-        for number, (each, line) in enumerate(
-            zip(found.consequences, consequence_lines(found, limit), strict=True)
-        )
-    ]
-    if lines:
-        count = sum(len(each.ranks) for each in found.consequences)
-        summary = f"{count} consequence{'' if count == 1 else 's'} of it"
-        parts.append(markup.details(summary, "".join(lines), opened=False))
+    parts = _causes(found, summary.TRACEBACK_COST)
+    # Of equal ones one stands for all: its line names their ranks, and it has the traceback of the lowest.
+    consequences = []
+    lines = summary.consequence_lines(found, summary.reason_limit(found))
+    for number, (each, line) in enumerate(zip(found.consequences, lines, strict=True)):
+        traceback = _traceback(each.failure, summary.TRACEBACK_COST // 4) if number < _MOST_OPEN else ""
+        consequences.append(_expandable(line, traceback))
+    if consequences:
+        title = plural(sum(len(each.ranks) for each in found.consequences), "consequence")
+        parts.append(markup.details(f"{title} of it", "".join(consequences), opened=False))
     if parts:
         yield f'<div style="{_FAILURE}">{"".join(parts)}</div>'
 
 
 def _causes(found: Blame, traceback_cost: int) -> list[str]:
-    limit = reason_limit(found)
-    return [_cause(each, number, limit, traceback_cost) for number, each in enumerate(found.causes)]
-
-
-def _cause(cause: Alike, number: int, limit: int, traceback_cost: int) -> str:
-    label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
-    line = f"<div><strong>{label}</strong> {markup.code(why(cause, limit))}</div>"
-    traceback = _traceback(cause.failure, traceback_cost) if number < TRACEBACKS else ""
-    name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-    return line + (markup.details(name, traceback, opened=not number) if traceback else "")
+    parts = []
+    for number, cause in enumerate(found.causes):
+        label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
+        why = markup.code(summary.why(cause, summary.reason_limit(found)))
+        traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
+        name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
+        parts.append(f"<div><strong>{label}</strong> {why}</div>")
+        parts += [markup.details(name, traceback, opened=not number)] if traceback else []
+    return parts
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
-    text = shortened(traceback_text(failure), limit)
+    text = shortened(summary.traceback_text(failure), limit)
     shown = colored(text)
     # Colours only where they fit too: a span around each character is possible.
     cost = sum(cost_of_line(line) for line in shown)
@@ -156,48 +127,47 @@ def _traceback(failure: FailureRecord, limit: int) -> str:
 
 
 def _expandable(line: str, content: str) -> str:
-    said = markup.code(line)
-    return markup.details(said, content, opened=False) if content else f"<div>{said}</div>"
+    return markup.details(markup.code(line), content, opened=False) if content else _note(line)
 
 
-def _lines(lines: Iterable[str]) -> Iterator[str]:
-    for line in lines:
-        yield f"<div>{markup.code(line)}</div>"
+def _note(line: str) -> str:
+    return f"<div>{markup.code(line)}</div>"
 
 
 def _attempts(state: RunState) -> Iterator[str]:
     """Yield a part for each attempt before this one, with its own failures and output."""
-    shown, left_out = earlier_attempts(state)
-    yield from _lines([left_out] if left_out else ())
+    shown, left_out = summary.earlier_attempts(state)
+    yield from [_note(left_out)] if left_out else []
     for attempt in shown:
         before = RunState(world_size=attempt.world_size, ranks=attempt.ranks, attempt=attempt)
         found = blame(before.ranks)
-        content = "".join(_causes(found, TRACEBACK_COST // max(4, len(shown))))
+        content = "".join(_causes(found, summary.TRACEBACK_COST // max(4, len(shown))))
         # Which of the others failed too, and which were stopped before they did, differs from run to run.
         others = set(before.ranks) - {rank for each in found.causes for rank in each.ranks}
-        content += "".join(_lines([f"{format_ranks(others)}: ended because of that"] if others else ()))
-        content += _outputs(folded(before), _ATTEMPTS_BUDGET // len(shown))
-        yield _expandable(attempt_line(attempt, found), content)
+        content += _note(f"{format_ranks(others)}: ended because of that") if others else ""
+        content += _outputs(folded(before), summary.PART_BUDGET // len(shown))
+        yield _expandable(summary.attempt_line(attempt, found), content)
 
 
 def _hang(state: RunState) -> Iterator[str]:
-    """Yield where the ranks were, if they were asked: a line for all with the same stack, and that stack."""
+    """Yield where the ranks were, if known: a line for all with the same stack, and that stack."""
     if state.hang is None:
         return
-    findings = "".join(_lines(shortened(plain(each), REASON_COST) for each in state.hang.findings[:_PLACES]))
-    found = places(state.hang)
-    content = "".join(
-        _expandable(shortened(each.line, REASON_COST), markup.pre(markup.escaped(stack)) if stack else "")
-        for each in found[:_PLACES]
-        for stack in (shortened(each.stack, _STACK_COST),)
-    )
+    limit = summary.REASON_COST
+    content = "".join(_note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
+    found = summary.places(state.hang)
+    for each in found[:_PLACES]:
+        stack = shortened(each.stack, _STACK_COST)
+        content += _expandable(
+            shortened(each.line, limit), markup.pre(markup.escaped(stack)) if stack else ""
+        )
     if len(found) > _PLACES:
         content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
-    yield markup.details("Where the ranks were", findings + content, opened=True)
+    yield markup.details("Where the ranks were", content, opened=True)
 
 
 def _table(state: RunState, found: Blame) -> str:
-    failures = why_each(found)
+    failures = summary.why_each(found)
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
     ranks = sorted(state.ranks.items())
@@ -209,28 +179,27 @@ def _table(state: RunState, found: Blame) -> str:
     if few:
         return table
     counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
-    summary = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
+    title = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
     values = by_rank(state, lambda known: _in_one_line(known.value_text))
     lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
-    below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _OUTPUTS_OPEN else ""
-    return markup.details(f"{len(rows)} ranks: {summary}", table, opened=False) + below
+    below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _MOST_OPEN else ""
+    return markup.details(f"{len(rows)} ranks: {title}", table, opened=False) + below
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
-    """Return a row; where there are many of them, with short styles."""
-
-    def style(number: int) -> str:
+    """Return a row; where there are many rows, with short styles."""
+    content = ""
+    for number, cell in enumerate(cells):
         narrow = tag == "th" or number < _NARROW_COLUMNS
-        return f"{_CELL}{_NARROW if narrow else ''}" if few else _SMALL_CELL
-
-    content = "".join(f'<{tag} style="{style(number)}">{cell}</{tag}>' for number, cell in enumerate(cells))
+        style = (_NARROW_CELL if narrow else _CELL) if few else _SMALL_CELL
+        content += f'<{tag} style="{style}">{cell}</{tag}>'
     return f"<tr>{content}</tr>"
 
 
 def _cells(known: RankState, failure: str, limit: int, *, few: bool) -> tuple[str, ...]:
     """Return a rank's cells in the order of `_COLUMNS`."""
-    last = clipped(last_line(known.transcript), min(limit, _LAST_LINE_COST))
-    value = clipped(_in_one_line(known.value_text), min(limit, _VALUE_COST))
+    last = clipped(last_line(known.transcript), min(limit, _SHORT_CELL_COST))
+    value = clipped(_in_one_line(known.value_text), min(limit, _SHORT_CELL_COST))
     return (
         str(known.rank),
         markup.escaped(clipped(plain(known.device), limit)),
@@ -249,30 +218,34 @@ def _in_one_line(text: str) -> str:
 
 def _values(state: RunState) -> Iterator[str]:
     """Yield the values that a table's cell cannot hold, equal ones once."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, known in sorted(state.ranks.items()):
-        text = plain(known.value_text).rstrip("\n")
-        if known.value_html or "\n" in text or cost_of_text(text) > _VALUE_COST:
-            groups.setdefault((text, known.value_html), []).append(rank)
-    limit = fair_limit((cost_of_text(rich) or cost_of_text(text) for text, rich in groups), VALUES_BUDGET)
+    values = {
+        rank: (plain(known.value_text).rstrip("\n"), known.value_html) for rank, known in state.ranks.items()
+    }
+    groups = {
+        (text, rich): ranks
+        for (text, rich), ranks in ranks_by_answer(values).items()
+        if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
+    }
+    costs = (cost_of_text(rich) or cost_of_text(text) for text, rich in groups)
+    limit = fair_limit(costs, summary.PART_BUDGET)
     for (text, rich), ranks in groups.items():
         if rich and cost_of_text(rich) <= limit:
             content = f'<div style="overflow-x:auto">{balanced(rich)}</div>'
         else:
             content = markup.pre(markup.escaped(shortened(text, limit)))
-        opened = len(groups) <= _OUTPUTS_OPEN and cost_of_text(text) <= _VALUE_OPEN
+        opened = len(groups) <= _MOST_OPEN and cost_of_text(text) <= _VALUE_OPEN
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
 
 
-def _outputs(outputs: Sequence[Output], budget: int) -> str:
-    lines = sum(_cost_of_lines(each) for each in outputs)
-    outputs, taken = _with_displays(outputs, budget - min(max(lines, _NOTES_BUDGET), LINES_BUDGET))
+def _outputs(outputs: Sequence[Folded], budget: int) -> str:
+    lines = sum(cost_of_line(item) for each in outputs for item in each.items if isinstance(item, Line))
+    outputs, taken = _with_displays(outputs, budget - min(max(lines, summary.PART_BUDGET), LINES_BUDGET))
     shown = fit(outputs, min(budget - taken, LINES_BUDGET), prefix=_cost_of_prefix)
     drawn = [_output(each) for each in shown]
-    if len(shown) <= _OUTPUTS_OPEN:
+    if len(shown) <= _MOST_OPEN:
         return "".join(drawn)
     # Of many ranks what they printed is folded away; a figure was made to be seen.
-    seen = [index for index, each in enumerate(shown) if _has_display(each)][:_OUTPUTS_OPEN]
+    seen = [index for index, each in enumerate(shown) if each.displays][:_MOST_OPEN]
     others = [index for index in range(len(shown)) if index not in seen]
     count = sum(len(shown[index].ranks) for index in others)
     folded_away = "".join(drawn[index] for index in others)
@@ -280,64 +253,45 @@ def _outputs(outputs: Sequence[Output], budget: int) -> str:
     return figures + markup.details(f"Output of {count} ranks", folded_away, opened=False)
 
 
-def _has_display(output: Output) -> bool:
-    return any(isinstance(item, Display) for item in output.items)
-
-
-def _output(output: Output) -> str:
-    passages = list(_passages(output))
+def _output(output: Folded) -> str:
+    passages = _passages(output)
     if output.mixed:
-        room = _MIXED_OPEN
-        shown = sum(1 if _is_long(each) else len(each.rows) for each in passages)
+        room, shown = _MIXED_OPEN, sum(len(each.rows) if each.mixed else 1 for each in passages)
     else:
         room, shown = _LINES_OPEN, output.lines
-    opened = shown <= room or _has_display(output)
     content = "".join(_passage(each, output) for each in passages)
-    return markup.details(_summary(output), content, opened=opened)
+    return markup.details(_summary(output), content, opened=shown <= room or bool(output.displays))
 
 
-def _passages(output: Output) -> Iterator[Output]:
-    """Part a mixed output where many lines in a row are of the same ranks: those can be folded away."""
+def _passages(output: Folded) -> list[Folded]:
+    """Split a mixed output where many lines in a row are of the same ranks: those can be folded away."""
     if not output.mixed:
-        yield output
-        return
-    waiting: list[Written] = []
-    for ranks, group in groupby(output.rows, key=lambda row: row.ranks):
-        passage = Output(ranks, tuple(group))  # all of them have all of it
-        if not _is_long(passage):
-            waiting += passage.rows
-            continue
-        if waiting:
-            yield replace(output, rows=tuple(waiting))
-            waiting = []
-        yield passage
-    if waiting:
-        yield replace(output, rows=tuple(waiting))
+        return [output]
+    runs = [Folded(ranks, tuple(rows)) for ranks, rows in groupby(output.rows, key=lambda row: row.ranks)]
+    passages: list[Folded] = []
+    for is_long, group in groupby(runs, key=lambda run: len(run.rows) > _LINES_OPEN):
+        if is_long:
+            passages += group
+        else:
+            passages.append(replace(output, rows=tuple(row for run in group for row in run.rows)))
+    return passages
 
 
-def _is_long(passage: Output) -> bool:
-    return len(passage.rows) > _LINES_OPEN and not passage.mixed
-
-
-def _passage(passage: Output, output: Output) -> str:
-    content = "".join(_blocks(passage, prefixes=passage.mixed))
+def _passage(passage: Folded, output: Folded) -> str:
+    content = "".join(_blocks(passage))
     if passage.mixed or not output.mixed:
         return content
-    return markup.details(_summary(passage), content, opened=_has_display(passage))
+    return markup.details(_summary(passage), content, opened=bool(passage.displays))
 
 
-def _summary(output: Output) -> str:
+def _summary(output: Folded) -> str:
     counts = ((output.lines, "line"), (len(output.displays), "display"))
-    said = ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in counts if count)
-    return f"Output of {format_ranks(output.ranks)} ({said})"
+    parts = ", ".join(plural(count, noun) for count, noun in counts if count)
+    return f"Output of {format_ranks(output.ranks)} ({parts})"
 
 
-def _cost_of_lines(output: Output) -> int:
-    return sum(cost_of_line(item) for item in output.items if isinstance(item, Line))
-
-
-def _with_displays(outputs: Sequence[Output], budget: int) -> tuple[list[Output], int]:
-    """Turn displays into lines where they are text, or more than the budget; return what the rest takes.
+def _with_displays(outputs: Sequence[Folded], budget: int) -> tuple[list[Folded], int]:
+    """Replace displays that are text, or exceed the budget, with lines; return what the rest takes.
 
     Every rank's first display comes before any rank's second one, so that no rank is without.
     """
@@ -351,16 +305,15 @@ def _with_displays(outputs: Sequence[Output], budget: int) -> tuple[list[Output]
             taken += cost
             continue
         note = f"… {kinds(row.item)} left out, see result.ranks[{row.ranks[0]}].displays[{order}] …"
-        text = display_text(row.item) + (f"\n{note}" if cost is not None else "")
-        rows[number][index] = [Written(row.ranks, Line(((PLAIN, line),))) for line in text.split("\n")]
+        rows[number][index] = display_rows(row.item, row.ranks, note if cost is not None else "")
     return [
         replace(output, rows=tuple(row for group in groups for row in group))
         for output, groups in zip(outputs, rows, strict=True)
     ], taken
 
 
-def _displays(outputs: Sequence[Output]) -> Iterator[tuple[int, int, int]]:
-    """Yield which of its lowest rank's displays each one is, in which output, and at which place."""
+def _displays(outputs: Sequence[Folded]) -> Iterator[tuple[int, int, int]]:
+    """Yield of each display its number among those of its lowest rank, its output and its place there."""
     for number, output in enumerate(outputs):
         seen: Counter[int] = Counter()
         for index, row in enumerate(output.rows):
@@ -385,29 +338,26 @@ def _saved(content: str) -> int:
     return len(content.encode("utf-8", "replace")) + content.count('"') + 13 * content.count("\n")
 
 
-def _cost_of_prefix(output: Output, ranks: tuple[int, ...]) -> int:
+def _cost_of_prefix(output: Folded, ranks: tuple[int, ...]) -> int:
     return len(markup.prefix(format_ranks(ranks))) if output.mixed else 0
 
 
-def _blocks(output: Output, *, prefixes: bool) -> Iterator[str]:
+def _blocks(output: Folded) -> Iterator[str]:
     """Yield the output in order: a block for lines that follow each other, an element for a display."""
-    waiting: list[tuple[str, Line]] = []
     errors = only_errors(output)
-    named = {ranks: markup.prefix(format_ranks(ranks)) for ranks in {row.ranks for row in output.rows}}
-    for row in output.rows:
-        prefix = named[row.ranks] if prefixes else ""
-        if isinstance(row.item, Line):
-            waiting.append((prefix, row.item))
+    every = {row.ranks for row in output.rows}
+    named = {ranks: markup.prefix(format_ranks(ranks)) if output.mixed else "" for ranks in every}
+    for is_line, group in groupby(output.rows, key=lambda row: isinstance(row.item, Line)):
+        rows = list(group)
+        if is_line:
+            lines = ((named[row.ranks], row.item) for row in rows if isinstance(row.item, Line))
+            yield markup.pre(markup.lines(lines))
             continue
-        if waiting:
-            yield markup.pre(markup.lines(waiting))
-            waiting = []
-        match row.item:
-            case Omission():
-                said = describe(row.item, row.ranks[0], errors=row.ranks in errors)
-                yield f"<div>{prefix}<em>{markup.escaped(said)}</em></div>"
-            case Display():
-                label = f"<div>{prefix}</div>" if prefix else ""
-                yield f'<div style="margin:4px 0">{label}{embedded(row.item) or ""}</div>'
-    if waiting:
-        yield markup.pre(markup.lines(waiting))
+        for ranks, item in ((row.ranks, row.item) for row in rows):
+            match item:
+                case Omission():
+                    note = omission_text(item, ranks[0], errors=ranks in errors)
+                    yield f"<div>{named[ranks]}<em>{markup.escaped(note)}</em></div>"
+                case Display():
+                    label = f"<div>{named[ranks]}</div>" if named[ranks] else ""
+                    yield f'<div style="margin:4px 0">{label}{embedded(item) or ""}</div>'

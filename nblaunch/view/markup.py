@@ -13,11 +13,12 @@ from collections.abc import Iterable
 
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.state import State
-from nblaunch.view.screen import PLAIN, Line, Style
+from nblaunch.view.screen import BOLD, COLOR, ITALIC, PLAIN, UNDERLINE, Line
 
 # Between a white and a black page in luminance: a contrast of 4.3 on both. Mixing in the colour of the
 # text around takes it above 4.5 where the browser can; a sanitiser keeps the first of the two.
 RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = "#dc403b", "#238b45", "#a1700d", "#2079de", "#b451bd", "#108693"
+_FLAGS = {BOLD: "font-weight:bold", ITALIC: "font-style:italic", UNDERLINE: "text-decoration:underline"}
 _COLORS = ("", RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN)
 
 ICONS = {
@@ -97,13 +98,11 @@ def _line(line: Line) -> str:
     return content
 
 
-def _run(style: Style, text: str) -> str:
+def _run(style: int, text: str) -> str:
     if style == PLAIN:
         return escaped(text)
-    declarations = [color(_COLORS[style.color])] if style.color else []
-    declarations += ["font-weight:bold"] * style.bold
-    declarations += ["font-style:italic"] * style.italic
-    declarations += ["text-decoration:underline"] * style.underline
+    declarations = [color(_COLORS[style & COLOR])] if style & COLOR else []
+    declarations += [declaration for flag, declaration in _FLAGS.items() if style & flag]
     return f'<span style="{";".join(declarations)}">{escaped(text)}</span>'
 
 
@@ -121,7 +120,7 @@ def cost_of_text(text: str) -> int:
     """Return how many bytes `text` takes in a saved notebook, escaped for HTML and then for JSON."""
     if not _COSTLY.search(text):
         return len(text)
-    # Counting is three times as fast as escaping, and this is asked of every line of every rank.
+    # Counting is three times as fast as escaping, and this runs for every line of every rank.
     more = sum(extra * text.count(character) for character, extra in _COSTS)
     return len(text.encode("utf-8", "replace")) + more
 
@@ -132,25 +131,27 @@ def shortened(text: str, limit: int) -> str:
     >>> shortened("ha" * 100, 20)
     'hahahahahahah … 181 characters left out … hahaha'
     """
-    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
+    if _fits(text, limit):
         return text
-    candidate = text[:limit]
-    start = bisect_right(range(len(candidate)), limit * 2 // 3, key=lambda end: cost_of_text(candidate[:end]))
-    start = max(start - 1, 0)
-    rest = text[start:][-limit:]
-    length = bisect_right(range(len(rest)), limit // 3, key=lambda end: cost_of_text(rest[len(rest) - end :]))
-    length = max(length - 1, 0)
+    start = _fitting(text, limit * 2 // 3)
+    length = _fitting(text[start:][::-1], limit // 3)
     left_out = len(text) - start - length
     return f"{text[:start]} … {left_out} characters left out … {text[len(text) - length :]}"
 
 
 def clipped(text: str, limit: int) -> str:
     """Return the beginning of `text`, as many bytes of it as `limit` allows in a saved notebook."""
-    if len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit:
-        return text
-    candidate = text[:limit]
-    end = bisect_right(range(len(candidate)), limit, key=lambda end: cost_of_text(candidate[:end]))
-    return f"{text[: max(end - 1, 0)].rstrip()} …"
+    return text if _fits(text, limit) else f"{text[: _fitting(text, limit)].rstrip()} …"
+
+
+def _fits(text: str, limit: int) -> bool:
+    return len(text) * _MAXIMUM_COST <= limit or cost_of_text(text) <= limit
+
+
+def _fitting(text: str, limit: int) -> int:
+    """Return how many characters from the start of `text` cost no more than `limit`."""
+    ends = range(min(len(text), limit) + 1)
+    return max(bisect_right(ends, limit, key=lambda end: cost_of_text(text[:end])) - 1, 0)
 
 
 def fair_limit(costs: Iterable[int], budget: int) -> int:

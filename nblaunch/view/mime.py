@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 from nblaunch.protocol.transcript import Display
 from nblaunch.view.markup import escaped, shortened
-from nblaunch.view.output import display_text
+from nblaunch.view.output import display_text, text_of
 from nblaunch.view.screen import plain
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
@@ -17,7 +17,6 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/=]*")
 _NEVER_CLOSED = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr")
 )
-
 
 _LIVE_IMAGE = 1_500_000
 _LIVE_HTML = 150_000
@@ -28,42 +27,32 @@ _PIECE_COST = 60
 def embedded(display: Display) -> str | None:
     """Return the richest form of a display that static HTML can hold; None if it has only text.
 
-    What a rank passed to `display` is drawn as the notebook itself would draw it, HTML as HTML; an SVG
-    is drawn as an image, in which no script runs.
+    It is drawn as the notebook itself would draw it, HTML as HTML; an SVG is drawn as an image, in which no
+    script runs.
     """
-    markup = display.data.get("text/html")
-    if isinstance(markup, str) and markup.strip():
+    if markup := text_of(display, "text/html"):
         return f'<div style="overflow-x:auto">{balanced(markup)}</div>'
-    image = _encoded(display)
-    if image is not None:
+    if image := _encoded(display):
         return _image(*image, display)
-    latex = display.data.get("text/latex")
-    if isinstance(latex, str) and latex.strip():
-        # No <pre>: here the notebook is to typeset it.
+    if latex := text_of(display, "text/latex"):
+        # No <pre>: the notebook typesets it here.
         return f"<div>{escaped(latex)}</div>"
     return None
 
 
 def live(display: Display) -> tuple[tuple[str, ...], int]:
-    """Return a display as the live panel draws it, and what it takes to send it, in bytes.
+    """Return a display as the live panel draws it, and what it costs to send it, in bytes.
 
     It is `("html", markup, text)`, `("image", type, base64, text, width, height)` or `("text", text)`. What
-    is too large for a panel is shown at the end of the run only.
+    is too large for a panel is shown only at the end of the run.
     """
-    latex = display.data.get("text/latex")
-    said = plain(latex) if isinstance(latex, str) and latex.strip() else display_text(display)
-    text = shortened(said, _LIVE_TEXT)
+    text = shortened(plain(text_of(display, "text/latex")) or display_text(display), _LIVE_TEXT)
     piece: tuple[str, ...] = ("text", text)
-    markup = display.data.get("text/html")
-    if isinstance(markup, str) and markup.strip():
+    if markup := text_of(display, "text/html"):
         piece = ("html", markup, text) if len(markup) <= _LIVE_HTML else _later(display, text)
-    else:
-        image = _encoded(display)
-        if image is not None:
-            fits = len(image[1]) <= _LIVE_IMAGE
-            piece = (
-                ("image", *image, text[:200], *_size(image[0], display)) if fits else _later(display, text)
-            )
+    elif image := _encoded(display):
+        fits = len(image[1]) <= _LIVE_IMAGE
+        piece = ("image", *image, text[:200], *_size(image[0], display)) if fits else _later(display, text)
     return piece, sum(map(len, piece)) + _PIECE_COST
 
 
@@ -78,15 +67,12 @@ def kinds(display: Display) -> str:
 
 def _encoded(display: Display) -> tuple[str, str] | None:
     """Return the type and the base64 text of the image in a display, if there is one."""
-    svg = display.data.get("image/svg+xml")
-    if isinstance(svg, str) and svg.strip():
+    if svg := text_of(display, "image/svg+xml"):
         return "image/svg+xml", base64.b64encode(svg.encode("utf-8", "replace")).decode("ascii")
     for kind in _IMAGES:
-        data = display.data.get(kind)
-        if isinstance(data, str) and data:
-            compact = "".join(data.split())
-            if _BASE64.fullmatch(compact):
-                return kind, compact
+        compact = "".join(text_of(display, kind).split())
+        if compact and _BASE64.fullmatch(compact):
+            return kind, compact
     return None
 
 
@@ -122,7 +108,10 @@ def balanced(markup: str) -> str:
 
 
 class _Balancer(HTMLParser):
-    """Writes again what it reads, comments and stray end tags left out."""
+    """Writes what it reads, without comments and stray end tags.
+
+    `<div/>` becomes two tags: a browser takes it for an element that goes on.
+    """
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=False)
@@ -133,12 +122,6 @@ class _Balancer(HTMLParser):
         self.parts.append(_start_tag(tag, attrs))
         if tag not in _NEVER_CLOSED:
             self.opened.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        # Written as two tags: a browser takes `<div/>` for an element that goes on.
-        self.parts.append(_start_tag(tag, attrs))
-        if tag not in _NEVER_CLOSED:
-            self.parts.append(f"</{tag}>")
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self.opened:

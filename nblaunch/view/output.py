@@ -1,17 +1,18 @@
-"""What ranks wrote, as lines and displays; equal ones of several ranks stand once."""
+"""What ranks wrote, as lines and displays; what several ranks have in common stands once."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, groupby
 
 import msgspec
 
 from nblaunch.protocol.messages import Stream
+from nblaunch.protocol.reports import ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState
-from nblaunch.protocol.transcript import Display, Text, Transcript
+from nblaunch.protocol.transcript import Display, Entry, Text, Transcript
 from nblaunch.view.folding import merged
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.screen import PLAIN, Line, Screen, plain
@@ -24,7 +25,7 @@ _RECENT_CHARACTERS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """Lines that are not shown; where there is no whole line, characters."""
+    """What is left out: lines, or characters where there is no whole line; and displays."""
 
     lines: int = 0
     characters: int = 0
@@ -43,8 +44,8 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """What these ranks wrote and displayed, in an order that keeps each rank's own."""
+class Folded:
+    """What these ranks wrote and displayed, in an order that keeps the order of each rank."""
 
     ranks: tuple[int, ...]
     rows: tuple[Written, ...]
@@ -70,29 +71,31 @@ class Output:
         return tuple(item for item in self.items if isinstance(item, Display))
 
 
-def folded(state: RunState) -> list[Output]:
-    """Return the ranks' output in rank order; ranks that wrote some of the same share an `Output`.
+def folded(state: RunState) -> list[Folded]:
+    """Return the ranks' output in rank order; ranks that have lines in common share a `Folded`.
 
-    What is equal stands once there, with the ranks that wrote it. The order depends on what each rank
-    wrote, not on when it arrived. Ranks without output are not there.
+    Equal lines appear there once, with the ranks that wrote them. The order depends on what each rank
+    wrote, not on when it arrived. Ranks without output are left out.
     """
-    by_text: dict[object, tuple[Transcript, list[int]]] = {}
-    for rank, known in sorted(state.ranks.items()):
-        transcript = known.transcript
-        raw = (_key(transcript.entries), transcript.omitted, transcript.omitted_displays)
-        by_text.setdefault(raw, (transcript, []))[1].append(rank)
+    transcripts = {rank: known.transcript for rank, known in state.ranks.items()}
+    alike = ranks_by_answer(
+        {
+            rank: (_key(each.entries), each.omitted, each.omitted_displays)
+            for rank, each in transcripts.items()
+        }
+    )
+    by_ranks = {ranks: transcripts[ranks[0]] for ranks in alike.values()}
     # Drawing is what costs; and different text may look the same once drawn.
-    weights = (_weight(transcript.entries) for transcript, _ in by_text.values())
-    limit = fair_limit(weights, DRAWN_CHARACTERS)
+    limit = fair_limit((_weight(each.entries) for each in by_ranks.values()), DRAWN_CHARACTERS)
     groups: dict[tuple[Hashable, ...], tuple[tuple[Item, ...], list[int]]] = {}
-    for transcript, ranks in by_text.values():
-        items = read(_trimmed(transcript, limit))
+    for ranks, transcript in by_ranks.items():
+        items = items_of(_trimmed(transcript, limit))
         groups.setdefault(_key(items), (items, []))[1].extend(ranks)
     return _merged([(tuple(sorted(ranks)), key, items) for key, (items, ranks) in groups.items() if items])
 
 
-def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Output]:
-    """Return groups of ranks with equal output as one `Output` each, or merged where they share lines."""
+def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item, ...]]]) -> list[Folded]:
+    """Return a `Folded` for each group of ranks with equal output; groups that share lines have one."""
     groups = sorted(groups, key=lambda group: group[0])
     by_key = {key: item for _, keys, items in groups for key, item in zip(keys, items, strict=True)}
     blank = {key for key, item in by_key.items() if isinstance(item, Line) and not item.text.strip()}
@@ -105,12 +108,12 @@ def _merged(groups: list[tuple[tuple[int, ...], tuple[Hashable, ...], tuple[Item
         }
         everyone = tuple(sorted({rank for each in ranks.values() for rank in each}))
         shown = tuple(Written(ranks[members], by_key[key]) for key, members in rows)
-        outputs.append(Output(everyone, shown, mixed=len(ranks) > 1))
+        outputs.append(Folded(everyone, shown, mixed=len(ranks) > 1))
     return sorted(outputs, key=lambda output: output.ranks)
 
 
-def _weight(entries: Iterable[Text | Display]) -> int:
-    """Return what drawing these takes, in characters; a line takes as much as some characters do."""
+def _weight(entries: Iterable[Entry]) -> int:
+    """Return what drawing these costs, in characters; a line costs as much as some characters."""
     return sum(
         len(entry.text) + _LINE_WEIGHT * entry.text.count("\n")
         for entry in entries
@@ -119,13 +122,13 @@ def _weight(entries: Iterable[Text | Display]) -> int:
 
 
 def _trimmed(transcript: Transcript, limit: int) -> Transcript:
-    """Return the transcript with its beginning and its end only, where it weighs more than `limit`."""
+    """Return the transcript, its middle left out where it weighs more than `limit`."""
     if _weight(transcript.entries) <= limit:
         return transcript
-    head, rest = _first(transcript.head or transcript.tail, limit // 3)
+    head, rest = _split(transcript.head or transcript.tail, limit // 3)
     if transcript.head:
         rest += transcript.tail
-    last, dropped = _first([_turned(entry) for entry in reversed(rest)], limit - limit // 3)
+    last, dropped = _split([_turned(entry) for entry in reversed(rest)], limit - limit // 3)
     texts = [entry.text for entry in dropped if isinstance(entry, Text)]
     return msgspec.structs.replace(
         transcript,
@@ -139,8 +142,8 @@ def _trimmed(transcript: Transcript, limit: int) -> Transcript:
     )
 
 
-def _first(entries: Sequence[Text | Display], room: int) -> tuple[list[Text | Display], list[Text | Display]]:
-    """Part entries where they weigh `room`, within a text if need be."""
+def _split(entries: Sequence[Entry], room: int) -> tuple[list[Entry], list[Entry]]:
+    """Split entries where they weigh `room`, within a text if necessary."""
     for index, entry in enumerate(entries):
         weight = _weight([entry])
         if isinstance(entry, Text) and weight > room:
@@ -151,7 +154,7 @@ def _first(entries: Sequence[Text | Display], room: int) -> tuple[list[Text | Di
     return list(entries), []
 
 
-def _turned(entry: Text | Display) -> Text | Display:
+def _turned(entry: Entry) -> Entry:
     return Text(entry.stream, entry.text[::-1]) if isinstance(entry, Text) else entry
 
 
@@ -164,16 +167,17 @@ def _key(items: Iterable[Item | Text]) -> tuple[Hashable, ...]:
     )
 
 
-def read(transcript: Transcript) -> tuple[Item, ...]:
+def items_of(transcript: Transcript) -> tuple[Item, ...]:
     """Return a transcript as lines, displays and what was left out between its head and its tail."""
     head, tail = _joined(transcript.head), _joined(transcript.tail)
     if transcript.omitted_lines:
-        head, tail, more = _at_line_ends(head, tail)
-        omission = Omission(transcript.omitted_lines + more, transcript.omitted, transcript.omitted_displays)
+        lines = transcript.omitted_lines + _cut_half_lines(head, tail)
+        omission = Omission(lines, transcript.omitted, transcript.omitted_displays)
         items = [*_draw(head), omission, *_draw(tail)]
     elif transcript.omitted:
         # One endless line: the mark stays in it, or the next `\r` writes over it.
-        mark = Text(_first_stream(tail), f"… {transcript.omitted} characters left out …")
+        stream = next((entry.stream for entry in tail if isinstance(entry, Text)), Stream.STDOUT)
+        mark = Text(stream, f"… {transcript.omitted} characters left out …")
         items = _draw([*head, mark, *tail])
     elif transcript.omitted_displays:
         items = [*_draw(head), Omission(displays=transcript.omitted_displays), *_draw(tail)]
@@ -184,51 +188,35 @@ def read(transcript: Transcript) -> tuple[Item, ...]:
     return tuple(items)
 
 
-def _first_stream(entries: Iterable[Text | Display]) -> Stream:
-    return next((entry.stream for entry in entries if isinstance(entry, Text)), Stream.STDOUT)
-
-
-def _joined(entries: Iterable[Text | Display]) -> list[Text | Display]:
-    pieces: list[list[Text | Display]] = []
-    for entry in entries:
-        previous = pieces[-1][-1] if pieces else None
-        if isinstance(entry, Text) and isinstance(previous, Text) and previous.stream is entry.stream:
-            pieces[-1].append(entry)
+def _joined(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries, neighbouring texts of one stream joined."""
+    joined: list[Entry] = []
+    for stream, group in groupby(entries, key=lambda entry: getattr(entry, "stream", None)):
+        if stream is None:
+            joined += group
         else:
-            pieces.append([entry])
-    return [_one(piece) for piece in pieces]
+            joined.append(Text(stream, "".join(entry.text for entry in group if isinstance(entry, Text))))
+    return joined
 
 
-def _one(piece: list[Text | Display]) -> Text | Display:
-    first = piece[0]
-    if isinstance(first, Display) or len(piece) == 1:
-        return first
-    return Text(first.stream, "".join(text.text for text in piece if isinstance(text, Text)))
-
-
-def _at_line_ends(
-    head: list[Text | Display], tail: list[Text | Display]
-) -> tuple[list[Text | Display], list[Text | Display], int]:
-    """Cut the half lines on both sides of the omission; return how many lines that leaves out more.
+def _cut_half_lines(head: list[Entry], tail: list[Entry]) -> int:
+    """Cut the half lines on both sides of an omission; return how many more lines that leaves out.
 
     The end of the head's half line is among the omitted line ends already; the tail's is not.
     """
-    for index in reversed(range(len(head))):
-        entry = head[index]
+    for index, entry in reversed(list(enumerate(head))):
         if isinstance(entry, Text):
-            whole = entry.text[: entry.text.rfind("\n") + 1]
-            head = [*head[:index], Text(entry.stream, whole), *head[index + 1 :]]
+            head[index] = Text(entry.stream, entry.text[: entry.text.rfind("\n") + 1])
             break
     for index, entry in enumerate(tail):
         if isinstance(entry, Text):
             _, newline, rest = entry.text.partition("\n")
-            if newline:
-                return head, [*tail[:index], Text(entry.stream, rest), *tail[index + 1 :]], 1
-            break
-    return head, tail, 0
+            tail[index] = Text(entry.stream, rest) if newline else entry
+            return len(newline)
+    return 0
 
 
-def _draw(entries: Iterable[Text | Display]) -> list[Item]:
+def _draw(entries: Iterable[Entry]) -> list[Item]:
     """Return lines and displays in order; a display ends the lines before it."""
     items: list[Item] = []
     screen = Screen()
@@ -241,22 +229,21 @@ def _draw(entries: Iterable[Text | Display]) -> list[Item]:
     return [*items, *screen.lines()]
 
 
-def describe(omission: Omission, rank: int, *, errors: bool = False) -> str:
-    """Say what was left out of a rank's output, and where it is; `errors` for stderr."""
+def omission_text(omission: Omission, rank: int, *, errors: bool = False) -> str:
+    """Return what was left out of a rank's output, and where it is; `errors` for stderr."""
     parts = []
     if omission.lines:
         parts.append(f"{omission.lines} lines")
     elif omission.characters:
         parts.append(f"{omission.characters} characters")
+    stream = ("stderr" if errors else "stdout") if parts else "displays"
     if omission.displays:
         parts.append(f"{omission.displays} displays")
-    stream = "stderr" if errors else "stdout"
-    where = stream if omission.lines or omission.characters else "displays"
-    return f"… {' and '.join(parts)} left out, see result.ranks[{rank}].{where} …"
+    return f"… {' and '.join(parts)} left out, see result.ranks[{rank}].{stream} …"
 
 
-def only_errors(output: Output) -> set[tuple[int, ...]]:
-    """Return which of the sets of ranks in an output have written to stderr alone."""
+def only_errors(output: Folded) -> set[tuple[int, ...]]:
+    """Return those of an output's sets of ranks that have written to stderr only."""
     streams: dict[tuple[int, ...], set[Stream]] = {}
     for row in output.rows:
         if isinstance(row.item, Line):
@@ -264,48 +251,66 @@ def only_errors(output: Output) -> set[tuple[int, ...]]:
     return {ranks for ranks, found in streams.items() if found == {Stream.STDERR}}
 
 
+def latest(transcript: Transcript, count: int) -> list[Entry]:
+    """Return the last `count` characters and displays of those that are kept, in order."""
+    found: list[Entry] = []
+    for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
+        if count <= 0:
+            break
+        found.append(Text(entry.stream, entry.text[-count:]) if isinstance(entry, Text) else entry)
+        count -= size_of(entry)
+    return found[::-1]
+
+
+def size_of(entry: Entry) -> int:
+    """Return how much an entry adds to `Transcript.written`."""
+    return len(entry.text) if isinstance(entry, Text) else 1
+
+
 def last_line(transcript: Transcript) -> str:
     """Return the last line that is not blank, as a terminal shows it; only its end where it is long."""
-    recent: list[Text] = []
-    wanted = _RECENT_CHARACTERS
-    for entry in chain(reversed(transcript.tail), reversed(transcript.head)):
-        if wanted <= 0:
-            break
-        if isinstance(entry, Text):
-            recent.append(Text(entry.stream, entry.text[-wanted:]))
-            wanted -= len(entry.text)
+    found = latest(transcript, _RECENT_CHARACTERS)
     screen = Screen()
-    for entry in reversed(recent):
-        screen.write(entry.stream, entry.text)
+    redrawn = False
+    for entry in found:
+        if isinstance(entry, Text):
+            screen.write(entry.stream, entry.text)
+            redrawn = redrawn or "\r" in entry.text.replace("\r\n", "\n")
     lines = [line.text.strip() for line in screen.lines()]
-    drawn_anew = any("\r" in entry.text.replace("\r\n", "\n") for entry in recent)
-    if wanted < 0 and not any(lines[1:]) and not drawn_anew:
-        # Only the end of this line was looked at, and it was not drawn anew in there.
+    is_cut = sum(map(size_of, found)) == _RECENT_CHARACTERS < transcript.written
+    if is_cut and not any(lines[1:]) and not redrawn:
         return f"… {lines[0]}" if lines else ""
     return next(filter(None, reversed(lines)), "")
+
+
+def text_of(display: Display, kind: str) -> str:
+    """Return what a display holds of a MIME type, empty if that is no text or blank."""
+    text = display.data.get(kind)
+    return text if isinstance(text, str) and text.strip() else ""
 
 
 def display_text(display: Display) -> str:
     """Return a display as text: its text/plain, or what it is."""
     for kind in ("text/plain", "text/markdown", "text/latex"):
-        text = display.data.get(kind)
-        if isinstance(text, str) and text.strip():
+        if text := text_of(display, kind):
             return plain(text).rstrip("\n")
     return plain(f"<{', '.join(sorted(display.data)) or 'empty display'}>")
 
 
+def display_rows(display: Display, ranks: tuple[int, ...], note: str = "") -> list[Written]:
+    """Return a display that these ranks made as lines of text, with a note below."""
+    lines = [*display_text(display).split("\n"), *([note] if note else [])]
+    return [Written(ranks, Line(((PLAIN, line),))) for line in lines]
+
+
 def by_rank(state: RunState, of: Callable[[RankState], str]) -> list[tuple[tuple[int, ...], str]]:
-    """Return what `of` says of each rank, in rank order, equal answers folded; empty ones left out.
+    """Return `of` of each rank, in rank order, equal answers folded; empty ones are left out.
 
     >>> by_rank(RunState.fresh(3), lambda rank: "odd" if rank.rank % 2 else "even")
     [((0, 2), 'even'), ((1,), 'odd')]
     """
-    answers: dict[str, list[int]] = {}
-    for rank, known in sorted(state.ranks.items()):
-        answer = of(known)
-        if answer:
-            answers.setdefault(answer, []).append(rank)
-    return [(tuple(ranks), answer) for answer, ranks in answers.items()]
+    answers = ranks_by_answer({rank: of(known) for rank, known in state.ranks.items()})
+    return [(ranks, answer) for answer, ranks in answers.items() if answer]
 
 
 # Output cut to what a saved notebook can hold: lines left out of the middle, and counted.
@@ -319,18 +324,18 @@ _SHARES = 2
 
 
 def cost_of_line(line: Line) -> int:
-    """Return how many bytes a line takes in a saved notebook, its prefix or its spans included."""
+    """Return how many bytes a line takes in a saved notebook, with its spans."""
     styled = sum(style != PLAIN for style, _ in line.runs) + (line.stream is Stream.STDERR)
     return cost_of_text(line.text) + _LINE_OVERHEAD + _STYLE_COST * styled
 
 
 def fit(
-    outputs: Sequence[Output], budget: int, *, prefix: Callable[[Output, tuple[int, ...]], int] = lambda *_: 0
-) -> list[Output]:
+    outputs: Sequence[Folded], budget: int, *, prefix: Callable[[Folded, tuple[int, ...]], int]
+) -> list[Folded]:
     """Return the outputs with lines left out where all together take more bytes than `budget`.
 
-    The lines that the same ranks wrote have a share for each of these ranks; what one share does not use is
-    there for the others. Displays stay. `prefix` says what a line costs beside itself.
+    The lines that the same ranks wrote have a share for each of these ranks; what one share leaves, the
+    others may use. Displays stay. `prefix` returns the cost of a line's prefix.
     """
     outputs = [replace(each, rows=tuple(map(_short_row, each.rows))) for each in outputs]
     shares = [share for number, each in enumerate(outputs) for share in _shares(number, each, prefix)]
@@ -359,7 +364,7 @@ class _Share:
 
 
 def _shares(
-    number: int, output: Output, prefix: Callable[[Output, tuple[int, ...]], int]
+    number: int, output: Folded, prefix: Callable[[Folded, tuple[int, ...]], int]
 ) -> Iterable[_Share]:
     prefixes = {ranks: prefix(output, ranks) for ranks in {row.ranks for row in output.rows}}
     # Where nearly every line has other ranks, a share for each of them could hold none.
@@ -388,9 +393,9 @@ def _short(line: Line, limit: int) -> Line:
 
 
 def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None]:
-    """Keep the first third and the last two thirds of what may be shown, in whole lines.
+    """Return the first third and the last two thirds of what may be shown, in whole lines.
 
-    What is left out is None in the result, and an omission stands where it began.
+    What is left out is None in the result, with an omission where it began.
     """
     limit = max(budget // 8, 80)
     items = [row.item for row in rows]
@@ -410,7 +415,7 @@ def _cut(rows: Sequence[Written], budget: int, more: int) -> list[Written | None
 
 
 def _omission(dropped: Iterable[Item]) -> Omission:
-    """Return one mark for lines that are left out, and what had been left out among them."""
+    """Return one mark for lines that are left out and for the omissions among them."""
     parts = [
         item if isinstance(item, Omission) else Omission(1, len(item.text) + 1)
         for item in dropped
@@ -424,9 +429,9 @@ def _omission(dropped: Iterable[Item]) -> Omission:
 
 
 def _items_within(items: Sequence[Item], budget: int, longest: int, more: int) -> int:
-    """Return how many items from the start are within `budget`; an omission is no place to go on.
+    """Return how many items from the start are within `budget`; an omission ends them.
 
-    Lines are to be cut to `longest` bytes; `more` is what each takes beside itself.
+    Lines are to be cut to `longest` bytes; `more` is the cost of a prefix.
     """
     for index, item in enumerate(items):
         if isinstance(item, Omission):

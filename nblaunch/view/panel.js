@@ -1,5 +1,5 @@
-// The live panel. Whatever a rank is the author of is set as textContent: it cannot become markup. The one
-// exception is HTML that a rank displays: that goes into a frame in which no script runs.
+// The live panel. What a rank wrote is set as textContent: it cannot become markup. The one exception is HTML
+// that a rank displays: it goes into a frame in which no script runs.
 
 const MOST_CARDS = 8;
 const DENSE_TILES = 64;
@@ -13,8 +13,8 @@ const ASK_EVERY = 1000;
 const STATES = ["FAILED", "LOST", "STOPPED", "RUNNING", "STARTING", "INIT", "SUCCEEDED"];
 const STRAGGLER = "⚠";
 
-// A key that is pressed on one of these is for it. The notebook's shortcuts, which match the focused element
-// itself, spare only those that say so themselves: it is not enough that something around them does.
+// These elements take keys. The notebook's shortcuts match the focused element itself and skip only elements
+// that opt out themselves: an attribute on a parent is not enough.
 const TAKE_KEYS = new Set(["button", "select", "summary"]);
 
 function element(tag, className, text) {
@@ -53,7 +53,7 @@ function formatRanks(ranks) {
   return `rank${numbers.length === 1 ? "" : "s"} ${parts.join(",")}`;
 }
 
-// What stands before a line; worked out when it is drawn, not each time that one more rank has the line.
+// The prefix of a line; computed when it is drawn, not each time that one more rank has the line.
 function prefixOf(entry) {
   if (!entry.members || entry.isGap) return "";
   if (entry.named !== entry.version) {
@@ -83,7 +83,7 @@ function plural(count, word) {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
 
-// --- pieces: a line or a display, as Python's `Piece` describes them --------------------------------------
+// --- pieces: a line or a display, as Python's `PanelPiece` describes them --------------------------------------
 
 function isDisplay(piece) {
   return Array.isArray(piece) && typeof piece[0] === "string";
@@ -114,8 +114,8 @@ function fillLine(target, piece) {
   else target.replaceChildren(...styledRuns(piece[1]));
 }
 
-// What is drawn again and again, a progress bar in HTML or a growing plot, keeps its element: a new one
-// would be blank until it is loaded.
+// A display that is redrawn often, a progress bar in HTML or a growing plot, keeps its element: a new one would
+// be blank until it is loaded.
 function fillDisplay(target, piece) {
   const shown = target.firstElementChild;
   if (piece[0] === "image" && shown?.tagName === "IMG") fillImage(shown, piece);
@@ -163,7 +163,7 @@ function sandboxed(markup) {
   };
   frame.addEventListener("load", () => {
     fit();
-    // Returns whether it could: a reader who followed a link has another page in there, out of our reach.
+    // Returns whether it succeeded: after a reader has followed a link, the frame holds a page out of our reach.
     frame.refill = (other) => {
       if (!frame.contentDocument?.body) return false;
       const { head, body } = new DOMParser().parseFromString(other, "text/html");
@@ -179,7 +179,7 @@ function sandboxed(markup) {
   return frame;
 }
 
-// --- what is known: everything the kernel has said, in plain data ------------------------------------------
+// --- the data: everything that the kernel has sent ------------------------------------------
 
 // The end of one rank's output: pieces in the order of their numbers. A gap in the numbers is what was left out.
 class Tail {
@@ -192,8 +192,8 @@ class Tail {
     this.bar = "";
   }
 
-  // Takes a piece: a new one, or another state of one that is known.
-  tell(number, piece) {
+  // Adds a piece: a new one, or another state of a known one.
+  add(number, piece) {
     const known = this.items.get(number);
     if (known) {
       known.piece = piece;
@@ -256,9 +256,9 @@ class Fold {
     return typeof piece === "string" ? piece : JSON.stringify(piece);
   }
 
-  // Takes `said[index]`; what follows it there is what the same rank has told after it.
-  tell(rank, tail, number, said, index) {
-    const piece = said[index];
+  // Adds `news[index]`, a piece of a rank; those after it are what the rank wrote next.
+  add(rank, tail, number, news, index) {
+    const piece = news[index];
     const item = tail.items.get(number);
     const before = item.row?.isGone ? undefined : item.row;
     const key = Fold.key(piece);
@@ -276,7 +276,7 @@ class Fold {
       row ??
       (before
         ? this.insert(key, piece, this.rows.indexOf(before) + Number(rank > Math.min(...before.members)))
-        : this.insert(key, piece, this.placeBelow(this.ahead(rank, lower, upper, said, index))));
+        : this.insert(key, piece, this.placeBelow(this.ahead(rank, lower, upper, news, index))));
     this.join(joined, rank);
     item.row = joined;
     if (upper === Infinity) this.reached.set(rank, joined.order);
@@ -286,17 +286,17 @@ class Fold {
     const rows = this.byKey.get(key) ?? [];
     const found = rows.find((row) => row.order > lower && row.order < upper && !row.members.has(rank));
     if (!found || textOf(found.piece).trim()) return found;
-    // A blank line further down would put all that the rank has still to say below it.
+    // A blank line further down would put the rank's next lines below it.
     const above = this.rows[this.rows.indexOf(found) - 1];
     return !above || above.order <= lower ? found : undefined;
   }
 
-  // A line that only this rank has goes before the next one that it shares with others, or that one could
-  // not be shared any more; only close to the end, where the reader looks.
-  ahead(rank, lower, upper, said, index) {
+  // A line that only this rank has goes before its next shared line, which could not be shared otherwise; only
+  // close to the end, where the reader looks.
+  ahead(rank, lower, upper, news, index) {
     const near = Math.max(lower, this.rows[this.rows.length - NEAR_ROWS]?.order ?? -Infinity);
-    for (let next = index + 1; next < Math.min(said.length, index + NEXT_PIECES); next += 1) {
-      const row = textOf(said[next]).trim() && this.find(Fold.key(said[next]), rank, near, upper);
+    for (let next = index + 1; next < Math.min(news.length, index + NEXT_PIECES); next += 1) {
+      const row = textOf(news[next]).trim() && this.find(Fold.key(news[next]), rank, near, upper);
       if (row) return row.order;
     }
     return upper;
@@ -413,7 +413,7 @@ class Store {
     this.takeOutput(whole.output, false);
   }
 
-  // Begins anew with everything, unless all of it is known.
+  // Starts again from everything, unless all of it is known.
   begin(whole) {
     if (whole?.sequence === undefined || (!this.missed && whole.sequence <= this.sequence)) return;
     const { listeners, drawn } = this;
@@ -452,22 +452,22 @@ class Store {
     }
     const news = Object.entries(tails).map(([rank, lines]) => [Number(rank), lines]);
     const gaps = new Map();
-    for (const [rank, { clear, told }] of news) {
+    for (const [rank, { clear, sent }] of news) {
       if (clear !== undefined || !this.tails.has(rank)) {
         if (this.tails.has(rank)) this.fold.clear(rank);
         this.tails.set(rank, new Tail(clear ?? 0));
       }
       const { next } = this.tails.get(rank);
-      const first = told.filter((_, index) => index % 2 === 0).find((number) => number >= next);
+      const first = sent.filter((_, index) => index % 2 === 0).find((number) => number >= next);
       if (first > next) gaps.set(rank, first - next);
     }
     if (gapsAreNew) this.fold.leaveOut(gaps);
-    for (const [rank, { told }] of news) {
+    for (const [rank, { sent }] of news) {
       const tail = this.tails.get(rank);
-      const said = told.filter((_, index) => index % 2).map((place) => pieces[place]);
-      said.forEach((piece, index) => {
-        tail.tell(told[2 * index], piece);
-        this.fold.tell(rank, tail, told[2 * index], said, index);
+      const written = sent.filter((_, index) => index % 2).map((place) => pieces[place]);
+      written.forEach((piece, index) => {
+        tail.add(sent[2 * index], piece);
+        this.fold.add(rank, tail, sent[2 * index], written, index);
       });
       tail.trim();
     }
@@ -537,10 +537,10 @@ class Head {
     const rows = [...this.store.rows.values()];
     const counts = STATES.map((state) => [state, rows.filter((row) => row.state === state)]);
     const present = counts.filter(([, some]) => some.length);
-    const said = present.map(([state, some]) => `${some.length} ${state}`).join(", ");
-    if (this.said === said) return;
-    this.said = said;
-    this.bar.setAttribute("aria-label", `Ranks by state: ${said}`);
+    const summary = present.map(([state, some]) => `${some.length} ${state}`).join(", ");
+    if (this.summary === summary) return;
+    this.summary = summary;
+    this.bar.setAttribute("aria-label", `Ranks by state: ${summary}`);
     this.bar.replaceChildren(
       ...present.map(([state, some]) => {
         const part = element("span", `nblaunch-part nblaunch-${state}`);
@@ -902,11 +902,11 @@ class Output {
     this.copy = this.button("Copy", "Copy output", () => this.copyText());
     this.follow = this.button("Follow", "Follow output", () => this.setFollow(!this.follows));
     this.follow.setAttribute("aria-pressed", "true");
-    this.said = element("span", "nblaunch-hint");
-    this.said.setAttribute("role", "status");
+    this.note = element("span", "nblaunch-hint");
+    this.note.setAttribute("role", "status");
     const tools = element("div", "nblaunch-tools");
     tools.append(element("span", "nblaunch-label", "Output of"), this.select, this.filter);
-    tools.append(this.follow, this.copy, this.said);
+    tools.append(this.follow, this.copy, this.note);
     this.element.append(tools, this.log);
     this.select.addEventListener("change", () => choice.show(this.select.value));
     this.filter.addEventListener("input", () => this.draw());
@@ -927,7 +927,7 @@ class Output {
     if (follows) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  // Who scrolls up wants to read, who scrolls down to the end wants to see what comes.
+  // Scrolling up stops following the output; scrolling down to the end follows it again.
   scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.log;
     const atEnd = scrollHeight - clientHeight - scrollTop < 8;
@@ -1007,8 +1007,8 @@ class Output {
   async copyText() {
     const lines = this.entries().map((each) => `${prefixOf(each)} ${textOf(each.piece)}`.trimStart());
     const done = await copied(`${lines.join("\n")}\n`, this.element);
-    setText(this.said, done ? `copied ${plural(lines.length, "line")}` : "this page may not copy");
-    setTimeout(() => setText(this.said, ""), 2000);
+    setText(this.note, done ? `copied ${plural(lines.length, "line")}` : "this page may not copy");
+    setTimeout(() => setText(this.note, ""), 2000);
   }
 }
 
@@ -1017,7 +1017,7 @@ async function copied(text, place) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // A page that did not come over https has no clipboard of the new kind.
+    // A page that was not loaded over https has no `navigator.clipboard`.
     const field = element("textarea", "nblaunch-hidden");
     field.value = text;
     place.append(field);
@@ -1054,9 +1054,9 @@ class Values {
       if (!groups.has(row.value)) groups.set(row.value, []);
       groups.get(row.value).push(row.rank);
     }
-    const said = JSON.stringify([...groups]);
-    if (this.said === said) return;
-    this.said = said;
+    const shown = JSON.stringify([...groups]);
+    if (this.shown === shown) return;
+    this.shown = shown;
     if (groups.size) this.element.append(this.part);
     else this.part.remove();
     for (const [number, line] of this.lines) {
@@ -1069,7 +1069,7 @@ class Values {
       if (!this.lines.has(number)) this.lines.set(number, this.makeLine(this.store.values[number]));
       const line = this.lines.get(number);
       setText(line.cells[0], formatRanks(ranks));
-      // Moving a frame loads it anew.
+      // Moving a frame reloads it.
       if (this.body.children[index] !== line) this.body.insertBefore(line, this.body.children[index] ?? null);
     }
   }
@@ -1119,12 +1119,12 @@ function initialize({ model }) {
   model.on("change:delta", take);
   model.on("change:whole", begin);
   take();
-  // If the kernel hears this while it is busy, it can be stopped from here. JupyterLab makes the channel that
-  // a busy kernel listens to only now, and what is said before it is there is heard after the run.
+  // A kernel that receives this while it is busy can be stopped from here. JupyterLab only now opens the channel
+  // that a busy kernel reads; what is sent before it is open arrives after the run.
   const calls = HELLO_AFTER.map((milliseconds) =>
     setTimeout(() => store.stop || model.send("hello"), milliseconds),
   );
-  // Whoever has missed a delta asks for everything until it comes.
+  // A page that missed a delta asks for everything until it comes.
   const asking = setInterval(() => store.missed && store.stop && model.send("again"), ASK_EVERY);
   return () => {
     calls.forEach(clearTimeout);

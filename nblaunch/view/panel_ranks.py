@@ -1,4 +1,4 @@
-"""What a live panel shows: stragglers, why the run failed, a row for each rank, the output. Pure data."""
+"""What a live panel shows, as plain data: stragglers, why the run failed, a row for each rank, the output."""
 
 from __future__ import annotations
 
@@ -8,28 +8,13 @@ from typing import NotRequired, TypedDict
 
 from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport, format_ranks, plural
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
+from nblaunch.view import summary
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
 from nblaunch.view.output import last_line
-from nblaunch.view.panel_output import Feed, News, Piece, piece_of
+from nblaunch.view.panel_output import Feed, News, PanelPiece, piece_of
 from nblaunch.view.screen import colored, plain
-from nblaunch.view.summary import (
-    AGAIN,
-    TRACEBACK_COST,
-    TRACEBACKS,
-    Header,
-    attempt_line,
-    consequence_lines,
-    earlier_attempts,
-    headline,
-    places,
-    reason_limit,
-    waits,
-    warning_lines,
-    why,
-    why_each,
-)
 
 SILENT_SECONDS = 10.0
 FINISHED_SECONDS = 2.0
@@ -39,43 +24,39 @@ BEHIND = "behind the others"
 UNFINISHED = "most others have finished"
 
 
-# Which ranks stay behind the others: by what they print, what they have begun, and who has finished.
+# Which ranks stay behind the others: by their output, their collectives, and how many have finished.
 
 
 class Stragglers:
-    """Looks at a run again and again, and remembers since when each rank is silent."""
+    """Looks at each state of a run, and remembers since when each rank is silent or in one collective."""
 
     def __init__(self) -> None:
-        """Begin with nothing seen."""
         self._attempt = -1
-        self._written: dict[int, int] = {}
-        self._heard: dict[int, float] = {}
-        self._begun: dict[int, int | None] = {}
-        self._moved: dict[int, float] = {}
+        self._written: dict[int, tuple[int, float]] = {}
+        self._begun: dict[int, tuple[int | None, float]] = {}
         self._most_finished: float | None = None
 
     def marks(self, state: RunState, now: float) -> dict[int, str]:
-        """Return why ranks are taken for stragglers; `now` is in seconds."""
+        """Return why ranks count as stragglers; `now` is in seconds."""
         if state.attempt.number != self._attempt:
-            self._attempt, self._written, self._heard = state.attempt.number, {}, {}
-            self._begun, self._moved = {}, {}
+            self._attempt, self._written, self._begun = state.attempt.number, {}, {}
             self._most_finished = None
         for rank, known in state.ranks.items():
-            written = known.transcript.written
-            if self._written.get(rank) != written:
-                self._written[rank], self._heard[rank] = written, now
-            if known.collectives != self._begun.get(rank, -1):
-                self._begun[rank], self._moved[rank] = known.collectives, now
+            written, begun = known.transcript.written, known.collectives
+            if rank not in self._written or self._written[rank][0] != written:
+                self._written[rank] = written, now
+            if rank not in self._begun or self._begun[rank][0] != begun:
+                self._begun[rank] = begun, now
         return {**self._silent(state, now), **self._behind(state, now), **self._unfinished(state, now)}
 
     def _behind(self, state: RunState, now: float) -> dict[int, str]:
         """Find ranks that others wait for: these have begun a collective that those have not."""
-        begun = {rank: count for rank in _running(state) if (count := self._begun[rank]) is not None}
+        begun = {rank: count for rank in _running(state) if (count := self._begun[rank][0]) is not None}
         most = max(begun.values(), default=0)
         return {
-            rank: f"{_counted(most - count)} {BEHIND}"
+            rank: f"{plural(most - count, 'collective')} {BEHIND}"
             for rank, count in begun.items()
-            if count < most and now - self._moved[rank] >= BEHIND_SECONDS
+            if count < most and now - self._begun[rank][1] >= BEHIND_SECONDS
         }
 
     def _unfinished(self, state: RunState, now: float) -> dict[int, str]:
@@ -92,19 +73,18 @@ class Stragglers:
     def _silent(self, state: RunState, now: float) -> dict[int, str]:
         """Find running ranks that have been silent for long, while more than half of the running are not.
 
-        Where only one rank prints, as many programs have it, nobody is behind.
+        Where only one rank prints, as in many programs, no rank is behind.
         """
-        running = _running(state)
-        fresh = [
-            rank for rank in running if self._written[rank] and now - self._heard[rank] < SILENT_SECONDS / 2
-        ]
-        if len(fresh) * 2 <= len(running) and not (len(running) == 2 and fresh):  # noqa: PLR2004 - a pair
+        running = {rank: self._written[rank] for rank in _running(state)}
+        fresh = [count for count, since in running.values() if count and now - since < SILENT_SECONDS / 2]
+        pair = len(running) == 2  # noqa: PLR2004 - neither of two is more than half
+        if len(fresh) * 2 <= len(running) and not (pair and fresh):
             return {}
-        # Of two, one that has never printed may just be the one that does not.
+        # Of a pair, a rank that has never printed may be one that does not print.
         return {
             rank: SILENT
-            for rank in running
-            if now - self._heard[rank] >= SILENT_SECONDS and (len(running) > 2 or self._written[rank])  # noqa: PLR2004
+            for rank, (count, since) in running.items()
+            if now - since >= SILENT_SECONDS and (count or not pair)
         }
 
 
@@ -112,11 +92,7 @@ def _running(state: RunState) -> list[int]:
     return [rank for rank, known in state.ranks.items() if known.state is State.RUNNING]
 
 
-def _counted(collectives: int) -> str:
-    return "1 collective" if collectives == 1 else f"{collectives} collectives"
-
-
-# What the panel says beside the ranks: why the run failed, what attempts came before, where ranks hang.
+# What the panel shows beside the ranks: why the run failed, what attempts came before, where ranks hang.
 
 
 _LINES = 200
@@ -128,10 +104,10 @@ class CauseNote(TypedDict):
 
     ranks: str
     why: str
-    traceback: list[Piece]
+    traceback: list[PanelPiece]
 
 
-class Attempt(TypedDict):
+class PastAttempt(TypedDict):
     """An attempt before this one."""
 
     number: int
@@ -139,29 +115,26 @@ class Attempt(TypedDict):
     lines: list[str]
 
 
-class Report(TypedDict):
-    """All of it; empty where there is nothing to say."""
+class PanelReport(TypedDict):
+    """All that the panel shows beside the ranks; parts may be empty."""
 
     causes: list[CauseNote]
     consequences: list[str]
     consequence_count: int
-    attempts: list[Attempt]
+    attempts: list[PastAttempt]
     attempts_left_out: str
     hang: str
     warnings: list[str]
 
 
-_Seen = tuple[tuple[AttemptState, ...], HangReport | None, tuple[tuple[int, FailureRecord | None, str], ...]]
-
-
 class Reporter:
-    """Tells what is to be said when it differs from what was said last."""
+    """Makes the report of a run, again when something in it has changed."""
 
     def __init__(self) -> None:
-        """Begin with nothing said."""
-        self._seen: _Seen = ((), None, ())
+        self.report: PanelReport | None = None
+        self._seen: tuple[object, ...] = ((), None, ())
 
-    def news(self, state: RunState) -> Report | None:
+    def news(self, state: RunState) -> PanelReport | None:
         """Return the whole report if anything in it has changed."""
         troubled = tuple(
             (rank, known.failure, known.warning + known.value_not_sent)
@@ -171,61 +144,59 @@ class Reporter:
         seen = (state.earlier, state.hang, troubled)
         if seen == self._seen:
             return None
-        self._seen = seen
-        return report(state)
+        self._seen, self.report = seen, _report(state)
+        return self.report
 
 
-def report(state: RunState) -> Report:
-    """Return what there is to say of a run beside its ranks."""
+def _report(state: RunState) -> PanelReport:
     found = blame(state.ranks)
-    limit = reason_limit(found)
-    shown, left_out = earlier_attempts(state)
-    return Report(
+    limit = summary.reason_limit(found)
+    shown, left_out = summary.earlier_attempts(state)
+    return PanelReport(
         causes=[
             CauseNote(
                 ranks=format_ranks(each.ranks),
-                why=why(each, limit),
-                traceback=_traceback(each.failure) if number < TRACEBACKS else [],
+                why=summary.why(each, limit),
+                traceback=_traceback(each.failure) if number < summary.TRACEBACKS else [],
             )
             for number, each in enumerate(found.causes)
         ],
-        consequences=consequence_lines(found, limit),
+        consequences=summary.consequence_lines(found, limit),
         consequence_count=sum(len(each.ranks) for each in found.consequences),
         attempts=[_attempt(each) for each in shown],
         attempts_left_out=left_out,
         hang=_hang(state.hang),
-        warnings=warning_lines(state),
+        warnings=summary.warning_lines(state),
     )
 
 
-def _traceback(failure: FailureRecord) -> list[Piece]:
+def _traceback(failure: FailureRecord) -> list[PanelPiece]:
     text = (failure.colored or failure.traceback).rstrip("\n")
-    return [piece_of(line) for line in colored(shortened(text, TRACEBACK_COST))]
+    return [piece_of(line) for line in colored(shortened(text, summary.TRACEBACK_COST))]
 
 
-def _attempt(attempt: AttemptState) -> Attempt:
+def _attempt(attempt: AttemptState) -> PastAttempt:
     found = blame(attempt.ranks)
-    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in sorted(why_each(found).items())]
+    each = sorted(summary.why_each(found).items())
+    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in each]
     for rank, known in sorted(attempt.ranks.items()):
         last = last_line(known.transcript)
-        if last:
-            lines.append(f"rank {rank}, last output: {clipped(last, _LINE_COST)}")
+        lines += [f"rank {rank}, last output: {clipped(last, _LINE_COST)}"] if last else []
     seconds = f" after {attempt.ended - attempt.started:.1f} s" if attempt.ended is not None else ""
-    return Attempt(
-        number=attempt.number, title=f"{attempt_line(attempt, found)}{seconds}", lines=_first(lines, "lines")
-    )
+    title = f"{summary.attempt_line(attempt, found)}{seconds}"
+    return PastAttempt(number=attempt.number, title=title, lines=_at_most(lines, "lines"))
 
 
 def _hang(hang: HangReport | None) -> str:
     if hang is None:
         return ""
     lines = [*hang.findings]
-    for place in places(hang):
+    for place in summary.places(hang):
         lines += [place.line, *(f"    {line}" for line in place.stack.split("\n") if line)]
-    return plain("\n".join(_first(lines, "lines, see result.hang_report")))
+    return plain("\n".join(_at_most(lines, "lines, see result.hang_report")))
 
 
-def _first(lines: list[str], what: str) -> list[str]:
+def _at_most(lines: list[str], what: str) -> list[str]:
     left_out = len(lines) - _LINES
     return [*lines[:_LINES], f"… {left_out} more {what} …"] if left_out > 0 else lines
 
@@ -241,7 +212,7 @@ _READ_CHARACTERS = 20_000
 
 
 class Row(TypedDict):
-    """One rank; what is not known is not there. `value` is the number of a value.
+    """One rank; what is not known is left out. `value` is the number of a value.
 
     `memory` and `gpu_memory` are what it uses now, `gpu_peak` what torch had allocated at most, in bytes.
     """
@@ -270,7 +241,7 @@ class Value(TypedDict):
 
 
 class RankNews(TypedDict):
-    """The header, the rows that changed, the ranks that are no more and the values that are new."""
+    """The header, the rows that changed, the ranks that are gone and the values that are new."""
 
     header: dict[str, str]
     rows: dict[str, Row]
@@ -279,10 +250,9 @@ class RankNews(TypedDict):
 
 
 class Rows:
-    """Remembers what was shown, and tells what is to be shown differently."""
+    """Remembers the rows that were sent, and finds those that changed."""
 
-    def __init__(self, header: Header) -> None:
-        """Begin with nothing shown."""
+    def __init__(self, header: summary.Header) -> None:
         self.rows: dict[str, Row] = {}
         self.values: dict[str, Value] = {}
         self.header: dict[str, str] = {}
@@ -298,20 +268,21 @@ class Rows:
     def news(self, state: RunState, now: float) -> RankNews | None:
         """Return what differs from the state seen last, or None; `now` is in seconds."""
         why, marks = self._failures(state), self._stragglers.marks(state, now)
-        marks |= {rank: said if state.doing else f"{said}; {AGAIN}" for rank, said in waits(state).items()}
+        waits = summary.waits(state).items()
+        marks |= {rank: what if state.doing else f"{what}; {summary.AGAIN}" for rank, what in waits}
         rows: dict[str, Row] = {}
         values: dict[str, Value] = {}
         for rank, known in sorted(state.ranks.items()):
-            # The fold keeps what has not changed, so looking at which object it is suffices.
+            # The fold keeps the objects of ranks that have not changed.
             same = self._why.get(rank) == why.get(rank) and self._marks.get(rank) == marks.get(rank)
             if self._states.get(rank) is known and same:
                 continue
             row = self._row(known, why.get(rank, ""), marks.get(rank, ""), values)
-            # More output alone is no news here: it comes by itself.
+            # More output alone is not sent here: the feed sends it.
             if self.rows.get(str(rank)) != row:
                 rows[str(rank)] = row
         removed = [rank for rank in self.rows if int(rank) not in state.ranks]
-        header = describe(state, self._about)
+        header = _header(state, self._about)
         self._states, self._why, self._marks = state.ranks, why, marks
         if not rows and not removed and header == self.header:
             return None
@@ -320,14 +291,14 @@ class Rows:
         return RankNews(header=header, rows=rows, removed=removed, values=values)
 
     def _failures(self, state: RunState) -> dict[int, str]:
-        """Return each failed rank's failure in one line, worked out again only when one is new."""
+        """Return each failed rank's failure in one line, computed again only when one is new."""
         failed = tuple((rank, known.failure) for rank, known in state.ranks.items() if known.failure)
         if failed == self._explained:
             return self._why
         self._explained = failed
         found = blame(state.ranks)
-        limit = min(_FAILURE_COST, reason_limit(found))
-        return {rank: clipped(text, limit) for rank, text in why_each(found).items()}
+        limit = min(_FAILURE_COST, summary.reason_limit(found))
+        return {rank: clipped(text, limit) for rank, text in summary.why_each(found).items()}
 
     def _row(self, known: RankState, why: str, mark: str, values: dict[str, Value]) -> Row:
         row = Row(rank=known.rank, state=str(known.state), icon=ICONS[known.state])
@@ -355,10 +326,9 @@ class Rows:
             html = known.value_html if html_cost <= min(_RICH_VALUE_COST, self._room) else ""
             self._room -= html_cost if html else 0
             text = plain(known.value_text[:_READ_CHARACTERS]).strip("\n")
-            values[str(number)] = Value(
-                text=shortened(text, min(_VALUE_COST, max(self._room, 200))), html=html
-            )
-            self._room -= len(values[str(number)]["text"])
+            text = shortened(text, min(_VALUE_COST, max(self._room, 200)))
+            self._room -= len(text)
+            values[str(number)] = Value(text=text, html=html)
         return self._numbers[key]
 
 
@@ -375,22 +345,22 @@ def _add_usage(row: Row, known: RankState) -> None:
         row["gpu"] = usage.gpu_percent
 
 
-def describe(state: RunState, header: Header) -> dict[str, str]:
+def _header(state: RunState, header: summary.Header) -> dict[str, str]:
     """Return the panel's header; unlike what is saved, it names the machine and the log directory."""
     restarts = len(state.earlier)
     return {
         "state": str(state.summary),
         "icon": ICONS[state.summary],
-        "what": headline(state, header.title, header.backend),
+        "what": summary.headline(state, header.title, header.backend),
         "node": plain(header.node),
         "magic": plain(header.magic),
-        "restarts": f"{restarts} restart{'' if restarts == 1 else 's'}" if restarts else "",
+        "restarts": plural(restarts, "restart") if restarts else "",
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
         "note": plain(header.note),
     }
 
 
-# All that a live panel shows, kept up to date.
+# All that a live panel shows.
 
 
 class Delta(TypedDict):
@@ -399,12 +369,12 @@ class Delta(TypedDict):
     sequence: int
     stop: bool
     ranks: RankNews | None
-    report: Report | None
+    report: PanelReport | None
     output: News | None
 
 
-class Whole(TypedDict):
-    """Everything, for a page that begins anew; `age` is the run's, in seconds."""
+class Snapshot(TypedDict):
+    """Everything, for a page that starts now; `age` is the run's, in seconds."""
 
     sequence: int
     stop: bool
@@ -412,50 +382,45 @@ class Whole(TypedDict):
     header: dict[str, str]
     rows: dict[str, Row]
     values: dict[str, Value]
-    report: Report | None
+    report: PanelReport | None
     output: News
 
 
 class Drawing:
-    """Folds the states of a run into deltas, and can tell the whole at any time, from any thread."""
+    """Turns the states of a run into deltas; any thread may ask for everything at any time."""
 
-    def __init__(self, header: Header, opened: float) -> None:
-        """Begin a run that was opened at `opened`, on the clock that `now` is of later."""
+    def __init__(self, header: summary.Header, opened: float) -> None:
+        """Draw a run that was opened at `opened`, on the same clock as `now` below."""
         self._opened = opened
-        self._now = opened
         self._rows = Rows(header)
         self._feed = Feed()
         self._reporter = Reporter()
-        self._report: Report | None = None
         self._sequence = 0
         self._stop = False
-        # A page that is loaded again asks for the whole while the run's own thread draws.
+        # A page that is loaded again asks for everything while the run's own thread draws.
         self._lock = threading.Lock()
 
     def changes(self, state: RunState, now: float, *, stop: bool = False) -> Delta | None:
-        """Return what has changed since this was asked last, or None."""
+        """Return what has changed since the last call, or None."""
         with self._lock:
-            self._now = now
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)
             if ranks is None and report is None and output is None and stop == self._stop:
                 return None
-            self._sequence += 1
-            self._stop = stop
-            self._report = self._report if report is None else report
+            self._sequence, self._stop = self._sequence + 1, stop
             return Delta(sequence=self._sequence, stop=stop, ranks=ranks, report=report, output=output)
 
-    def whole(self, now: float | None = None) -> Whole:
+    def whole(self, now: float) -> Snapshot:
         """Return everything."""
         with self._lock:
-            return Whole(
+            return Snapshot(
                 sequence=self._sequence,
                 stop=self._stop,
-                age=(self._now if now is None else now) - self._opened,
+                age=now - self._opened,
                 header=self._rows.header,
                 rows=self._rows.rows,
                 values=self._rows.values,
-                report=self._report,
+                report=self._reporter.report,
                 output=self._feed.whole(),
             )

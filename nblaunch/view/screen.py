@@ -1,14 +1,14 @@
 r"""Text as a terminal shows it: `\r`, backspace, colours and cursor movement become lines.
 
-A progress bar that draws itself a thousand times is one line here, its last state. Nothing a rank
-writes moves anything but its own lines: what is no known control sequence is dropped.
+A progress bar that draws itself a thousand times is one line here, its last state. What a rank writes
+moves only its own lines; unknown control sequences are dropped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
@@ -30,37 +30,20 @@ _TOKEN = re.compile(
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\t]")
 
 
-@dataclass(frozen=True, slots=True)
-class Style:
-    """How characters look; `color` is 1 to 6 (red, green, yellow, blue, magenta, cyan), or 0 for none.
-
-    256 and 24-bit colours are drawn as the nearest of the six, greys as plain text: each of the six
-    can be read on a light and on a dark page, which an arbitrary colour cannot.
-    """
-
-    color: int = 0
-    bold: bool = False
-    italic: bool = False
-    underline: bool = False
-
-
-PLAIN = Style()
-_CHANGES: dict[int, Callable[[Style], Style]] = {
-    1: lambda style: replace(style, bold=True),
-    3: lambda style: replace(style, italic=True),
-    4: lambda style: replace(style, underline=True),
-    22: lambda style: replace(style, bold=False),
-    23: lambda style: replace(style, italic=False),
-    24: lambda style: replace(style, underline=False),
-    39: lambda style: replace(style, color=0),
-}
+PLAIN = 0
+"""A style is a number that panel.js reads too: a colour, 1 to 6 (red, green, yellow, blue, magenta, cyan) or
+0 for none, and flags. 256 and 24-bit colours are drawn as the nearest of the six, greys as plain text: each
+of the six can be read on a light and on a dark page, which an arbitrary colour cannot."""
+COLOR, BOLD, ITALIC, UNDERLINE = 7, 8, 16, 32
+_SET = {1: BOLD, 3: ITALIC, 4: UNDERLINE}
+_UNSET = {22: BOLD, 23: ITALIC, 24: UNDERLINE, 39: COLOR}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """One finished line of one stream, as runs of equal style."""
 
-    runs: tuple[tuple[Style, str], ...]
+    runs: tuple[tuple[int, str], ...]
     stream: Stream = Stream.STDOUT
 
     @property
@@ -70,18 +53,18 @@ class Line:
 
 
 @dataclass(slots=True)
-class Row:
-    """A line being drawn; without `styles` all of it is plain, which nearly every line is.
+class OpenLine:
+    """A line being drawn; without `styles` all of it is plain, as nearly every line is.
 
-    `number` says which line of all this is, the first one being 0.
+    `number` counts the lines of the screen from 0.
     """
 
     stream: Stream
     text: str = ""
-    styles: list[Style] | None = None
+    styles: list[int] | None = None
     number: int = 0
 
-    def put(self, column: int, text: str, style: Style) -> int:
+    def put(self, column: int, text: str, style: int) -> int:
         """Write over what is at `column`; return the column after it."""
         end = column + len(text)
         if not self.text and not column and style == PLAIN:
@@ -109,7 +92,7 @@ class Row:
         """Return the line as it is now."""
         if self.styles is None:
             return Line(((PLAIN, self.text),) if self.text else (), self.stream)
-        runs: list[tuple[Style, str]] = []
+        runs: list[tuple[int, str]] = []
         start = 0
         for style, group in groupby(self.styles):
             end = start + sum(1 for _ in group)
@@ -122,92 +105,100 @@ class Row:
 class Cursor:
     """Where one stream writes next; the rows are those of this stream only, oldest first."""
 
-    rows: list[Row] = field(default_factory=list)
+    stream: Stream
+    rows: list[OpenLine] = field(default_factory=list)
     row: int = 0
     column: int = 0
-    style: Style = PLAIN
+    style: int = PLAIN
+
+    def newline(self) -> None:
+        """Go to the beginning of the next row."""
+        self.row, self.column = self.row + 1, 0
 
 
 class Screen:
-    """Takes the text of both streams, and gives lines.
+    """Turns the text of both streams into lines.
 
     Each stream has a cursor of its own: a progress bar on stderr keeps its line while stdout goes on
     printing lines below it.
     """
 
     def __init__(self) -> None:
-        """Begin with no line."""
-        self._rows: list[Row] = []
+        self._rows: list[OpenLine] = []
         self._cursors: dict[Stream, Cursor] = {}
         self._made = 0
 
     def write(self, stream: Stream, text: str) -> None:
         """Draw `text`."""
-        cursor = self._cursors.setdefault(stream, Cursor())
+        cursor = self.cursor(stream)
         if not _CONTROL.search(text) and cursor.style == PLAIN:
-            self._write_plain(stream, cursor, text)
+            self._write_plain(cursor, text)
             return
         for token in _TOKEN.finditer(text):
             match token.lastgroup:
                 case "text":
-                    self._put(stream, cursor, token.group())
+                    self._put(cursor, token.group())
                 case "newline":
-                    self._row(stream, cursor)
-                    cursor.row, cursor.column = cursor.row + 1, 0
+                    self._row(cursor)
+                    cursor.newline()
                 case "final":
-                    self._sequence(stream, cursor, token.group("final"), token.group("arguments"))
+                    self._sequence(cursor, token.group("final"), token.group("arguments"))
                 case "control":
-                    self._control(stream, cursor, token.group())
+                    self._control(cursor, token.group())
                 case "surrogate":
-                    self._put(stream, cursor, "\ufffd")
+                    self._put(cursor, "\ufffd")
                 case _:
                     pass
 
-    def _write_plain(self, stream: Stream, cursor: Cursor, text: str) -> None:
-        """Draw text that only goes forward: nearly all there is, and by far the fastest."""
+    def _write_plain(self, cursor: Cursor, text: str) -> None:
+        """Draw text without control characters: nearly all text, and by far the fastest to draw."""
         first, *others = text.split("\n")
         if first:
-            self._put(stream, cursor, first)
+            self._put(cursor, first)
         for line in others:
-            self._row(stream, cursor)
-            cursor.row, cursor.column = cursor.row + 1, 0
+            self._row(cursor)
+            cursor.newline()
             if line:
-                self._put(stream, cursor, line)
+                self._put(cursor, line)
+
+    def cursor(self, stream: Stream) -> Cursor:
+        """Return where a stream writes next."""
+        return self._cursors.setdefault(stream, Cursor(stream))
 
     def lines(self) -> list[Line]:
         """Return the lines so far, the unfinished ones too."""
         return [row.line() for row in self._rows]
 
-    def _row(self, stream: Stream, cursor: Cursor) -> Row:
+    def _row(self, cursor: Cursor) -> OpenLine:
         while len(cursor.rows) <= cursor.row:
-            row = Row(stream, number=self._made)
+            row = OpenLine(cursor.stream, number=self._made)
             self._made += 1
             cursor.rows.append(row)
             self._rows.append(row)
         return cursor.rows[cursor.row]
 
-    def _put(self, stream: Stream, cursor: Cursor, text: str) -> None:
-        cursor.column = self._row(stream, cursor).put(cursor.column, text, cursor.style)
+    def _put(self, cursor: Cursor, text: str) -> None:
+        cursor.column = self._row(cursor).put(cursor.column, text, cursor.style)
 
-    def _control(self, stream: Stream, cursor: Cursor, control: str) -> None:
+    def _control(self, cursor: Cursor, control: str) -> None:
         if control == "\r":
             cursor.column = 0
         elif control == "\b":
             cursor.column = max(cursor.column - 1, 0)
         else:
             # A tab only moves the cursor: what it passes over stays.
-            self._row(stream, cursor)
+            self._row(cursor)
             cursor.column += _TAB - cursor.column % _TAB
 
-    def _sequence(self, stream: Stream, cursor: Cursor, final: str, arguments: str) -> None:
+    def _sequence(self, cursor: Cursor, final: str, arguments: str) -> None:
         count = min(int(arguments), MAXIMUM_COLUMN) if _is_count(arguments) else 0
         match final:
             case "m":
                 cursor.style = styled(cursor.style, arguments)
             case "K":
-                self._row(stream, cursor).erase(cursor.column, count)
+                self._row(cursor).erase(cursor.column, count)
             case "J" if count == 0:
-                self._row(stream, cursor).erase(cursor.column, 0)
+                self._row(cursor).erase(cursor.column, 0)
                 for row in cursor.rows[cursor.row + 1 :]:
                     row.erase(0, 0)
             case _:
@@ -237,26 +228,21 @@ def _is_count(arguments: str) -> bool:
 
 
 @lru_cache(maxsize=256)
-def styled(style: Style, arguments: str) -> Style:
+def styled(style: int, arguments: str) -> int:
     """Return `style` after the escape sequence `ESC [ arguments m`."""
     codes = [int(part) if _is_count(part) else 0 for part in re.split("[;:]", arguments)]
     while codes:
         code = codes.pop(0)
         if code in (38, 48):
             color, codes = _extended_color(codes)
-            style = replace(style, color=color) if code == 38 else style  # noqa: PLR2004 - SGR
+            style = style & ~COLOR | color if code == 38 else style  # noqa: PLR2004 - SGR
+        elif code == 0:
+            style = PLAIN
+        elif 30 <= code <= 37 or 90 <= code <= 97:  # noqa: PLR2004 - SGR
+            style = style & ~COLOR | code % 10 % 7
         else:
-            style = _one_code(style, code)
+            style = style & ~_UNSET.get(code, 0) | _SET.get(code, 0)
     return style
-
-
-def _one_code(style: Style, code: int) -> Style:
-    if code == 0:
-        return PLAIN
-    if 30 <= code <= 37 or 90 <= code <= 97:  # noqa: PLR2004 - SGR
-        return replace(style, color=code % 10 % 7)
-    change = _CHANGES.get(code)
-    return change(style) if change else style
 
 
 def _extended_color(codes: list[int]) -> tuple[int, list[int]]:
@@ -290,9 +276,7 @@ def plain(text: str) -> str:
     """Return `text` as a terminal would leave it, without colours."""
     if not _CONTROL.search(text):
         return text
-    screen = Screen()
-    screen.write(Stream.STDOUT, text)
-    shown = "\n".join(line.text for line in screen.lines())
+    shown = "\n".join(line.text for line in colored(text))
     return shown + "\n" if text.endswith("\n") else shown
 
 
@@ -303,22 +287,21 @@ def colored(text: str) -> list[Line]:
     return screen.lines()
 
 
-# A screen that is read while it is written: its lines are numbered, and those that changed are known.
+# A screen that is read while it is written: it numbers its lines, and knows which of them changed.
 
 
 WIDEST = 2_000
-"""Characters of a line that are drawn; a panel shows no more of it, and no line grows for ever."""
+"""Characters of a line that are drawn: a panel shows no more of it, and no line grows without bound."""
 _REACHABLE = 200
 """Lines that a program can still move its cursor up to."""
 
 
 class LiveScreen(Screen):
-    """Takes text for ever; what has scrolled away is forgotten."""
+    """A screen for endless text: it forgets the lines that have scrolled away."""
 
     def __init__(self) -> None:
-        """Begin with no line."""
         super().__init__()
-        self._touched: dict[int, Row] = {}
+        self._touched: dict[int, OpenLine] = {}
 
     @property
     def next_number(self) -> int:
@@ -331,19 +314,19 @@ class LiveScreen(Screen):
         if len(self._rows) > 2 * _REACHABLE:
             self._forget()
 
-    def touched(self) -> dict[int, Row]:
-        """Return the lines that have been written on since this was asked, by number."""
+    def touched(self) -> dict[int, OpenLine]:
+        """Return the lines written on since the last call, by number."""
         touched, self._touched = self._touched, {}
         return touched
 
     def skip(self, lines: int, broken: Iterable[Stream]) -> None:
-        """Leave out numbers for `lines` that are not drawn; `broken` streams go on with a new line."""
+        """Skip the numbers of `lines` that are not drawn; `broken` streams go on with a new line."""
         self._made += lines
         for stream in broken:
             self._cursors.pop(stream, None)
 
     def seal(self) -> int:
-        """Let nothing move the lines so far any more; return the number of what comes now, a display."""
+        """Fix the lines so far; return the number of the display that follows them."""
         self._cursors = {}
         self._made += 1
         return self._made - 1
@@ -364,43 +347,41 @@ class LiveScreen(Screen):
             else:
                 cursor.row -= gone
 
-    def _write_plain(self, stream: Stream, cursor: Cursor, text: str) -> None:
-        """Draw whole lines at the end, which is what programs print, without looking for their place."""
+    def _write_plain(self, cursor: Cursor, text: str) -> None:
+        """Draw whole lines at the end, as programs print them, without looking for their place."""
         if cursor.column or cursor.row != len(cursor.rows):
             first, newline, text = text.partition("\n")
-            super()._write_plain(stream, cursor, first + newline)
+            super()._write_plain(cursor, first + newline)
         if cursor.column or cursor.row != len(cursor.rows):
-            super()._write_plain(stream, cursor, text)
+            super()._write_plain(cursor, text)
             return
         *lines, last = text.split("\n")
-        rows = [Row(stream, line[:WIDEST], number=number) for number, line in enumerate(lines, self._made)]
+        rows = [
+            OpenLine(cursor.stream, line[:WIDEST], number=number)
+            for number, line in enumerate(lines, self._made)
+        ]
         self._made += len(rows)
         self._rows += rows
         cursor.rows += rows
         cursor.row = len(cursor.rows)
         self._touched.update((row.number, row) for row in rows)
         if last:
-            self._put(stream, cursor, last)
+            self._put(cursor, last)
 
-    def _row(self, stream: Stream, cursor: Cursor) -> Row:
-        row = super()._row(stream, cursor)
+    def _row(self, cursor: Cursor) -> OpenLine:
+        row = super()._row(cursor)
         self._touched[row.number] = row
         return row
 
-    def _put(self, stream: Stream, cursor: Cursor, text: str) -> None:
+    def _put(self, cursor: Cursor, text: str) -> None:
         end = cursor.column + len(text)
         if end > WIDEST:
             text = text[: max(WIDEST - cursor.column, 0)]
         if text:
-            super()._put(stream, cursor, text)
+            super()._put(cursor, text)
         cursor.column = end
 
-    def _sequence(self, stream: Stream, cursor: Cursor, final: str, arguments: str) -> None:
-        super()._sequence(stream, cursor, final, arguments)
+    def _sequence(self, cursor: Cursor, final: str, arguments: str) -> None:
+        super()._sequence(cursor, final, arguments)
         if final == "J":
             self._touched.update((row.number, row) for row in cursor.rows[cursor.row :])
-
-
-def code_of(style: Style) -> int:
-    """Return a style as one small number, as the panel's script reads it."""
-    return style.color + 8 * style.bold + 16 * style.italic + 32 * style.underline

@@ -11,7 +11,7 @@ from typing import Any
 from nblaunch._results import Event
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport, format_ranks, plural
 from nblaunch.protocol.state import AttemptState, RunState
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
@@ -37,6 +37,8 @@ class Header:
 # The lines.
 
 
+PART_BUDGET = 60_000
+"""Bytes of all values together, and of all earlier attempts."""
 REASON_COST = 1_500
 TRACEBACK_COST = 20_000
 TRACEBACKS = 4
@@ -44,10 +46,10 @@ _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
 _HANG_LINES = 40
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
-# A number counts executions: another one each time the notebook is run.
+# The number counts executions: it is another one each time the notebook is run.
 _CELL_NUMBER = re.compile(r"Cell In\[\d+\]")
 AGAIN = "a second interrupt ends all ranks, and their variables are lost"
-"""What ends ranks that are waited for."""
+"""What ends the ranks that a run waits for."""
 _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 
@@ -118,24 +120,20 @@ class Place:
 
 
 def places(report: HangReport) -> list[Place]:
-    """Return where the ranks were, ranks with one and the same stack together."""
-    found = [
-        Place(
-            group.ranks, f"[{format_ranks(group.ranks)}] {_own_words(group.headline)}", _stack(group.frames)
-        )
-        for group in report.groups
-    ]
-    found += [
-        Place((rank,), f"[rank {rank}] gave no answer", _own_words(plain(stack)))
-        for rank, stack in report.silent.items()
-    ]
+    """Return where the ranks were, ranks with the same stack together."""
+    found = []
+    for group in report.groups:
+        line = f"[{format_ranks(group.ranks)}] {_stable(group.headline)}"
+        found.append(Place(group.ranks, line, _stack(group.frames)))
+    for rank, stack in report.silent.items():
+        found.append(Place((rank,), f"[rank {rank}] gave no answer", _stable(stack)))
     if report.finished:
         found.append(Place(report.finished, f"[{format_ranks(report.finished)}] had finished"))
     return sorted(found, key=lambda each: each.ranks)
 
 
 def hang_lines(state: RunState) -> list[str]:
-    """Return where the ranks were, if they were asked, in a few lines: the stacks are in the report."""
+    """Return where the ranks were, if that is known, in a few lines: the stacks are in the report."""
     if state.hang is None:
         return []
     found = [*state.hang.findings, *(place.line for place in places(state.hang))]
@@ -150,16 +148,16 @@ def _stack(frames: Iterable[FrameRecord]) -> str:
     for frame in frames:
         lines.append(f"{frame.filename}, line {frame.line}, in {frame.function}")
         lines += [f"    {frame.source}"] if frame.source else []
-    return _own_words(plain("\n".join(lines)))
+    return _stable("\n".join(lines))
 
 
-def _own_words(text: str) -> str:
-    """Leave out what differs from one machine to the next, and from run to run."""
+def _stable(text: str) -> str:
+    """Return `text` as it is on every machine and in every run."""
     return _CELL_NUMBER.sub("Cell", _PLACES.sub("", plain(text)))
 
 
 def waits(state: RunState) -> dict[int, str]:
-    """Return what each rank that is waited for does, and since when it has been interrupted."""
+    """Return what each rank that the run waits for is doing, and since when it has been interrupted."""
     if state.doing:
         return dict.fromkeys(sorted(state.ranks), state.doing)
     return {
@@ -170,10 +168,10 @@ def waits(state: RunState) -> dict[int, str]:
 
 
 def warning_lines(state: RunState) -> list[str]:
-    """Return what went wrong without failing the run."""
+    """Return notes, and warnings of what went wrong without failing the run."""
     warnings = [plain(warning) for warning in state.warnings]
     limit = REASON_COST * 10 // max(len(warnings), 10)
-    # A notice of several lines is a hang report, which has a place of its own.
+    # A notice of several lines is a hang report, which is shown elsewhere.
     notes = [plain(notice) for notice in state.notices if "\n" not in notice]
     return [
         *(f"note: {shortened(note, limit)}" for note in notes),
@@ -188,7 +186,7 @@ def headline(state: RunState, title: str, backend: str) -> str:
     'cell · 2 ranks · gloo'
     """
     count = len(state.ranks)
-    ranks = f"{count} rank{'' if count == 1 else 's'}"
+    ranks = plural(count, "rank")
     if count != state.world_size:
         ranks = f"{format_ranks(state.ranks)} of {state.world_size}" if count else ranks
     return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)
@@ -209,8 +207,11 @@ def events_table(events: Sequence[Event]) -> str:
     """
     start = min((event.timestamp for event in events), default=0.0)
     rows = [_HEADER, *(_row(event, start) for event in events)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
-    return "\n".join(_line(row, widths) for row in rows)
+    a, b, c, d, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        f"{seconds:>{a}}  {source:<{b}}  {rank:>{c}}  {name:<{d}}  {note}".rstrip()
+        for seconds, source, rank, name, note in rows
+    )
 
 
 def _row(event: Event, start: float) -> tuple[str, ...]:
@@ -218,20 +219,8 @@ def _row(event: Event, start: float) -> tuple[str, ...]:
     return f"{event.timestamp - start:.3f}", event.source, rank, event.name, _note(event)
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    time, source, rank, name, note = row
-    cells = (
-        time.rjust(widths[0]),
-        source.ljust(widths[1]),
-        rank.rjust(widths[2]),
-        name.ljust(widths[3]),
-        note,
-    )
-    return "  ".join(cells).rstrip()
-
-
 def _note(event: Event) -> str:
-    """Return what else there is to know: how long it took, which scope, which exit code."""
+    """Return an event's duration, scope or exit code."""
     duration = event.metadata.get("duration_ms")
     if duration is not None:
         return f"took {duration:.1f} ms"

@@ -15,35 +15,34 @@ from typing import Any, TextIO
 from nblaunch.protocol.messages import Stream
 from nblaunch.protocol.reports import HangReport
 from nblaunch.protocol.state import RunState, State
-from nblaunch.protocol.transcript import Display, Text, Transcript
-from nblaunch.view.output import display_text
+from nblaunch.protocol.transcript import Display, Transcript
+from nblaunch.view.output import display_text, latest, size_of
 from nblaunch.view.screen import Screen, plain
 from nblaunch.view.summary import AGAIN, attempt_lines, hang_lines, waits
 from nblaunch.view.text import prefixed
 
-# Standard streams for which the status line steps aside: what the program's threads print stays whole.
+# Standard streams that erase the status line first: what the program's threads print stays whole.
 
 
 class Aside:
-    """A stream that has `before()` called ahead of each write; in all else it is the stream itself."""
+    """A stream that calls `before()` ahead of each write; in all else it is the stream itself."""
 
     def __init__(self, stream: TextIO, before: Callable[[], None]) -> None:
-        """Stand in for `stream`."""
         self._stream = stream
         self._before = before
 
     def write(self, text: str) -> int:
-        """Write `text` where nothing is in its way."""
+        """Write `text` after `before()`."""
         self._before()
         return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write `lines` where nothing is in their way."""
+        """Write `lines` after `before()`."""
         self._before()
         self._stream.writelines(lines)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream has."""
+        """Return an attribute of the stream."""
         return getattr(self._stream, name)
 
 
@@ -51,7 +50,7 @@ class StepAside:
     """Puts such streams in the place of `sys.stdout` and `sys.stderr`, where these are terminals."""
 
     def __init__(self, before: Callable[[], None]) -> None:
-        """Have `before()` called, on any thread, ahead of all that is printed."""
+        """Call `before()`, on the printing thread, ahead of all that is printed."""
         self._replaced: dict[str, tuple[object, TextIO]] = {}
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -60,14 +59,14 @@ class StepAside:
                 setattr(sys, name, self._replaced[name][0])
 
     def end(self) -> None:
-        """Put the streams back, unless somebody has put others there."""
-        for name, (internal, stream) in self._replaced.items():
-            if getattr(sys, name) is internal:
+        """Put the streams back, unless other code has replaced them."""
+        for name, (aside, stream) in self._replaced.items():
+            if getattr(sys, name) is aside:
                 setattr(sys, name, stream)
         self._replaced = {}
 
 
-# What a rank has written to a terminal and may still write over: it is printed once it is finished.
+# What a rank may still write over: it is printed once it is finished.
 
 
 _PENDING_CHARACTERS = 16 * 1024
@@ -78,10 +77,9 @@ _STEPS = re.compile(r"\x1b\[(\d*)[AF]")
 
 
 class Held:
-    """The end of one stream: its last line, and above it the lines of bars that are drawn again and again."""
+    """The end of one stream: its last line, and above it the lines of bars that are being redrawn."""
 
     def __init__(self) -> None:
-        """Hold nothing."""
         self._text = ""
         self._reach = 0
         self._calm = 0
@@ -92,7 +90,7 @@ class Held:
         return plain(self._text)
 
     def take(self, text: str) -> str | None:
-        """Return the lines that are finished now, None if there are none."""
+        """Add `text`; return the lines that are now finished, None if there are none."""
         self._look_for_bars(text)
         text = self._text + text
         return self._finished_above_bars(text) if self._reach else self._finished(text)
@@ -112,31 +110,21 @@ class Held:
         return plain(whole + newline).removesuffix(newline) if newline else None
 
     def _finished_above_bars(self, text: str) -> str | None:
-        screen = _Block()
+        screen = Screen()
         screen.write(Stream.STDOUT, text)
-        row, column = screen.place
+        row, column = screen.cursor(Stream.STDOUT).row, screen.cursor(Stream.STDOUT).column
         lines = [line.text for line in screen.lines()]
         lines += [""] * (row + 1 - len(lines))
         finished = max(row - self._reach, 0)
-        # As they are now, with the cursor where it is.
+        # The unfinished lines as they are now, and the cursor where it is.
         up = len(lines) - 1 - row
         back = f"\x1b[{up}A" if up else ""
         self._text = "\n".join(lines[finished:]) + f"{back}\r" + (f"\x1b[{column}C" if column else "")
         return "\n".join(lines[:finished]) if finished else None
 
 
-class _Block(Screen):
-    """A screen that says where the cursor is."""
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Return the row and the column in which the next character will be."""
-        cursor = self._cursors[Stream.STDOUT]
-        return cursor.row, cursor.column
-
-
 def _furthest_up(text: str) -> int:
-    r"""Return by how many lines the cursor went up at one time, at most.
+    r"""Return by how many lines the cursor went up at once, at most.
 
     >>> _furthest_up("outer\ninner\r\x1b[2K\x1b[1A\x1b[2Kouter")
     1
@@ -145,11 +133,11 @@ def _furthest_up(text: str) -> int:
     return max((sum(way) for way in ways), default=0)
 
 
-# A run in a terminal: new lines as they come, each with its rank, each once, above a status line.
+# The lines of a run, each with its rank and once, and the status line below them.
 
 
-# Down one row, scrolling where it is the last, and there, without wrapping, the status; then back to where
-# the cursor was. So a line that the user's program has begun, or prints meanwhile, keeps its place.
+# Down one row, scrolling if it is the last, and there, without wrapping, the status; then back to where the
+# cursor was. So a line that the user's program has begun, or prints meanwhile, keeps its place.
 _BELOW, _BACK = "\x1bD\x1b7\r\x1b[?7l", "\x1b[?7h\x1b[K\x1b8\x1b[A"
 _ERASE = "\x1b[J"
 
@@ -157,8 +145,8 @@ _ERASE = "\x1b[J"
 class Terminal:
     """Prints a run's lines, and keeps the status line below them while the run lasts.
 
-    The status line is erased before anything is printed, and gone in the end. Where there are no cursor
-    movements (a file, `TERM=dumb`), there is none.
+    The status line is erased before anything is printed, and at the end. Where there are no cursor movements
+    (a file, `TERM=dumb`), there is none.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
@@ -172,15 +160,15 @@ class Terminal:
         self._aside: StepAside | None = None
 
     def open(self) -> None:
-        """Begin; what the program's other threads print from now on has the status line erased before it."""
+        """Begin; from now on, the status line is erased before the program's other threads print."""
         if _width(self._stream):
             self._aside = StepAside(self._erase)
 
     def draw(self, state: RunState) -> None:
-        """Print the lines that are new; say how the run is doing."""
+        """Print the lines that are new, and the status."""
         lines = list(self._lines.take(state))
-        status = _clipped(self._say(state), _width(self._stream) - 1)
-        # Every time: somebody may have written over it past the streams that step aside.
+        status = _within_columns(self._status(state), _width(self._stream) - 1)
+        # Every time: other code may have written over it, past the streams that step aside.
         if lines or status:
             self._print(lines, f"{_BELOW}{status}{_BACK}" if status else "")
 
@@ -193,7 +181,7 @@ class Terminal:
     def _print(self, lines: list[str], status: str) -> None:
         text = "".join(f"{line}\n" for line in lines)
         with self._lock:
-            # An interrupt may come before all is written: from now on there may be something to erase.
+            # An interrupt may come before all is written: from now on there may be a status to erase.
             erase, self._drawn = _ERASE if self._drawn else "", bool(status) or self._drawn
             # In one piece, so that nothing flickers.
             self._write(erase + text + status)
@@ -206,20 +194,20 @@ class Terminal:
                 self._drawn = False
 
     def _write(self, text: str) -> None:
-        # What the terminal has no characters for must not end the view.
+        # A character that the terminal cannot encode must not end the view.
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()
 
-    def _say(self, state: RunState) -> str:
+    def _status(self, state: RunState) -> str:
         counts = Counter(rank.state for rank in state.ranks.values())
         parts = [f"{counts[each]} {each.lower()}" for each in State if counts[each]]
         if state.earlier:
             parts.append(f"attempt {state.attempt.number}")
-        parts += [f"rank {rank} {said}" for rank, said in waits(state).items()]
-        said = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
+        parts += [f"rank {rank} {what}" for rank, what in waits(state).items()]
+        status = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
         bar = self._lines.unfinished
-        return f"{said} | {bar}" if bar else said
+        return f"{status} | {bar}" if bar else status
 
 
 def elapsed(seconds: float) -> str:
@@ -245,8 +233,8 @@ def _width(stream: TextIO) -> int:
         return 0
 
 
-def _clipped(text: str, width: int) -> str:
-    """Return as much of `text` as has room in `width` columns."""
+def _within_columns(text: str, width: int) -> str:
+    """Return as much of `text` as fits in `width` columns."""
     for index, character in enumerate(text):
         width -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
         if width < 0:
@@ -255,12 +243,11 @@ def _clipped(text: str, width: int) -> str:
 
 
 class LiveLines:
-    """Reads a run's state again and again, and yields what it has not yielded yet."""
+    """Reads each state of a run, and yields what it has not yielded yet."""
 
     def __init__(self) -> None:
-        """Begin at the beginning."""
         self._attempt = 0
-        self._attempts_told = 0
+        self._attempts_shown = 0
         self._hang: HangReport | None = None
         self._waited: set[int] = set()
         self._read: dict[int, int] = {}
@@ -271,17 +258,17 @@ class LiveLines:
         if state.attempt.number != self._attempt:
             yield from self.rest()
             self._attempt, self._read = state.attempt.number, {}
-            yield from attempt_lines(state)[self._attempts_told :]
-            self._attempts_told = len(attempt_lines(state))
+            yield from attempt_lines(state)[self._attempts_shown :]
+            self._attempts_shown = len(attempt_lines(state))
         for rank, known in sorted(state.ranks.items()):
             yield from self._take_rank(rank, known.transcript)
         if state.hang is not self._hang:
             self._hang = state.hang
             yield from hang_lines(state)
-        late = {rank: said for rank, said in waits(state).items() if rank not in self._waited}
+        late = {rank: what for rank, what in waits(state).items() if rank not in self._waited}
         if late:
             self._waited |= late.keys()
-            yield from (prefixed((rank,), said) for rank, said in late.items())
+            yield from (prefixed((rank,), what) for rank, what in late.items())
             yield f"[nblaunch] {AGAIN}"
 
     @property
@@ -303,25 +290,14 @@ class LiveLines:
     def _take_rank(self, rank: int, transcript: Transcript) -> Iterator[str]:
         new = transcript.written - self._read.get(rank, 0)
         self._read[rank] = transcript.written
-        entries: list[Text | Display] = []
-        for entry in reversed(transcript.entries if new > 0 else ()):
-            if new <= 0:
-                break
-            if isinstance(entry, Text):
-                entries.append(Text(entry.stream, entry.text[-new:]))
-                new -= len(entry.text)
-            else:
-                entries.append(entry)
-                new -= 1
-        if new > 0 and transcript.omitted:
-            yield prefixed((rank,), f"… {new} characters left out, see result.ranks[{rank}].stdout …")
-        for entry in reversed(entries):
+        entries = latest(transcript, new)
+        missing = new - sum(map(size_of, entries))
+        if missing > 0 and transcript.omitted:
+            yield prefixed((rank,), f"… {missing} characters left out, see result.ranks[{rank}].stdout …")
+        for entry in entries:
             if isinstance(entry, Display):
                 yield prefixed((rank,), display_text(entry))
-            else:
-                yield from self._whole_lines(rank, entry)
-
-    def _whole_lines(self, rank: int, entry: Text) -> Iterator[str]:
-        finished = self._held.setdefault((rank, entry.stream), Held()).take(entry.text)
-        if finished is not None:
-            yield prefixed((rank,), finished)
+                continue
+            finished = self._held.setdefault((rank, entry.stream), Held()).take(entry.text)
+            if finished is not None:
+                yield prefixed((rank,), finished)

@@ -9,51 +9,41 @@ from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
+from nblaunch.view import summary
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
+    Folded,
     Omission,
-    Output,
     Written,
     by_rank,
-    describe,
-    display_text,
+    display_rows,
     fit,
     folded,
+    omission_text,
     only_errors,
 )
-from nblaunch.view.screen import PLAIN, Line, plain
-from nblaunch.view.summary import (
-    Header,
-    attempt_lines,
-    consequence_lines,
-    hang_lines,
-    headline,
-    others_lines,
-    reason_limit,
-    warning_lines,
-    why,
-)
+from nblaunch.view.screen import Line, plain
 
 TEXT_BUDGET = 130_000
 """Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""
-VALUES_BUDGET = 60_000
 _LONGEST_LABEL = 24
 
 
-def render_text(state: RunState, header: Header, *, outputs: Sequence[Output] | None = None) -> str:
+def render_text(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as text: output, values, failures.
 
     It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
-    is `folded(state)` where the caller has it already.
+    is `folded(state)` if the caller has it already.
     """
     shown = folded(state) if outputs is None else outputs
-    lines = [*attempt_lines(state), *_output_lines(shown), *_ending_lines(state), *hang_lines(state)]
-    return "\n".join(lines or [_nothing_said(state, header)])
+    lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
+    lines += summary.hang_lines(state)
+    return "\n".join(lines or [_title(state, header)])
 
 
-def render_ending(state: RunState, header: Header) -> str:
-    """Return what `render_text` says after the output: values and failures."""
-    return "\n".join(list(_ending_lines(state)) or [_nothing_said(state, header)])
+def render_ending(state: RunState, header: summary.Header) -> str:
+    """Return what `render_text` has below the output: values and failures."""
+    return "\n".join(list(_ending_lines(state)) or [_title(state, header)])
 
 
 def prefixed(ranks: tuple[int, ...], text: str) -> str:
@@ -78,43 +68,37 @@ def labelled(label: str, text: str) -> str:
     return label + text.replace("\n", "\n" + " " * len(label))
 
 
-def _output_lines(outputs: Sequence[Output]) -> Iterator[str]:
+def _output_lines(outputs: Sequence[Folded]) -> Iterator[str]:
     only_text = [replace(each, rows=tuple(_in_text(each.rows))) for each in outputs]
     for output in fit(only_text, TEXT_BUDGET, prefix=lambda _, ranks: len(format_ranks(ranks))):
         errors = only_errors(output)
-        for row in output.rows:
-            match row.item:
-                case Line():
-                    yield prefixed(row.ranks, row.item.text)
-                case Omission():
-                    yield prefixed(row.ranks, describe(row.item, row.ranks[0], errors=row.ranks in errors))
-                case _:
-                    pass
+        for ranks, item in ((row.ranks, row.item) for row in output.rows):
+            if isinstance(item, Line):
+                yield prefixed(ranks, item.text)
+            elif isinstance(item, Omission):
+                yield prefixed(ranks, omission_text(item, ranks[0], errors=ranks in errors))
 
 
 def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
+    """Yield the rows, displays as lines."""
     for row in rows:
-        if isinstance(row.item, Display):
-            for line in display_text(row.item).split("\n"):
-                yield Written(row.ranks, Line(((PLAIN, line),)))
-        else:
-            yield row
+        yield from display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
 
 
 def _ending_lines(state: RunState) -> Iterator[str]:
     values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
-    limit = fair_limit((cost_of_text(value) for _, value in values), VALUES_BUDGET)
+    limit = fair_limit((cost_of_text(value) for _, value in values), summary.PART_BUDGET)
     for ranks, value in values:
         yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
     found = blame(state.ranks)
-    limit = reason_limit(found)
+    limit = summary.reason_limit(found)
     for number, cause in enumerate(found.causes):
         label = "also failed" if number else "root cause"
-        yield f"{label}: {format_ranks(cause.ranks)}: {why(cause, limit)}"
-    yield from consequence_lines(found, limit)
-    yield from others_lines(state, found)
-    yield from warning_lines(state)
+        yield f"{label}: {format_ranks(cause.ranks)}: {summary.why(cause, limit)}"
+    yield from summary.consequence_lines(found, limit)
+    yield from summary.others_lines(state, found)
+    yield from summary.warning_lines(state)
 
 
-def _nothing_said(state: RunState, header: Header) -> str:
-    return f"{headline(state, header.title, header.backend)}: {state.summary}"
+def _title(state: RunState, header: summary.Header) -> str:
+    return f"{summary.headline(state, header.title, header.backend)}: {state.summary}"

@@ -26,7 +26,7 @@ function folded(ticks) {
     const pieces = [], tails = {};
     for (const [rank, lines] of Object.entries(tick)) {
       numbers[rank] ??= 0;
-      tails[rank] = { told: lines.flatMap((line) => [numbers[rank]++, pieces.push(line) - 1]) };
+      tails[rank] = { sent: lines.flatMap((line) => [numbers[rank]++, pieces.push(line) - 1]) };
     }
     store.take({ sequence: store.sequence + 1, stop: false, ranks: null, report: null,
       output: { attempt: 0, pieces, tails } });

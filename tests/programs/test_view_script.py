@@ -24,7 +24,7 @@ const made = () => new Store(structuredClone(whole));
 function tell(store, lines, attempt = 0) {
   const pieces = [], tails = {};
   for (const [rank, told] of Object.entries(lines)) {
-    tails[rank] = { told: told.flatMap(([number, piece]) => [number, pieces.push(piece) - 1]) };
+    tails[rank] = { sent: told.flatMap(([number, piece]) => [number, pieces.push(piece) - 1]) };
   }
   store.take({ sequence: store.sequence + 1, stop: false, ranks: null, report: null,
     output: { attempt, pieces, tails } });
@@ -104,7 +104,7 @@ say([folded(store), shown(store, 0)]);
 def test_who_has_missed_something_takes_everything_and_who_has_not_keeps_what_it_has():
     code = """
 const all = (sequence, text) => ({ ...structuredClone(whole), sequence,
-  output: { attempt: 0, pieces: [text], tails: { 0: { told: [0, 0], clear: 0 } } } });
+  output: { attempt: 0, pieces: [text], tails: { 0: { sent: [0, 0], clear: 0 } } } });
 const store = made();
 tell(store, { 0: [[0, "a"]] });
 store.begin(all(1, "the same"));

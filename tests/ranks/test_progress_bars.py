@@ -12,7 +12,7 @@ from nblaunch.group.launcher import prepare_call, run_fresh
 from nblaunch.group.wait import SilentView
 from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.view.output import last_line, read
+from nblaunch.view.output import items_of, last_line
 from nblaunch.view.screen import Line
 
 pytest.importorskip("tqdm")
@@ -43,7 +43,7 @@ class Watching(SilentView):
 
 
 def lines_of(known):
-    return [item.text for item in read(known.transcript) if isinstance(item, Line)]
+    return [item.text for item in items_of(known.transcript) if isinstance(item, Line)]
 
 
 def watched(job, *args):

@@ -15,7 +15,7 @@ from nblaunch.view import folding
 from nblaunch.view.display import html_and_text
 from nblaunch.view.folding import merged
 from nblaunch.view.html import HTML_BUDGET, render_html
-from nblaunch.view.output import folded, read
+from nblaunch.view.output import folded, items_of
 from nblaunch.view.summary import Header
 from nblaunch.view.text import TEXT_BUDGET, render_text
 
@@ -168,7 +168,7 @@ def test_each_ranks_own_output_is_in_the_fold_in_its_order(said):
     outputs = folded(state)
     for rank, known in state.ranks.items():
         own = [row.item for output in outputs for row in output.rows if rank in row.ranks]
-        assert tuple(own) == read(known.transcript)
+        assert tuple(own) == items_of(known.transcript)
     assert [output.ranks for output in outputs] == sorted(output.ranks for output in outputs)
 
 

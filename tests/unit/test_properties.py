@@ -33,7 +33,7 @@ from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import Transcript, printed
 from nblaunch.view.html import render_html
 from nblaunch.view.markup import clipped, cost_of_text
-from nblaunch.view.output import folded, last_line, read
+from nblaunch.view.output import folded, items_of, last_line
 from nblaunch.view.screen import Line, Screen, colored, plain
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Held, LiveLines
@@ -97,7 +97,7 @@ def test_the_last_line_is_the_last_that_is_drawn(pieces):
     transcript = Transcript()
     for stream, text in pieces:
         transcript = printed(transcript, stream, text)
-    lines = [item.text.strip() for item in read(transcript) if isinstance(item, Line)]
+    lines = [item.text.strip() for item in items_of(transcript) if isinstance(item, Line)]
     assert last_line(transcript) == next(filter(None, reversed(lines)), "")
 
 
@@ -128,7 +128,7 @@ def said_by(said):
 @given(SAID)
 def test_each_rank_that_wrote_is_in_one_fold_with_all_that_it_wrote(said):
     state = state_after(*said_by(said))
-    alone = {rank: read(known.transcript) for rank, known in state.ranks.items()}
+    alone = {rank: items_of(known.transcript) for rank, known in state.ranks.items()}
     outputs = folded(state)
     assert [output.ranks for output in outputs] == sorted(output.ranks for output in outputs)
     assert sorted(rank for output in outputs for rank in output.ranks) == [r for r in alone if alone[r]]

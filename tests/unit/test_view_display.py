@@ -192,7 +192,7 @@ def test_a_closed_standard_output_does_not_fail_the_run(monkeypatch):
 
 def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monkeypatch):
     class Panel:
-        model_id, heard = "1", False
+        model_id, reachable = "1", False
 
         def __init__(self, *_):
             self.shown, self.closed = [], 0
@@ -251,7 +251,7 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
 class StoppedPanel:
     """A panel whose reader has pressed Stop again and again."""
 
-    model_id, heard = "1", True
+    model_id, reachable = "1", True
 
     def __init__(self, *_):
         pass
@@ -336,9 +336,9 @@ def panel(monkeypatch):
 
 
 def test_what_the_page_says_is_kept_until_the_run_asks(panel):
-    assert not panel.heard
+    assert not panel.reachable
     panel._take(panel, "hello", [])
-    assert panel.heard
+    assert panel.reachable
     assert not panel.stop_wanted()
     panel._take(panel, "stop", [])
     assert panel.stop_wanted()

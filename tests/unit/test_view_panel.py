@@ -30,7 +30,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.state import RunState, advance, looked_at
 from nblaunch.view import panel_output, panel_ranks
-from nblaunch.view.output import read
+from nblaunch.view.output import items_of
 from nblaunch.view.panel_output import KEPT, WAITING, Feed
 from nblaunch.view.panel_ranks import BEHIND, SILENT, UNFINISHED, Drawing, Reporter, Rows, Stragglers
 from nblaunch.view.screen import WIDEST, Line
@@ -57,8 +57,8 @@ class Page:
             return self
         if "clear" in lines:
             self.pieces, self.base = {}, lines["clear"]
-        told = lines["told"]
-        for number, place in zip(told[::2], told[1::2], strict=True):
+        sent = lines["sent"]
+        for number, place in zip(sent[::2], sent[1::2], strict=True):
             self.pieces[number] = news["pieces"][place]
         return self
 
@@ -143,7 +143,7 @@ def test_a_page_shows_what_a_terminal_shows_however_the_text_comes(writes):
     ticker = Ticker()
     for stream, text in writes:
         ticker.tick(Printed(rank=0, stream=stream, text=text))
-    expected = [item for item in read(ticker.state.ranks[0].transcript) if isinstance(item, Line)]
+    expected = [item for item in items_of(ticker.state.ranks[0].transcript) if isinstance(item, Line)]
     shown = [ticker.page.pieces[number] for number in sorted(ticker.page.pieces)]
     while shown and not text_of(shown[-1]).strip():
         shown.pop()
@@ -183,7 +183,7 @@ def test_what_many_ranks_print_is_sent_once():
     ticker = Ticker(8)
     news = ticker.tick(*(out("the same\nand more\n", rank) for rank in range(8)))
     assert news["pieces"] == ["the same", "and more"]
-    assert all(lines["told"] == [0, 0, 1, 1] for lines in news["tails"].values())
+    assert all(lines["sent"] == [0, 0, 1, 1] for lines in news["tails"].values())
 
 
 def test_nothing_new_is_no_message():
@@ -359,7 +359,7 @@ def test_a_new_attempt_begins_anew():
     assert news is None
     news = ticker.tick(out("two\n"))
     assert news["attempt"] == 1
-    assert news["tails"]["0"]["told"] == [0, 0]
+    assert news["tails"]["0"]["sent"] == [0, 0]
 
 
 def test_more_ranks_than_a_page_may_be_sent_at_once(monkeypatch):
@@ -473,7 +473,7 @@ def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
     assert some(drawing.changes(state, 11.0))["sequence"] == 1
     assert drawing.changes(state, 11.1) is None
     assert some(drawing.changes(state, 11.2, stop=True))["stop"] is True
-    whole = drawing.whole()
+    whole = drawing.whole(11.2)
     assert whole["sequence"] == 2
     assert whole["age"] == pytest.approx(1.2)
 

@@ -31,7 +31,7 @@ from nblaunch.protocol.state import RunState, advance
 from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import last_line
-from nblaunch.view.screen import Screen, Style, colored, plain
+from nblaunch.view.screen import BOLD, ITALIC, PLAIN, UNDERLINE, Screen, colored, plain
 from nblaunch.view.summary import Header, traceback_text
 from nblaunch.view.terminal_view import LiveLines
 from nblaunch.view.text import render_ending, render_text
@@ -425,14 +425,14 @@ def test_control_sequences_do_what_a_terminal_does(written, shown):
 @pytest.mark.parametrize(
     ("sequence", "style"),
     [
-        ("1;31", Style(color=1, bold=True)),
-        ("94", Style(color=4)),
-        ("38;5;28;01", Style(color=2, bold=True)),
-        ("38;5;241", Style()),
-        ("38;2;250;20;20", Style(color=1)),
-        ("48;5;1;3", Style(italic=True)),
-        ("31;39;4", Style(underline=True)),
-        ("31;1;0", Style()),
+        ("1;31", 1 | BOLD),
+        ("94", 4),
+        ("38;5;28;01", 2 | BOLD),
+        ("38;5;241", PLAIN),
+        ("38;2;250;20;20", 1),
+        ("48;5;1;3", ITALIC),
+        ("31;39;4", UNDERLINE),
+        ("31;1;0", PLAIN),
     ],
 )
 def test_colours_become_one_of_six_that_can_be_read_on_any_page(sequence, style):

@@ -49,7 +49,7 @@ def test_a_terminal_says_it_once_in_a_line_of_its_own():
 
 def test_a_terminals_status_says_how_long():
     terminal = Terminal(io.StringIO(), clock=lambda: 0.0)
-    assert terminal._say(waiting()) == f"[nblaunch] 2 running, rank 1 {SAID}, 0 s"
+    assert terminal._status(waiting()) == f"[nblaunch] 2 running, rank 1 {SAID}, 0 s"
 
 
 def test_a_rank_that_has_ended_is_waited_for_no_more():
