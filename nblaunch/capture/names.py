@@ -20,18 +20,15 @@ from nblaunch.capture.dataflow import (
     Flow,
     FlowVisitor,
     FunctionNode,
-    Kind,
-    Scope,
+    LexicalScope,
+    ScopeKind,
     Variable,
     are_annotations_lazy,
     args_of,
-    class_scope,
-    comprehension_scope,
     defaults_of,
     extends_property,
-    function_scope,
     imported_name,
-    type_parameter_scope,
+    scope_of,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +89,7 @@ class _Followed:
 
 
 class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor may be called visit_Name
-    """Follows a cell in the order in which it runs, and notes the names that it loads."""
+    """Follows a cell in the order in which it runs, and collects the names that it loads."""
 
     def __init__(self, transform: Callable[[str], str], *, lazy_annotations: bool) -> None:
         super().__init__()
@@ -101,9 +98,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self.dotted: set[str] = set()
         self._transform = transform
         self._lazy_annotations = lazy_annotations
-        self._module = Scope(Kind.MODULE)
+        self._module = LexicalScope(ScopeKind.MODULE)
         self._scope = self._module
-        self._scopes: dict[ast.AST, Scope] = {}
+        self._scopes: dict[ast.AST, LexicalScope] = {}
         self._certain = True
         self._uses = True
         self._followed: dict[Body, list[_Followed]] = {}
@@ -146,7 +143,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     def _load(self, name: str) -> bool:
         """Note that `name` is loaded here; return whether it may be the notebook's."""
         variable = self._variable(name)
-        if variable.scope.kind is Kind.CLASS and variable not in self.flow.sure:
+        if variable.scope.kind is ScopeKind.CLASS and variable not in self.flow.sure:
             # A name that a class body has not defined yet is looked up in the module, past any function.
             with self._uncertainly(unless=variable not in self.flow.possible):
                 return self._load_variable(Variable(self._module, name))
@@ -190,7 +187,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             self.visit_all([node.value, node.target])
         elif not isinstance(node.target, ast.Name):
             self.visit(node.target)
-        if self._scope.kind is not Kind.FUNCTION:
+        if self._scope.kind is not ScopeKind.FUNCTION:
             self._visit_annotation(node.annotation)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
@@ -248,7 +245,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     # Code in scopes of its own
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        is_method = self._scope.kind is Kind.CLASS
+        is_method = self._scope.kind is ScopeKind.CLASS
         decorators = [
             each for each in node.decorator_list if not (is_method and extends_property(each, node.name))
         ]
@@ -276,7 +273,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             with self._mentioning():
                 self.visit_all([*node.bases, *node.keywords])
             inherited = [body for base in node.bases for body in self._bodies_named_in(base)]
-            scope = self._scope_of(node, class_scope(node, self._scope))
+            scope = self._scope_of(node)
             with self._inside(scope):
                 self.visit_all(node.body)
         methods = [body for variable, body in self.flow.functions if variable.scope is scope]
@@ -291,7 +288,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         first, *others = node.generators
         self.visit(first.iter)
         before = self.flow
-        with self._inside(self._scope_of(node, comprehension_scope(node, self._scope))):
+        with self._inside(self._scope_of(node)):
             self.visit_all([first.target, *first.ifs])
             for generator in others:
                 self.visit_all([generator.iter, generator.target, *generator.ifs])
@@ -315,24 +312,27 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         if not parameters:
             yield
             return
-        names = [parameter.name for parameter in parameters]
-        with self._inside(self._scope_of(parameters[0], type_parameter_scope(names, self._scope))):
+        names = frozenset(parameter.name for parameter in parameters)
+        scope = LexicalScope(ScopeKind.FUNCTION, self._scope, names)
+        with self._inside(self._scopes.setdefault(parameters[0], scope)):
             with self._uncertainly():
                 self.visit_all(child for each in parameters for child in ast.iter_child_nodes(each))
             yield
 
     @contextmanager
-    def _inside(self, scope: Scope) -> Iterator[None]:
+    def _inside(self, scope: LexicalScope) -> Iterator[None]:
         outer, self._scope = self._scope, scope
         yield
         self._scope = outer
 
-    def _scope_of(self, node: ast.AST, scope: Scope) -> Scope:
-        """Return the scope made for `node` the first time that it was followed."""
-        return self._scopes.setdefault(node, scope)
+    def _scope_of(self, node: ast.AST) -> LexicalScope:
+        """Return the scope of `node`, the same one each time that it is followed."""
+        if node not in self._scopes:
+            self._scopes[node] = scope_of(node, self._scope)
+        return self._scopes[node]
 
     def _body(self, node: FunctionNode) -> Body:
-        body = Body(node, self._scope_of(node, function_scope(node, self._scope)))
+        body = Body(node, self._scope_of(node))
         self._followed.setdefault(body, [])
         return body
 
