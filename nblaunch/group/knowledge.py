@@ -165,7 +165,7 @@ class Sent:
 
 
 class View:
-    """What some ranks know, as one payload for them sees it: a `KnownVariables` of capture."""
+    """What some ranks know, as one payload for them sees it: a `Known` of capture."""
 
     def __init__(
         self,
