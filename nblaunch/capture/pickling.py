@@ -19,9 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import inspect
 import io
-import itertools
 import pickle
 import sys
 import threading
@@ -29,7 +27,7 @@ import traceback
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -38,6 +36,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import changes, identity, tensors
+from nblaunch.capture.unpicklable import global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -192,21 +191,6 @@ class _Outbound(_ValuePickler):
         self.carried.update(needed)
         state = (attributes, {**slots, "__globals__": {}}, needed)
         return make, arguments, state, None, None, _set_function
-
-
-def global_names(function: types.FunctionType) -> Iterable[str]:
-    """Return the global names that a function uses, also those that are not defined."""
-    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - the names it sends
-    return itertools.chain(names, _names_of_class_bodies(function.__code__))
-
-
-def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that classes within a function look up; cloudpickle follows functions only."""
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
-                yield from each.co_names
-            yield from _names_of_class_bodies(each)
 
 
 class _Identifying(_Outbound):

@@ -117,7 +117,7 @@ def _in_memory(fd: int, packed: Packed, sizes: tuple[int, ...], total: int) -> O
 def _on_disk(packed: Packed, sizes: tuple[int, ...], total: int, directory: Path) -> Outgoing:
     fd, path = _file(total, directory)
     try:
-        # Blocks are allocated now: a full disk is an error here, not a SIGBUS in a process that maps the file.
+        # Blocks are allocated now: a full disk is an error here, not a SIGBUS in a reader of the mapping.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, total)
         _write(fd, packed, sizes, total)
