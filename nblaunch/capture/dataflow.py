@@ -275,11 +275,11 @@ class FlowVisitor(ast.NodeVisitor, ABC):
 
     @abstractmethod
     def store(self, name: str) -> None:
-        """Note that `name` is given a value."""
+        """Record that `name` is given a value."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
-        """Note that `name` loses its value."""
+        """Record that `name` loses its value."""
 
     def visit_all(self, nodes: Iterable[ast.AST]) -> None:
         """Visit `nodes`, one after the other."""

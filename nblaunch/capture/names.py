@@ -141,7 +141,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         return Variable(self._scope.owner(name), name)
 
     def _load(self, name: str) -> bool:
-        """Note that `name` is loaded here; return whether it may be the notebook's."""
+        """Record that `name` is loaded here; return whether it may be the notebook's."""
         variable = self._variable(name)
         if variable.scope.kind is ScopeKind.CLASS and variable not in self.flow.sure:
             # A name that a class body has not defined yet is looked up in the module, past any function.
@@ -175,16 +175,11 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     # Order of evaluation, where it is not the order of the tree
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(node.value, ast.Lambda) and all(isinstance(each, ast.Name) for each in node.targets):
-            self._store_lambda(node.value, node.targets)
-        else:
-            self.visit_all([node.value, *node.targets])
+        self._assign(node.value, node.targets)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if isinstance(node.value, ast.Lambda) and isinstance(node.target, ast.Name):
-            self._store_lambda(node.value, [node.target])
-        elif node.value is not None:
-            self.visit_all([node.value, node.target])
+        if node.value is not None:
+            self._assign(node.value, [node.target])
         elif not isinstance(node.target, ast.Name):
             self.visit(node.target)
         if self._scope.kind is not ScopeKind.FUNCTION:
@@ -207,16 +202,19 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             left = left.left
         self.visit_all([left, *reversed(operands)])
 
-    def _store_lambda(self, value: ast.Lambda, targets: Iterable[ast.expr]) -> None:
-        self.visit_all(defaults_of(value))
-        body = self._body(value)
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self.store(target.id, [body])
+    def _assign(self, value: ast.expr, targets: list[ast.expr]) -> None:
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if isinstance(value, ast.Lambda) and len(names) == len(targets):
+            self.visit_all(defaults_of(value))
+            body = self._body(value)
+            for name in names:
+                self.store(name, [body])
+        else:
+            self.visit_all([value, *targets])
 
     def _visit_annotation(self, annotation: ast.expr | None) -> None:
         if annotation is not None:
-            with self._uncertainly(unless=not self._lazy_annotations), self._mentioning():
+            with self._uncertainly(unless=not self._lazy_annotations), self._using(uses=False):
                 self.visit(annotation)
 
     @contextmanager
@@ -227,9 +225,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self._certain = outer
 
     @contextmanager
-    def _mentioning(self) -> Iterator[None]:
-        """Functions and classes named in this block are not called for that, save in a call."""
-        outer, self._uses = self._uses, False
+    def _using(self, *, uses: bool) -> Iterator[None]:
+        """Functions and classes named in this block may be called there, or are only mentioned."""
+        outer, self._uses = self._uses, uses
         yield
         self._uses = outer
 
@@ -270,7 +268,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.visit_all(node.decorator_list)
         with self._type_parameters(node):
-            with self._mentioning():
+            with self._using(uses=False):
                 self.visit_all([*node.bases, *node.keywords])
             inherited = [body for base in node.bases for body in self._bodies_named_in(base)]
             scope = self._scope_of(node)
@@ -307,7 +305,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
 
     @contextmanager
     def _type_parameters(self, node: ast.AST) -> Iterator[None]:
-        """Follow a block that sees the `[T]` of `node`; a bound of `T` is evaluated when asked for."""
+        """Follow a block that sees the `[T]` of `node`; a bound of `T` is evaluated lazily."""
         parameters = getattr(node, "type_params", [])
         if not parameters:
             yield
@@ -345,7 +343,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             if time.before.covers(before) and time.certain >= self._certain:
                 self.flow = before.changed_as(time.before, time.after)
                 return
-        # Noted first, so that a recursive call ends here.
+        # Recorded first, so that a recursive call ends here.
         position = len(times)
         times.append(_Followed(before, before, self._certain))
         with self._inside(body.scope):
@@ -364,9 +362,8 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             case ("run_cell_magic", [name, line, cell]):
                 self._cell_magic(name, line, cell)
             case _:
-                outer, self._uses = self._uses, True
-                self.generic_visit(node)
-                self._uses = outer
+                with self._using(uses=True):
+                    self.generic_visit(node)
 
     def _line_magic(self, name: str, line: str) -> None:
         before = self.flow

@@ -356,7 +356,7 @@ made_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def remember_received_classes() -> None:
-    """Note which classes came from the notebook; call before any code of the job runs."""
+    """Record which classes came from the notebook; call before any code of the job runs."""
     tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
     received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
@@ -427,7 +427,7 @@ def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) ->
     )
 
 
-def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
+def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
     Only for bytes from an authenticated sender: unpickling runs code.
@@ -501,15 +501,10 @@ def loads_known(
 
 
 def dumps_plain(value: object) -> bytes:
-    """Pickle a small object for the notebook, all in one piece."""
+    """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
     _Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()
-
-
-def loads_plain(data: bytes) -> Any:
-    """Unpickle what `dumps_plain` made; only from an authenticated sender."""
-    return loads(data, ())
 
 
 # Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.

@@ -261,7 +261,7 @@ class Far:
         return self._storage.data_ptr() + self._low, self.nbytes
 
     def pieces(self, size: int) -> Iterator[memoryview]:
-        """Yield the bytes, at most `size` at a time; each piece is valid until the next one is asked for."""
+        """Yield the bytes, at most `size` at a time; each piece is valid until the next one."""
         import torch
 
         device = self._storage.device
@@ -297,10 +297,8 @@ class WholeStorages:
 
     def reduce(self, obj: Any) -> Any:
         """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
-        if type(obj).__name__ != "UntypedStorage":
-            return reduce(obj)  # first of all: pickle calls this for every object
-        torch = sys.modules.get("torch")
-        if torch is None or type(obj) is not torch.UntypedStorage:
+        # The name first of all: pickle calls this for every object.
+        if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
             return reduce(obj)
         if obj.device.type not in ACCELERATORS or obj.nbytes() < LARGE:
             return reduce(obj)
