@@ -34,9 +34,7 @@ _MOST_VISITED = 20_000
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 _PLAIN = frozenset(_ATOMS)
 _NO_CHILDREN = frozenset({*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, range})
-_OF_CLASSES = frozenset(
-    {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
-)
+_NOT_COMPARED = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
 
 
 class Prints:
@@ -122,7 +120,7 @@ def _print_of(obj: Any, mark: Callable[[Any], object]) -> object:
         defaults = tuple(map(mark, obj.__defaults__ or ()))
         return id(obj.__code__), defaults, named, cells, _attributes(obj, mark)
     if isinstance(obj, type):
-        return tuple((name, mark(value)) for name, value in vars(obj).items() if name not in _OF_CLASSES)
+        return tuple((name, mark(value)) for name, value in vars(obj).items() if name not in _NOT_COMPARED)
     array = _array_print(obj)
     if array is not None:
         return array
@@ -162,10 +160,11 @@ def _array_print(obj: Any) -> object:
     if torch is not None and isinstance(obj, torch.UntypedStorage):
         return ("storage",)  # its tensors have versions
     if numpy is not None and isinstance(obj, numpy.ndarray) and not obj.dtype.hasobject:
-        whole = obj if obj.nbytes <= _MOST_BYTES else obj.reshape(-1)[:: max(obj.size // _SAMPLE, 1)]
-        if obj.nbytes > _MOST_BYTES and not obj.flags.c_contiguous:
+        is_small = obj.nbytes <= _MOST_BYTES
+        if not is_small and not obj.flags.c_contiguous:
             return obj.shape, str(obj.dtype)  # a sample of it would copy all of it
-        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(whole).view(numpy.uint8).data)
+        sample = obj if is_small else obj.reshape(-1)[:: max(obj.size // _SAMPLE, 1)]
+        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(sample).view(numpy.uint8).data)
     return None
 
 
@@ -216,8 +215,7 @@ def _referred_by(obj: Any) -> Iterable[Any]:
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
 
-_DICTS = (dict, OrderedDict, defaultdict)
-_NOT_REFRESHED = frozenset({"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"})
+_NOT_REFRESHED = {"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"}
 
 
 class RefreshError(TypeError):
@@ -238,9 +236,9 @@ class ByValue:
 def content_of(obj: Any) -> Content | None:
     """Return the content that fills another object like `obj`, None if only a new object will do."""
     kind = type(obj)
-    if kind is list or kind is deque:
+    if kind in (list, deque):
         return "list", list(obj)
-    if kind in _DICTS:
+    if kind in (dict, OrderedDict, defaultdict):
         return "dict", dict(obj)
     if kind is set:
         return "set", list(obj)
