@@ -320,7 +320,7 @@ class TrimmedStorages(WholeStorages):
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: dict[int, _Part] = {}
+        self._parts: dict[int, _StoragePart] = {}
         self._table = _Table(self._parts)
         self._table.placeholder = self.defer(self._table.data)  # no circle: storages are freed at once
 
@@ -337,13 +337,13 @@ class TrimmedStorages(WholeStorages):
             return _same, (part,)
         return reduce(obj)
 
-    def _part_of(self, storage: Any) -> _Part | None:
+    def _part_of(self, storage: Any) -> _StoragePart | None:
         """Return the record of a large storage, None for any other."""
         if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
             return None
         key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
         if key not in self._parts:
-            part = self._parts[key] = _Part(storage, len(self._parts))
+            part = self._parts[key] = _StoragePart(storage, len(self._parts))
             part.placeholder = self.defer(part.data)
         return self._parts[key]
 
@@ -380,7 +380,7 @@ class TrimmedStorages(WholeStorages):
         return _rebuilt_within, (rebuild, *where, offset, size, stride, *others)
 
 
-class _Part:
+class _StoragePart:
     """A storage of which a pickle takes the bytes from `start` to `high`."""
 
     placeholder: pickle.PickleBuffer
@@ -418,7 +418,7 @@ class _Table:
 
     placeholder: pickle.PickleBuffer
 
-    def __init__(self, parts: dict[int, _Part]) -> None:
+    def __init__(self, parts: dict[int, _StoragePart]) -> None:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
