@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nblaunch._errors import CaptureError
 from nblaunch.capture import pickling
 from nblaunch.capture.names import cell_names
-from nblaunch.capture.pickling import Packed
+from nblaunch.capture.pickling import Known, Packed
 
 if TYPE_CHECKING:
     from nblaunch.capture.unpicklable import Culprit
@@ -35,29 +36,12 @@ class Captured:
     """All names that the cell may use."""
 
 
-class KnownVariables(pickling.Known, Protocol):
-    """The notebook's variables and objects that the ranks of a session have."""
-
-    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
-        """Return which variables the ranks lack: of `names`, and of those that functions use.
-
-        The functions are those that the variables and `roots` lead to.
-        """
-
-
-class _Everything:
-    """Fresh ranks lack all variables."""
-
-    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:  # noqa: ARG002 - as above
-        return names
-
-
 def capture_cell(
     source: str,
     namespace: dict[str, Any],
     transform: Callable[[str], str] = str,
     *,
-    known: KnownVariables | None = None,
+    known: Known | None = None,
 ) -> Captured:
     """Capture the variables of `namespace` that a cell needs; `source` is plain Python, magics transformed.
 
@@ -69,13 +53,13 @@ def capture_cell(
     names = cell_names(source, transform=transform)
     used = names.needed | names.maybe
     available = namespace.keys() - RANK_NAMES - SHELL_NAMES
-    lacking = (known or _Everything()).needs(used) & available
+    lacking = (used if known is None else known.needs(used)) & available
     packed, sent = _packed_cell(lacking, names.needed, namespace, known)
-    return Captured(packed, _submodules(names.dotted, namespace), _sources(packed), sent, used)
+    return Captured(packed, _submodules_in(names.dotted, namespace), _sources(packed), sent, used)
 
 
 def _packed_cell(
-    names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: KnownVariables | None
+    names: frozenset[str], needed: frozenset[str], namespace: dict[str, Any], known: Known | None
 ) -> tuple[Packed, frozenset[str]]:
     """Return the pickle of variables, and which are in it; one that only may be needed can be left out."""
     surely = {name: namespace[name] for name in sorted(names & needed)}
@@ -85,22 +69,17 @@ def _packed_cell(
     except Exception:  # noqa: BLE001 - whatever the objects raise
         # A name that the cell may never load must not fail the run.
         maybe = {name: value for name, value in maybe.items() if _refusal(value, namespace) is None}
-        packed = _pack({**surely, **maybe}, surely, namespace, "the cell uses", known)
+        with _explained(surely, namespace, "the cell uses"):
+            packed = pickling.dumps({**surely, **maybe}, namespace, known, trim=known is None)
     return packed, frozenset(surely) | frozenset(maybe)
 
 
 def capture_values(
-    values: dict[str, Any], namespace: dict[str, Any] | None = None, known: pickling.Known | None = None
+    values: dict[str, Any], namespace: dict[str, Any] | None = None, known: Known | None = None
 ) -> Captured:
     """Capture variables for a push. Raises `CaptureError` for one that cannot be sent."""
-    try:
-        packed = (
-            pickling.dumps(values, namespace)
-            if known is None
-            else pickling.dumps_push(values, namespace, known)
-        )
-    except Exception as error:
-        raise _explained(error, values, namespace, "the push holds") from error
+    with _explained(values, namespace, "the push holds"):
+        packed = pickling.dumps(values, namespace, known, push=True)
     return Captured(packed, (), _sources(packed), frozenset(values))
 
 
@@ -109,47 +88,36 @@ def capture_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     namespace: dict[str, Any] | None = None,
-    known: KnownVariables | None = None,
+    known: Known | None = None,
 ) -> Captured:
     """Capture a call with all it refers to; for `known` see `capture_cell`.
 
     Raises `CaptureError` naming the part that cannot be sent.
     """
-    name = getattr(function, "__name__", type(function).__name__)
-    roots = {name: function}
-    roots.update({f"args[{position}]": value for position, value in enumerate(args)})
-    roots.update({f"kwargs[{key!r}]": value for key, value in kwargs.items()})
-    call = (function, tuple(args), tuple(kwargs.items()))
-    if known is None:
-        packed = _pack((*call, ()), roots, namespace, "the call uses")
-        return Captured(packed, (), _sources(packed))
-    # Variables that only functions use which the ranks have already: nothing else would bring them.
-    lacking = known.needs(frozenset(), function, args, kwargs) & (namespace or {}).keys()
-    variables = {name: (namespace or {})[name] for name in sorted(lacking)}
-    packed = _pack((*call, tuple(variables.items())), roots, namespace, "the call uses", known)
+    roots = {getattr(function, "__name__", type(function).__name__): function}
+    roots |= {f"args[{position}]": value for position, value in enumerate(args)}
+    roots |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
+    available, lacking = namespace or {}, frozenset[str]()
+    if known is not None:
+        # Variables that only functions use which the ranks have already: nothing else would bring them.
+        lacking = known.needs(frozenset(), function, args, kwargs) & available.keys()
+    variables = tuple((name, available[name]) for name in sorted(lacking))
+    call = (function, tuple(args), tuple(kwargs.items()), variables)
+    with _explained(roots, namespace, "the call uses"):
+        packed = pickling.dumps(call, namespace, known, trim=known is None)
     return Captured(packed, (), _sources(packed), lacking)
 
 
-def _pack(
-    value: object,
-    roots: Mapping[str, object],
-    namespace: dict[str, Any] | None,
-    user: str,
-    known: pickling.Known | None = None,
-) -> Packed:
+@contextmanager
+def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str) -> Iterator[None]:
+    """Turn an error in this block into a `CaptureError`, which names the part of `roots` that causes it."""
     try:
-        return pickling.dumps(value, namespace, known, trim=known is None)
+        yield
     except Exception as error:
-        raise _explained(error, roots, namespace, user) from error
+        from nblaunch.capture.unpicklable import find_culprit
 
-
-def _explained(
-    error: Exception, roots: Mapping[str, object], namespace: dict[str, Any] | None, user: str
-) -> CaptureError:
-    from nblaunch.capture.unpicklable import find_culprit
-
-    culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
-    return _capture_error(culprit, error, user)
+        culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
+        raise _capture_error(culprit, error, user) from error
 
 
 def _refusal(value: object, namespace: dict[str, Any] | None) -> Exception | None:
@@ -173,7 +141,7 @@ def _capture_error(culprit: Culprit | None, error: Exception, user: str) -> Capt
     return CaptureError(msg, name=culprit.name, path=culprit.path, size=culprit.size)
 
 
-def _submodules(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tuple[str, ...]:
+def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tuple[str, ...]:
     """Return modules that attribute chains reach: `import xml` on a rank does not load `xml.etree`."""
     found = set()
     for chain in dotted:

@@ -10,17 +10,21 @@ outside memory, and of objects of C extensions that are large or cannot be pickl
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import pickle
 import sys
 import types
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.identity import HEAP_TYPE, ObjectTable, is_by_value
+from nblaunch.capture.identity import ObjectTable, is_by_value
+from nblaunch.capture.unpicklable import stored_attributes
 
 _MOST_ELEMENTS = 1000
 _ENDS = 100
@@ -30,9 +34,7 @@ _MOST_VISITED = 20_000
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 _PLAIN = frozenset(_ATOMS)
 _NO_CHILDREN = frozenset({*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, range})
-_OF_CLASSES = frozenset(
-    {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
-)
+_NOT_COMPARED = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
 
 
 class Prints:
@@ -81,7 +83,7 @@ class Prints:
             yield obj
             if len(visited) > _MOST_VISITED:
                 continue
-            for child in _children(obj):
+            for child in _referred_by(obj):
                 if type(child) not in _NO_CHILDREN and id(child) not in visited and self._follows(child):
                     visited.add(id(child))
                     waiting.append(child)
@@ -114,17 +116,16 @@ def _print_of(obj: Any, mark: Callable[[Any], object]) -> object:
         return len(obj), zlib.crc32(obj[:_MOST_BYTES])
     if kind is types.FunctionType:
         named = tuple(map(mark, (obj.__kwdefaults__ or {}).values()))
-        cells = tuple(_cell(cell, mark) for cell in obj.__closure__ or ())
+        cells = tuple(tuple(map(mark, _contents(cell))) for cell in obj.__closure__ or ())
         defaults = tuple(map(mark, obj.__defaults__ or ()))
         return id(obj.__code__), defaults, named, cells, _attributes(obj, mark)
     if isinstance(obj, type):
-        return tuple((name, mark(value)) for name, value in vars(obj).items() if name not in _OF_CLASSES)
+        return tuple((name, mark(value)) for name, value in vars(obj).items() if name not in _NOT_COMPARED)
     array = _array_print(obj)
     if array is not None:
         return array
-    if hasattr(obj, "__dict__") or _slots(kind):
-        return id(kind), _attributes(obj, mark)
-    return _digest(obj)
+    attributes = _attributes(obj, mark)
+    return (id(kind), attributes) if attributes or kind.__dictoffset__ else _digest(obj)
 
 
 def _some(sequence: Any) -> Iterable[Any]:
@@ -133,57 +134,38 @@ def _some(sequence: Any) -> Iterable[Any]:
     return (*sequence[:_ENDS], *sequence[-_ENDS:])
 
 
-def _cell(cell: Any, mark: Callable[[Any], object]) -> object:
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
-        return mark(cell.cell_contents)
+        return (cell.cell_contents,)
     except ValueError:
-        return None  # empty
+        return ()  # the variable is not defined yet
 
 
 def _attributes(obj: Any, mark: Callable[[Any], object]) -> tuple[object, ...]:
     """Return marks of an object's attributes, with the length of a container."""
     return tuple(
         (name, mark(value), len(value) if isinstance(value, dict | list | set) else 0)
-        for name, value in _variables(obj)
+        for name, value in stored_attributes(obj)
     )
-
-
-def _variables(obj: Any) -> Iterator[tuple[str, Any]]:
-    yield from getattr(obj, "__dict__", {}).items()
-    for name in _slots(type(obj)):
-        if hasattr(obj, name):
-            yield name, getattr(obj, name)
-
-
-def _slots(kind: type) -> list[str]:
-    """Return the names of a Python class's slots; C classes have no names for theirs."""
-    if not kind.__flags__ & HEAP_TYPE:
-        return []
-    found = (vars(each).get("__slots__", ()) for each in kind.__mro__)
-    names = [name for each in found for name in ((each,) if isinstance(each, str) else tuple(each))]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
 
 
 def _array_print(obj: Any) -> object:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(obj, torch.Tensor):
         version = None if obj.is_inference() else obj._version  # noqa: SLF001 - documented, under this name only
-        return version, tuple(obj.shape), str(obj.dtype), obj.requires_grad, _address(obj)
+        address = None
+        with suppress(RuntimeError):  # a sparse tensor, or one without storage
+            address = obj.data_ptr()
+        return version, tuple(obj.shape), str(obj.dtype), obj.requires_grad, address
     if torch is not None and isinstance(obj, torch.UntypedStorage):
         return ("storage",)  # its tensors have versions
     if numpy is not None and isinstance(obj, numpy.ndarray) and not obj.dtype.hasobject:
-        whole = obj if obj.nbytes <= _MOST_BYTES else obj.reshape(-1)[:: max(obj.size // _SAMPLE, 1)]
-        if obj.nbytes > _MOST_BYTES and not obj.flags.c_contiguous:
+        is_small = obj.nbytes <= _MOST_BYTES
+        if not is_small and not obj.flags.c_contiguous:
             return obj.shape, str(obj.dtype)  # a sample of it would copy all of it
-        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(whole).view(numpy.uint8).data)
+        sample = obj if is_small else obj.reshape(-1)[:: max(obj.size // _SAMPLE, 1)]
+        return obj.shape, str(obj.dtype), zlib.crc32(numpy.ascontiguousarray(sample).view(numpy.uint8).data)
     return None
-
-
-def _address(tensor: Any) -> int:
-    try:
-        return int(tensor.data_ptr())
-    except RuntimeError:  # a sparse tensor, or one without storage
-        return 0
 
 
 class _Bounded(io.RawIOBase):
@@ -209,27 +191,20 @@ def _digest(obj: Any) -> object:
     return sink.size, sink.digest
 
 
-def _children(obj: Any) -> Iterable[Any]:
-    if type(obj) in (list, tuple):
+def _referred_by(obj: Any) -> Iterable[Any]:
+    kind = type(obj)
+    if kind in (list, tuple):
         return _some(obj)
-    if isinstance(obj, dict):
-        return [*_some(list(obj.values())), *(value for _, value in _variables(obj))]
-    if type(obj) is types.CellType:
-        try:
-            return (obj.cell_contents,)
-        except ValueError:
-            return ()
-    if type(obj) is types.FunctionType:
-        return (*(obj.__closure__ or ()), *(obj.__defaults__ or ()))
+    if kind is types.FunctionType:
+        cells = itertools.chain.from_iterable(map(_contents, obj.__closure__ or ()))
+        return [*cells, *(obj.__defaults__ or ())]
     if isinstance(obj, type):
         return [*obj.__bases__, *(value for value in vars(obj).values() if type(value) is types.FunctionType)]
-    return _all_of(obj)
-
-
-def _all_of(obj: Any) -> list[Any]:
+    attributes = [value for _, value in stored_attributes(obj)]
+    if isinstance(obj, dict):
+        return [*_some(list(obj.values())), *attributes]
     elements = _some(list(obj)) if isinstance(obj, list | tuple | set | frozenset) else ()
-    # A class of the notebook is checked with its objects.
-    return [*elements, *(value for _, value in _variables(obj)), type(obj)]
+    return [*elements, *attributes, kind]  # a class of the notebook is checked with its objects
 
 
 # Pushing an object that the ranks have: its content replaces theirs, in the object that they have. So all
@@ -240,8 +215,7 @@ def _all_of(obj: Any) -> list[Any]:
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
 
-_DICTS = (dict, OrderedDict, defaultdict)
-_NOT_REFRESHED = frozenset({"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"})
+_NOT_REFRESHED = {"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"}
 
 
 class RefreshError(TypeError):
@@ -262,18 +236,16 @@ class ByValue:
 def content_of(obj: Any) -> Content | None:
     """Return the content that fills another object like `obj`, None if only a new object will do."""
     kind = type(obj)
-    if kind is list or kind is deque:
+    if kind in (list, deque):
         return "list", list(obj)
-    if kind in _DICTS:
+    if kind in (dict, OrderedDict, defaultdict):
         return "dict", dict(obj)
     if kind is set:
         return "set", list(obj)
     if kind is bytearray:
         return "list", bytes(obj)
-    if tensors.is_tensor(obj) or tensors.is_storage(obj):
-        return "tensor", ByValue(obj)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and kind is numpy.ndarray:
+    if tensors.is_tensor(obj) or tensors.is_storage(obj) or (numpy is not None and kind is numpy.ndarray):
         return "array", ByValue(obj)
     if kind is types.FunctionType:
         return "function", (obj.__code__, obj.__defaults__, obj.__kwdefaults__, dict(obj.__dict__))
@@ -300,11 +272,7 @@ def _state_of(obj: Any) -> Content | None:
 def fill(target: Any, content: Content) -> Callable[[], None]:
     """Return a function that fills `target`; raise `RefreshError` if it cannot be filled."""
     how, data = content
-    if how in ("tensor", "array"):
-        return _fill_array(target, data)
-    if how == "object" and type(data) is not dict and not hasattr(target, "__setstate__"):
-        return lambda: _set_slots(target, data)
-    return lambda: _FILL[how](target, data)
+    return _filled_array(target, data) if how == "array" else functools.partial(_FILL[how], target, data)
 
 
 def _fill_list(target: Any, data: Any) -> None:
@@ -333,8 +301,12 @@ def _fill_class(target: Any, data: Any) -> None:
 def _fill_object(target: Any, data: Any) -> None:
     if hasattr(target, "__setstate__"):
         target.__setstate__(data)
-    else:
-        _fill_dict(target.__dict__, data or {})
+        return
+    attributes, slots = data if isinstance(data, tuple) else (data, None)
+    if hasattr(target, "__dict__"):
+        _fill_dict(target.__dict__, attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
 
 
 _FILL: dict[str, Callable[[Any, Any], None]] = {
@@ -347,15 +319,7 @@ _FILL: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _set_slots(target: Any, data: Any) -> None:
-    attributes, slots = data if isinstance(data, tuple) else (data, {})
-    if hasattr(target, "__dict__"):
-        _fill_dict(target.__dict__, attributes or {})
-    for name, value in (slots or {}).items():
-        setattr(target, name, value)
-
-
-def _fill_array(target: Any, data: Any) -> Callable[[], None]:
+def _filled_array(target: Any, data: Any) -> Callable[[], None]:
     same = type(target) is type(data) and (
         tensors.is_storage(target) or (target.shape == data.shape and target.dtype == data.dtype)
     )

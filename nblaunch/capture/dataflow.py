@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Sequence
 
 
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ComprehensionNode: TypeAlias = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-class Kind(enum.Enum):
+class ScopeKind(enum.Enum):
     """How a scope looks names up; comprehensions and lists of type parameters do it as functions do."""
 
     MODULE = enum.auto()
@@ -26,48 +26,40 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class LexicalScope:
     """A stretch of the cell with variables of its own."""
 
-    kind: Kind
-    parent: Scope | None = None
+    kind: ScopeKind
+    parent: LexicalScope | None = None
     bound: frozenset[str] = frozenset()
     declared_global: frozenset[str] = frozenset()
 
     @property
-    def module(self) -> Scope:
+    def module(self) -> LexicalScope:
         """The outermost scope: the notebook's own variables."""
         scope = self
         while scope.parent is not None:
             scope = scope.parent
         return scope
 
-    def owner(self, name: str) -> Scope:
+    def owner(self, name: str) -> LexicalScope:
         """Return the scope whose variable `name` is when it is written in this one."""
-        if name in self.declared_global:
-            return self.module
-        if name in self.bound:
-            return self
-        for scope in self._enclosing_functions():
-            if name in scope.declared_global:
-                return self.module
-            if name in scope.bound:
-                return scope
-        return self.module
-
-    def _enclosing_functions(self) -> Iterator[Scope]:
-        scope = self.parent
+        scope: LexicalScope | None = self
         while scope is not None:
-            if scope.kind is Kind.FUNCTION:
-                yield scope
+            if scope is self or scope.kind is ScopeKind.FUNCTION:
+                if name in scope.declared_global:
+                    break
+                if name in scope.bound:
+                    return scope
             scope = scope.parent
+        return self.module
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
     """A name and the scope that it belongs to."""
 
-    scope: Scope
+    scope: LexicalScope
     name: str
 
 
@@ -76,110 +68,82 @@ class Body:
     """The body of a function or lambda of the cell: code that runs later, or never."""
 
     node: FunctionNode
-    scope: Scope
+    scope: LexicalScope
 
     @property
-    def nodes(self) -> list[ast.AST]:
+    def nodes(self) -> Sequence[ast.AST]:
         """The code that runs when the function is called."""
-        return [self.node.body] if isinstance(self.node, ast.Lambda) else list(self.node.body)
+        return [self.node.body] if isinstance(self.node, ast.Lambda) else self.node.body
 
 
-class _Bindings(ast.NodeVisitor):
-    """Collect the names that one scope binds, leaving the scopes inside it out."""
+def scope_of(node: ast.AST, parent: LexicalScope | None = None) -> LexicalScope:
+    """Return the scope of a module, a class body, a function's body or a comprehension.
 
-    def __init__(self) -> None:
-        self.bound: set[str] = set()
-        self.declared_global: set[str] = set()
-        self.declared_nonlocal: set[str] = set()
-        self._in_comprehension = False
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load) and not self._in_comprehension:
-            self.bound.add(node.id)
-
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        # `:=` inside a comprehension binds in the scope around it.
-        self.bound.add(node.target.id)
-        self.visit(node.value)
-
-    def visit_alias(self, node: ast.alias) -> None:
-        self.bound.add(imported_name(node))
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        self._bind(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchAs(self, node: ast.MatchAs) -> None:
-        self._bind(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchStar(self, node: ast.MatchStar) -> None:
-        self._bind(node.name)
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        self._bind(node.rest)
-        self.generic_visit(node)
-
-    def visit_Global(self, node: ast.Global) -> None:
-        self.declared_global.update(node.names)
-
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        self.declared_nonlocal.update(node.names)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._bind(node.name)
-        self._visit_all([*node.decorator_list, *defaults_of(node)])
-
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  # the name is ast's
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._bind(node.name)
-        self._visit_all([*node.decorator_list, *node.bases, *node.keywords])
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._visit_all(defaults_of(node))
-
-    def visit_ListComp(self, node: ComprehensionNode) -> None:
-        outer, self._in_comprehension = self._in_comprehension, True
-        self.generic_visit(node)
-        self._in_comprehension = outer
-
-    visit_SetComp = visit_ListComp  # noqa: N815  # the names are ast's
-    visit_DictComp = visit_ListComp  # noqa: N815
-    visit_GeneratorExp = visit_ListComp  # noqa: N815
-
-    def _bind(self, name: str | None) -> None:
-        if name is not None:
-            self.bound.add(name)
-
-    def _visit_all(self, nodes: Iterable[ast.AST]) -> None:
-        for node in nodes:
-            self.visit(node)
+    That of a comprehension is all of it but its first iterable.
+    """
+    match node:
+        case ast.Module(body=body):
+            return _scope(ScopeKind.MODULE, parent, body)
+        case ast.ClassDef(body=body):
+            return _scope(ScopeKind.CLASS, parent, body)
+        case ast.FunctionDef(body=body) | ast.AsyncFunctionDef(body=body):
+            return _scope(ScopeKind.FUNCTION, parent, [*args_of(node), *body])
+        case ast.Lambda(body=body):
+            return _scope(ScopeKind.FUNCTION, parent, [*args_of(node), body])
+        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
+            return _scope(ScopeKind.FUNCTION, parent, [generator.target for generator in node.generators])
+    raise TypeError(node)
 
 
-def function_scope(node: FunctionNode, parent: Scope) -> Scope:
-    """Return the scope of a function's body."""
-    return _scope(Kind.FUNCTION, parent, Body(node, parent).nodes, extra=[arg.arg for arg in args_of(node)])
+def _scope(kind: ScopeKind, parent: LexicalScope | None, nodes: Iterable[ast.AST]) -> LexicalScope:
+    """Collect the names that `nodes` bind, leaving the scopes inside them out."""
+    bound: set[str] = set()
+    declared_global: set[str] = set()
+    declared_nonlocal: set[str] = set()
+    waiting = [(node, False) for node in nodes]
+    while waiting:
+        node, in_comprehension = waiting.pop()
+        in_comprehension |= isinstance(node, ComprehensionNode)
+        match node:
+            case ast.Global(names=names):
+                declared_global.update(names)
+            case ast.Nonlocal(names=names):
+                declared_nonlocal.update(names)
+            case ast.NamedExpr(target=ast.Name(id=name)):
+                bound.add(name)  # inside a comprehension, too: `:=` binds in the scope around it
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) if not in_comprehension:
+                bound.add(name)
+            case ast.arg(arg=name):
+                bound.add(name)
+            case ast.alias():
+                bound.add(imported_name(node))
+            case (
+                ast.FunctionDef(name=str(name))
+                | ast.AsyncFunctionDef(name=str(name))
+                | ast.ClassDef(name=str(name))
+                | ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
+            ):
+                bound.add(name)
+        waiting += [(child, in_comprehension) for child in _in_same_scope(node)]
+    return LexicalScope(
+        kind, parent, frozenset(bound - declared_global - declared_nonlocal), frozenset(declared_global)
+    )
 
 
-def module_scope(nodes: Iterable[ast.AST]) -> Scope:
-    """Return the scope of statements that stand in no function or class."""
-    return _scope(Kind.MODULE, None, nodes)
-
-
-def class_scope(node: ast.ClassDef, parent: Scope) -> Scope:
-    """Return the scope of a class body."""
-    return _scope(Kind.CLASS, parent, node.body)
-
-
-def comprehension_scope(node: ComprehensionNode, parent: Scope) -> Scope:
-    """Return the scope of everything in a comprehension but its first iterable."""
-    return _scope(Kind.FUNCTION, parent, [generator.target for generator in node.generators])
-
-
-def type_parameter_scope(names: Iterable[str], parent: Scope) -> Scope:
-    """Return the scope between a generic class or function and the one around it."""
-    return Scope(Kind.FUNCTION, parent, frozenset(names))
+def _in_same_scope(node: ast.AST) -> Iterable[ast.AST]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [*node.decorator_list, *defaults_of(node)]
+        case ast.ClassDef():
+            return [*node.decorator_list, *node.bases, *node.keywords]
+        case ast.Lambda():
+            return defaults_of(node)
+        case ast.arg():
+            return ()
+    return ast.iter_child_nodes(node)
 
 
 def args_of(node: FunctionNode) -> list[ast.arg]:
@@ -214,19 +178,6 @@ def extends_property(decorator: ast.expr, name: str) -> bool:
         case ast.Attribute(value=ast.Name(id=extended)):
             return extended == name
     return False
-
-
-def _scope(kind: Kind, parent: Scope | None, nodes: Iterable[ast.AST], extra: Iterable[str] = ()) -> Scope:
-    bindings = _Bindings()
-    for node in nodes:
-        bindings.visit(node)
-    elsewhere = bindings.declared_global | bindings.declared_nonlocal
-    return Scope(
-        kind=kind,
-        parent=parent,
-        bound=frozenset(bindings.bound.union(extra) - elsewhere),
-        declared_global=frozenset(bindings.declared_global),
-    )
 
 
 # Data flow: what a cell has defined so far, followed through its branches, loops and exceptions.
@@ -268,7 +219,7 @@ class Flow:
         A function's own variables are never the notebook's, so only the bodies they may call are kept.
         """
         kept = self.deleting(variable).functions
-        defined = frozenset[Variable]() if variable.scope.kind is Kind.FUNCTION else {variable}
+        defined = frozenset[Variable]() if variable.scope.kind is ScopeKind.FUNCTION else {variable}
         return replace(
             self,
             sure=self.sure | defined,
@@ -285,7 +236,7 @@ class Flow:
             functions=frozenset(known for known in self.functions if known[0] != variable),
         )
 
-    def leaving(self, scope: Scope) -> Flow:
+    def leaving(self, scope: LexicalScope) -> Flow:
         """Return the flow without the variables of `scope`: they end with it."""
         return replace(
             self,
@@ -324,11 +275,11 @@ class FlowVisitor(ast.NodeVisitor, ABC):
 
     @abstractmethod
     def store(self, name: str) -> None:
-        """Note that `name` is given a value."""
+        """Record that `name` is given a value."""
 
     @abstractmethod
     def forget(self, name: str) -> None:
-        """Note that `name` loses its value."""
+        """Record that `name` loses its value."""
 
     def visit_all(self, nodes: Iterable[ast.AST]) -> None:
         """Visit `nodes`, one after the other."""
@@ -374,20 +325,14 @@ class FlowVisitor(ast.NodeVisitor, ABC):
             self.flow = unmatched
         self.flow |= ends
 
-    def visit_MatchAs(self, node: ast.MatchAs) -> None:
+    def visit_MatchAs(self, node: ast.MatchAs | ast.MatchStar | ast.MatchMapping) -> None:
         self.generic_visit(node)
-        self._capture(node.name)
-
-    def visit_MatchStar(self, node: ast.MatchStar) -> None:
-        self._capture(node.name)
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        self.generic_visit(node)
-        self._capture(node.rest)
-
-    def _capture(self, name: str | None) -> None:
+        name = node.rest if isinstance(node, ast.MatchMapping) else node.name
         if name is not None:
             self.store(name)
+
+    visit_MatchStar = visit_MatchAs  # noqa: N815  # the names are ast's
+    visit_MatchMapping = visit_MatchAs  # noqa: N815
 
     def _visit_branches(self, *branches: Iterable[ast.AST]) -> None:
         before, ends = self.flow, DEAD
@@ -429,9 +374,8 @@ class FlowVisitor(ast.NodeVisitor, ABC):
     def _visit_loop(
         self, body: Iterable[ast.AST], orelse: Iterable[ast.AST], *, endless: bool = False
     ) -> None:
-        outer = self._breaks, self._continues
+        outer, before = (self._breaks, self._continues), self.flow
         self._breaks, self._continues = DEAD, DEAD
-        before = self.flow
         self.visit_all(body)
         breaks = self._breaks
         self.flow = DEAD if endless else before | self.flow | self._continues
@@ -441,13 +385,7 @@ class FlowVisitor(ast.NodeVisitor, ABC):
 
     # Exceptions
 
-    def visit_Try(self, node: ast.Try) -> None:
-        self._visit_try(node)
-
-    def visit_TryStar(self, node: ast.TryStar) -> None:
-        self._visit_try(node)
-
-    def _visit_try(self, node: ast.Try | ast.TryStar) -> None:
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
         outer, self._reached = self._reached, self.flow
         self.visit_all(node.body)
         raised = self._reached
@@ -464,12 +402,16 @@ class FlowVisitor(ast.NodeVisitor, ABC):
         self.flow = ends
         self.visit_all(node.finalbody)
 
+    visit_TryStar = visit_Try  # noqa: N815  # the name is ast's
+
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
         if node.type is not None:
             self.visit(node.type)
-        self._capture(node.name)
-        self.visit_all(node.body)
-        if node.name is not None:
+        if node.name is None:
+            self.visit_all(node.body)
+        else:
+            self.store(node.name)
+            self.visit_all(node.body)
             self.forget(node.name)
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:

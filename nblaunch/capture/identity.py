@@ -26,31 +26,13 @@ from cloudpickle import cloudpickle as _cloudpickle
 MOST_OBJECTS = 200_000
 """How many objects of one payload get a key: in a larger structure, those found first."""
 
-HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code."""
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code
 
-_VALUES = (
-    int,
-    float,
-    complex,
-    bool,
-    str,
-    bytes,
-    tuple,
-    frozenset,
-    range,
-    slice,
-    type(None),
-    type(Ellipsis),
-    type(NotImplemented),
-    types.CodeType,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodDescriptorType,
-    types.CellType,
+_VALUE_TYPES = frozenset(
+    {int, float, complex, bool, str, bytes, tuple, frozenset, range, slice}
+    | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
+    | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.CellType}
 )
-_VALUE_TYPES = frozenset(_VALUES)
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,
@@ -81,7 +63,7 @@ def has_identity(obj: object) -> bool:
 def is_by_value(obj: type | types.FunctionType) -> bool:
     """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
     if isinstance(obj, type):
-        if not obj.__flags__ & HEAP_TYPE:
+        if not obj.__flags__ & _HEAP_TYPE:
             return False
         known = sys.modules.get(obj.__module__)
         if known is not None and getattr(known, obj.__name__, None) is obj:
@@ -123,10 +105,6 @@ class ObjectTable:
             gc.callbacks.remove(self._collecting)
         self._entries, self._held, self._keys, self._lost = {}, {}, {}, []
 
-    def __len__(self) -> int:
-        """Return the number of objects that are alive."""
-        return len(self._entries)
-
     def add(self, obj: Any, key: int) -> None:
         """Know `obj` by `key`, which no other object has."""
         address = id(obj)
@@ -149,10 +127,6 @@ class ObjectTable:
         """Return the object, None if it is gone."""
         weak = self._entries.get(key)
         return self._held.get(key) if weak is None else weak()
-
-    def keys(self) -> Iterable[int]:
-        """Return the keys of all objects that are alive."""
-        return list(self._entries)
 
     def discard(self, keys: Iterable[int]) -> None:
         """Forget objects; unknown keys are ignored."""

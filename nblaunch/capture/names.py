@@ -20,18 +20,15 @@ from nblaunch.capture.dataflow import (
     Flow,
     FlowVisitor,
     FunctionNode,
-    Kind,
-    Scope,
+    LexicalScope,
+    ScopeKind,
     Variable,
     are_annotations_lazy,
     args_of,
-    class_scope,
-    comprehension_scope,
     defaults_of,
     extends_property,
-    function_scope,
     imported_name,
-    type_parameter_scope,
+    scope_of,
 )
 
 if TYPE_CHECKING:
@@ -92,7 +89,7 @@ class _Followed:
 
 
 class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor may be called visit_Name
-    """Follows a cell in the order in which it runs, and notes the names that it loads."""
+    """Follows a cell in the order in which it runs, and collects the names that it loads."""
 
     def __init__(self, transform: Callable[[str], str], *, lazy_annotations: bool) -> None:
         super().__init__()
@@ -101,9 +98,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self.dotted: set[str] = set()
         self._transform = transform
         self._lazy_annotations = lazy_annotations
-        self._module = Scope(Kind.MODULE)
+        self._module = LexicalScope(ScopeKind.MODULE)
         self._scope = self._module
-        self._scopes: dict[ast.AST, Scope] = {}
+        self._scopes: dict[ast.AST, LexicalScope] = {}
         self._certain = True
         self._uses = True
         self._followed: dict[Body, list[_Followed]] = {}
@@ -144,9 +141,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         return Variable(self._scope.owner(name), name)
 
     def _load(self, name: str) -> bool:
-        """Note that `name` is loaded here; return whether it may be the notebook's."""
+        """Record that `name` is loaded here; return whether it may be the notebook's."""
         variable = self._variable(name)
-        if variable.scope.kind is Kind.CLASS and variable not in self.flow.sure:
+        if variable.scope.kind is ScopeKind.CLASS and variable not in self.flow.sure:
             # A name that a class body has not defined yet is looked up in the module, past any function.
             with self._uncertainly(unless=variable not in self.flow.possible):
                 return self._load_variable(Variable(self._module, name))
@@ -178,19 +175,14 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     # Order of evaluation, where it is not the order of the tree
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(node.value, ast.Lambda) and all(isinstance(each, ast.Name) for each in node.targets):
-            self._store_lambda(node.value, node.targets)
-        else:
-            self.visit_all([node.value, *node.targets])
+        self._assign(node.value, node.targets)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if isinstance(node.value, ast.Lambda) and isinstance(node.target, ast.Name):
-            self._store_lambda(node.value, [node.target])
-        elif node.value is not None:
-            self.visit_all([node.value, node.target])
+        if node.value is not None:
+            self._assign(node.value, [node.target])
         elif not isinstance(node.target, ast.Name):
             self.visit(node.target)
-        if self._scope.kind is not Kind.FUNCTION:
+        if self._scope.kind is not ScopeKind.FUNCTION:
             self._visit_annotation(node.annotation)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
@@ -210,16 +202,19 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             left = left.left
         self.visit_all([left, *reversed(operands)])
 
-    def _store_lambda(self, value: ast.Lambda, targets: Iterable[ast.expr]) -> None:
-        self.visit_all(defaults_of(value))
-        body = self._body(value)
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self.store(target.id, [body])
+    def _assign(self, value: ast.expr, targets: list[ast.expr]) -> None:
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        if isinstance(value, ast.Lambda) and len(names) == len(targets):
+            self.visit_all(defaults_of(value))
+            body = self._body(value)
+            for name in names:
+                self.store(name, [body])
+        else:
+            self.visit_all([value, *targets])
 
     def _visit_annotation(self, annotation: ast.expr | None) -> None:
         if annotation is not None:
-            with self._uncertainly(unless=not self._lazy_annotations), self._mentioning():
+            with self._uncertainly(unless=not self._lazy_annotations), self._using(uses=False):
                 self.visit(annotation)
 
     @contextmanager
@@ -230,9 +225,9 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self._certain = outer
 
     @contextmanager
-    def _mentioning(self) -> Iterator[None]:
-        """Functions and classes named in this block are not called for that, save in a call."""
-        outer, self._uses = self._uses, False
+    def _using(self, *, uses: bool) -> Iterator[None]:
+        """Functions and classes named in this block may be called there, or are only mentioned."""
+        outer, self._uses = self._uses, uses
         yield
         self._uses = outer
 
@@ -248,7 +243,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     # Code in scopes of its own
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        is_method = self._scope.kind is Kind.CLASS
+        is_method = self._scope.kind is ScopeKind.CLASS
         decorators = [
             each for each in node.decorator_list if not (is_method and extends_property(each, node.name))
         ]
@@ -273,10 +268,10 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.visit_all(node.decorator_list)
         with self._type_parameters(node):
-            with self._mentioning():
+            with self._using(uses=False):
                 self.visit_all([*node.bases, *node.keywords])
             inherited = [body for base in node.bases for body in self._bodies_named_in(base)]
-            scope = self._scope_of(node, class_scope(node, self._scope))
+            scope = self._scope_of(node)
             with self._inside(scope):
                 self.visit_all(node.body)
         methods = [body for variable, body in self.flow.functions if variable.scope is scope]
@@ -291,7 +286,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         first, *others = node.generators
         self.visit(first.iter)
         before = self.flow
-        with self._inside(self._scope_of(node, comprehension_scope(node, self._scope))):
+        with self._inside(self._scope_of(node)):
             self.visit_all([first.target, *first.ifs])
             for generator in others:
                 self.visit_all([generator.iter, generator.target, *generator.ifs])
@@ -310,29 +305,32 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
 
     @contextmanager
     def _type_parameters(self, node: ast.AST) -> Iterator[None]:
-        """Follow a block that sees the `[T]` of `node`; a bound of `T` is evaluated when asked for."""
+        """Follow a block that sees the `[T]` of `node`; a bound of `T` is evaluated lazily."""
         parameters = getattr(node, "type_params", [])
         if not parameters:
             yield
             return
-        names = [parameter.name for parameter in parameters]
-        with self._inside(self._scope_of(parameters[0], type_parameter_scope(names, self._scope))):
+        names = frozenset(parameter.name for parameter in parameters)
+        scope = LexicalScope(ScopeKind.FUNCTION, self._scope, names)
+        with self._inside(self._scopes.setdefault(parameters[0], scope)):
             with self._uncertainly():
                 self.visit_all(child for each in parameters for child in ast.iter_child_nodes(each))
             yield
 
     @contextmanager
-    def _inside(self, scope: Scope) -> Iterator[None]:
+    def _inside(self, scope: LexicalScope) -> Iterator[None]:
         outer, self._scope = self._scope, scope
         yield
         self._scope = outer
 
-    def _scope_of(self, node: ast.AST, scope: Scope) -> Scope:
-        """Return the scope made for `node` the first time that it was followed."""
-        return self._scopes.setdefault(node, scope)
+    def _scope_of(self, node: ast.AST) -> LexicalScope:
+        """Return the scope of `node`, the same one each time that it is followed."""
+        if node not in self._scopes:
+            self._scopes[node] = scope_of(node, self._scope)
+        return self._scopes[node]
 
     def _body(self, node: FunctionNode) -> Body:
-        body = Body(node, self._scope_of(node, function_scope(node, self._scope)))
+        body = Body(node, self._scope_of(node))
         self._followed.setdefault(body, [])
         return body
 
@@ -345,7 +343,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             if time.before.covers(before) and time.certain >= self._certain:
                 self.flow = before.changed_as(time.before, time.after)
                 return
-        # Noted first, so that a recursive call ends here.
+        # Recorded first, so that a recursive call ends here.
         position = len(times)
         times.append(_Followed(before, before, self._certain))
         with self._inside(body.scope):
@@ -364,9 +362,8 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
             case ("run_cell_magic", [name, line, cell]):
                 self._cell_magic(name, line, cell)
             case _:
-                outer, self._uses = self._uses, True
-                self.generic_visit(node)
-                self._uses = outer
+                with self._using(uses=True):
+                    self.generic_visit(node)
 
     def _line_magic(self, name: str, line: str) -> None:
         before = self.flow

@@ -19,16 +19,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import inspect
 import io
-import itertools
 import pickle
 import sys
 import threading
+import traceback
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import changes, identity, tensors
+from nblaunch.capture.unpicklable import global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -63,11 +64,11 @@ class Packed:
 
     def is_same(self, other: Packed) -> bool:
         """Return whether both are equal and refer to the same memory, so that one serves for both."""
-        places = [_address(buffer) for buffer in self.buffers]
+        ranges = [_memory_range(buffer) for buffer in self.buffers]
         return (
             self.stream == other.stream
-            and None not in places
-            and places == [_address(buffer) for buffer in other.buffers]
+            and None not in ranges
+            and ranges == [_memory_range(buffer) for buffer in other.buffers]
         )
 
     @property
@@ -76,7 +77,7 @@ class Packed:
         return sum(part.nbytes for part in self.parts)
 
 
-def _address(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
+def _memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
     """Return where a buffer is in memory and its length, None for one that cannot be written to."""
     if isinstance(buffer, tensors.Far):
         return buffer.address
@@ -97,11 +98,11 @@ def main_globals() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
+class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more types by value than cloudpickle has."""
 
     def __init__(
-        self, *arguments: Any, storages: tensors.Whole | tensors.Trimmer | None = None, **keywords: Any
+        self, *arguments: Any, storages: tensors.WholeStorages | None = None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
@@ -152,27 +153,23 @@ class Known(Protocol):
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
 
+    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
+        """Return which variables the ranks lack: of `names`, and of those that functions use.
 
-class _Nothing:
-    """Fresh ranks have nothing."""
-
-    def key_of(self, obj: Any) -> int | None:  # noqa: ARG002 - as every `Known`
-        return None
-
-    def lacks(self, name: str, value: Any) -> bool:  # noqa: ARG002 - as every `Known`
-        return True
+        The functions are those that the variables and `roots` lead to.
+        """
 
 
-class _Outbound(_Pickler):
+class _Outbound(_ValuePickler):
     """From the notebook to the ranks."""
 
     def __init__(
-        self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None = None, **keywords: Any
+        self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
         notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
         self._notebook = frozenset(map(id, notebook))
-        self._known = known or _Nothing()
+        self._known = known
         for each in self._notebook:
             # cloudpickle rebuilds functions of one module around one dictionary, kept here.
             self.globals_ref[each] = _MainGlobals()
@@ -188,32 +185,18 @@ class _Outbound(_Pickler):
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
         names = (name for name in global_names(function) if name in function.__globals__)
-        used = {**dict.fromkeys(slots["__globals__"]), **dict.fromkeys(names)}
-        needed = {
-            name: value for name in used if self._known.lacks(name, value := function.__globals__[name])
-        }
+        needed = {name: function.__globals__[name] for name in [*slots["__globals__"], *names]}
+        if self._known is not None:
+            needed = {name: value for name, value in needed.items() if self._known.lacks(name, value)}
         self.carried.update(needed)
         state = (attributes, {**slots, "__globals__": {}}, needed)
         return make, arguments, state, None, None, _set_function
 
 
-def global_names(function: types.FunctionType) -> Iterable[str]:
-    """Return the global names that a function uses, also those that are not defined."""
-    names: Iterable[str] = _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - the names it sends
-    return itertools.chain(names, _names_of_class_bodies(function.__code__))
-
-
-def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that classes within a function look up; cloudpickle follows functions only."""
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
-                yield from each.co_names
-            yield from _names_of_class_bodies(each)
-
-
 class _Identifying(_Outbound):
     """To the ranks of a session: objects that they have are sent as keys."""
+
+    _known: Known
 
     # Not in `_Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
@@ -259,10 +242,10 @@ class _Refreshing(_Identifying):
 def _set_function(function: types.FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
     attributes, slots, offered = state
     _cloudpickle._function_setstate(function, (attributes, slots))  # noqa: SLF001 - cloudpickle's own way
-    getattr(_loading, "offer", _fill)(offered)
+    getattr(_loading, "offer", _offer_to_main)(offered)
 
 
-def _fill(offered: Mapping[str, Any]) -> None:
+def _offer_to_main(offered: Mapping[str, Any]) -> None:
     """Give `__main__` the globals that it lacks."""
     for name, value in offered.items():
         main_globals().setdefault(name, value)
@@ -271,7 +254,7 @@ def _fill(offered: Mapping[str, Any]) -> None:
 _loading = threading.local()
 
 
-class _Homebound(_Pickler):
+class _Homebound(_ValuePickler):
     """From a rank to the notebook: classes that came from there go back by name.
 
     A class that a rank has made is sent by value, under a digest of its definition: classes of several ranks
@@ -345,7 +328,7 @@ def _named_class(reduced: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     make, arguments, state, *_ = reduced
     place = _TRACKED[make]
     arguments = (*arguments[:place], name, *arguments[place + 1 :])
-    return _class_of, (name, make, arguments), state, None, None, _complete
+    return _class_of, (name, make, arguments), state, None, None, _set_class_state
 
 
 def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -357,7 +340,7 @@ def _class_of(name: str, make: Callable[..., type], arguments: tuple[Any, ...]) 
     return known
 
 
-def _complete(cls: type, state: Any) -> type:
+def _set_class_state(cls: type, state: Any) -> type:
     """Give a class its attributes, once: a class that is here already keeps its own."""
     if cls not in _completed:
         _cloudpickle._class_setstate(cls, state)  # noqa: SLF001 - no public name
@@ -373,7 +356,7 @@ made_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def remember_received_classes() -> None:
-    """Note which classes came from the notebook; call before any code of the job runs."""
+    """Record which classes came from the notebook; call before any code of the job runs."""
     tracked = _cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS  # noqa: SLF001 - no public way
     received_classes.update({cls: name for cls, name in dict(tracked).items() if cls not in made_classes})
 
@@ -394,37 +377,33 @@ def dumps(
     known: Known | None = None,
     *,
     trim: bool = False,
+    push: bool = False,
 ) -> Packed:
     """Pickle `value` for the ranks; `namespace` is the notebook's, if that is not `__main__`'s.
 
-    With `known`, the ranks of a session, objects that they have are sent as keys. With `trim` a view of a
-    large tensor takes along only the part of its storage that it shows. Raises whatever the objects raise.
+    With `known`, the ranks of a session, objects that they have are sent as keys; with `push` their content
+    goes along. With `trim` a view of a large tensor takes along only the part of its storage that it shows.
+    Raises whatever the objects raise.
     """
-    kind = _Outbound if known is None else _Identifying
-    return _dumps(
-        value, lambda *args, **kwargs: kind(*args, namespace=namespace, known=known, **kwargs), trim=trim
-    )
-
-
-def dumps_push(values: Mapping[str, Any], namespace: dict[str, Any] | None, known: Known) -> Packed:
-    """Pickle variables that are pushed, with the content of objects that these ranks have."""
-    return _dumps(
-        values, lambda *args, **kwargs: _Refreshing(*args, namespace=namespace, known=known, **kwargs)
-    )
+    if known is None:
+        kind: type[_Outbound] = _Outbound
+    else:
+        kind = _Refreshing if push else _Identifying
+    return _packed(value, functools.partial(kind, namespace=namespace, known=known), trim=trim)
 
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _dumps(value, _Homebound, trim=True)
+    return _packed(value, _Homebound, trim=True)
 
 
-def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Packed:
-    buffers: list[memoryview | tensors.Far] = []
-    storages = tensors.Trimmer() if trim else tensors.Whole()
+def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) -> Packed:
+    buffers: list[memoryview | tensors.Deferred] = []
+    storages = tensors.TrimmedStorages() if trim else tensors.WholeStorages()
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
-        if storages.holds(buffer, len(buffers)):
-            buffers.append(memoryview(b""))
+        if (deferred := storages.deferred(buffer)) is not None:
+            buffers.append(deferred)
             return False
         try:
             raw = buffer.raw()
@@ -438,10 +417,9 @@ def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Pa
     stream = io.BytesIO()
     pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
     pickler.dump(value)
-    storages.finish(buffers)
     return Packed(
         stream.getbuffer(),
-        tuple(buffers),
+        tuple(each if isinstance(each, memoryview) else each() for each in buffers),
         frozenset(pickler.filenames),
         pickler.carried,
         frozenset(pickler.keys),
@@ -449,29 +427,28 @@ def _dumps(value: object, make: Callable[..., Any], *, trim: bool = False) -> Pa
     )
 
 
-def loads(stream: memoryview | bytes, buffers: Sequence[memoryview], device: str | None = None) -> Any:
+def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
-    Only for bytes from an authenticated sender: unpickling runs code. An object that raises `SystemExit`
-    meanwhile cannot be loaded; it must end neither a rank nor the notebook.
+    Only for bytes from an authenticated sender: unpickling runs code.
     """
+    with _loading_on(device):
+        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+
+
+@contextmanager
+def _loading_on(device: str | None) -> Iterator[None]:
+    """Refuse an object that raises `SystemExit`: it must end neither a rank nor the notebook."""
     try:
         with tensors.arriving_on(device):
-            return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+            yield
     except SystemExit as error:
-        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
-
-
-def _exit_while_loading(error: SystemExit) -> str:
-    """Return which function has called `sys.exit` while an object was loaded."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = trace.tb_frame.f_code.co_name if trace is not None else ""
-    where = f" (in {name})" if name not in ("", loads.__name__) else ""
-    return (
-        f"it raised SystemExit({'' if error.code is None else repr(error.code)}) while it was loaded{where}"
-    )
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        name = frame.f_code.co_name
+        where = f" (in {name})" if name not in {loads.__name__, loads_known.__name__} else ""
+        code = "" if error.code is None else repr(error.code)
+        msg = f"it raised SystemExit({code}) while it was loaded{where}"
+        raise pickle.UnpicklingError(msg) from error
 
 
 class _Loader(pickle.Unpickler):
@@ -513,12 +490,10 @@ def loads_known(
     contents: list[tuple[int, changes.Content]] = []
     _loading.offer = offer
     try:
-        with tensors.arriving_on(device):
+        with _loading_on(device):
             value = loader.load()
             while pushed and (more := loader.load()):
                 contents += more
-    except SystemExit as error:
-        raise pickle.UnpicklingError(_exit_while_loading(error)) from error
     finally:
         del _loading.offer
     fills = [changes.fill(found(key), content) for key, content in contents]
@@ -526,40 +501,37 @@ def loads_known(
 
 
 def dumps_plain(value: object) -> bytes:
-    """Pickle a small object for the notebook, all in one piece."""
+    """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
     _Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()
-
-
-def loads_plain(data: bytes) -> Any:
-    """Unpickle what `dumps_plain` made; only from an authenticated sender."""
-    return loads(data, ())
 
 
 # Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
 # The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
 # not at all, because of a lock or a weak reference that has no meaning elsewhere.
 
-_CachedFunction: type = type(functools.cache(id))
-_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-
 
 def reduce_notebook_type(obj: Any) -> Any:
     """Return how to rebuild one of these, `NotImplemented` for anything else."""
-    kind = type(obj)
-    if kind is _CachedFunction and _is_notebooks_own(obj):
-        return _cached_function, (obj.__wrapped__, obj.cache_parameters())
-    if kind is functools.cached_property:
-        return _cached_property, (obj.func, obj.attrname)
-    if kind is typing.NewType and _is_notebooks_own(obj):
-        return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
-    # `functools.singledispatch` keeps both in the function that it makes.
-    if kind in _WEAK:
-        return kind, (dict(obj),)
-    if kind is types.MappingProxyType:
-        return kind, (dict(obj),)
-    return NotImplemented
+    reducer = _REDUCERS.get(type(obj))
+    return NotImplemented if reducer is None else reducer(obj)
+
+
+def _reduce_cached_function(obj: Any) -> Any:
+    if not _is_notebooks_own(obj):
+        return NotImplemented
+    return _cached_function, (obj.__wrapped__, obj.cache_parameters())
+
+
+def _reduce_new_type(obj: Any) -> Any:
+    if not _is_notebooks_own(obj):
+        return NotImplemented
+    return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
+
+
+def _reduce_mapping(obj: Any) -> Any:
+    return type(obj), (dict(obj),)
 
 
 def _is_notebooks_own(obj: object) -> bool:
@@ -581,3 +553,14 @@ def _new_type(name: str, supertype: Any, module: str) -> Any:
     made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
     made.__module__ = module
     return made
+
+
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    type(functools.cache(id)): _reduce_cached_function,
+    functools.cached_property: lambda obj: (_cached_property, (obj.func, obj.attrname)),
+    typing.NewType: _reduce_new_type,
+    # `functools.singledispatch` keeps a weak dictionary and a proxy in the function that it makes.
+    weakref.WeakKeyDictionary: _reduce_mapping,
+    weakref.WeakValueDictionary: _reduce_mapping,
+    types.MappingProxyType: _reduce_mapping,
+}

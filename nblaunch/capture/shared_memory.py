@@ -1,4 +1,4 @@
-"""Large payloads cross once: written into a memory file, and mapped by whoever reads it.
+"""Large payloads cross once: written into a memory file, which readers map.
 
 A memory file (memfd) has no name: it needs no room in /dev/shm, which containers keep at 64 MB, and it is
 gone with the last process that holds it. The reader opens it through `/proc/<pid>/fd`, which the system
@@ -18,7 +18,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Self
 
 import psutil
 
@@ -49,27 +48,13 @@ class NoRoomError(MemoryError):
     """Neither memory nor disk has room for a payload."""
 
 
-class Outgoing:
-    """A payload on its way; its memory stays until `close`. A context manager."""
+class Outgoing(contextlib.ExitStack):
+    """A payload on its way; `close` frees what no process has mapped."""
 
-    def __init__(self, payload: Payload, release: Callable[[], None] | None = None) -> None:
-        """Keep `payload` and what frees it."""
+    def __init__(self, payload: Payload, release: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.payload = payload
-        self._release = release
-
-    def close(self) -> None:
-        """Free what nobody has mapped."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
-
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
+        self.callback(release)
 
 
 def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
@@ -78,17 +63,19 @@ def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
     `directory` names a private directory for the case that memory has no room. Raises `NoRoomError`
     with what was needed and what there is.
     """
-    parts = packed.parts
-    sizes = tuple(part.nbytes for part in parts)
+    sizes = tuple(part.nbytes for part in packed.parts)
     total = _layout(sizes)[1]
     if total <= INLINE:
-        return Outgoing(Payload(sizes=sizes, inline=_joined(parts, sizes, total)))
+        whole = bytearray(total)
+        for offset, piece in _pieces(packed, sizes):
+            whole[offset : offset + piece.nbytes] = piece
+        return Outgoing(Payload(sizes=sizes, inline=bytes(whole)))
     if hasattr(os, "memfd_create"):
         with contextlib.suppress(OSError):
             fd = _take_memory(total, directory)
             if fd is not None:
-                return _in_memory(fd, parts, sizes, total)
-    return _on_disk(parts, sizes, total, directory())
+                return _in_memory(fd, packed, sizes, total)
+    return _on_disk(packed, sizes, total, directory())
 
 
 def _take_memory(total: int, directory: Callable[[], Path]) -> int | None:
@@ -118,40 +105,41 @@ def _take_memory(total: int, directory: Callable[[], Path]) -> int | None:
         os.close(lock)
 
 
-def _in_memory(fd: int, parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> Outgoing:
+def _in_memory(fd: int, packed: Packed, sizes: tuple[int, ...], total: int) -> Outgoing:
     try:
-        _write(fd, parts, sizes, total)
+        _write(fd, packed, sizes, total)
     except BaseException:
         os.close(fd)
         raise
     return Outgoing(Payload(sizes=sizes, pid=os.getpid(), fd=fd), lambda: os.close(fd))
 
 
-def _on_disk(
-    parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int, directory: Path
-) -> Outgoing:
-    free = shutil.disk_usage(directory).free
-    if total > free * _RESERVE:
-        raise NoRoomError(_no_room(total, directory, free))
-    fd, path = tempfile.mkstemp(prefix="payload-", dir=directory)
+def _on_disk(packed: Packed, sizes: tuple[int, ...], total: int, directory: Path) -> Outgoing:
+    fd, path = _file(total, directory)
     try:
-        # Blocks are allocated now: a full disk is an error here, not a SIGBUS in whoever maps the file.
+        # Blocks are allocated now: a full disk is an error here, not a SIGBUS in a reader of the mapping.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, total)
-        _write(fd, parts, sizes, total)
-    except OSError as error:
+        _write(fd, packed, sizes, total)
+    except BaseException as error:
         os.unlink(path)
-        raise NoRoomError(_no_room(total, directory, shutil.disk_usage(directory).free)) from error
-    except BaseException:
-        os.unlink(path)
+        if isinstance(error, OSError):
+            raise _no_room(total, directory) from error
         raise
     finally:
         os.close(fd)
     return Outgoing(Payload(sizes=sizes, path=path), lambda: Path(path).unlink(missing_ok=True))
 
 
-def _no_room(total: int, directory: Path, free: int) -> str:
-    return (
+def _file(total: int, directory: Path) -> tuple[int, str]:
+    if total > shutil.disk_usage(directory).free * _RESERVE:
+        raise _no_room(total, directory)
+    return tempfile.mkstemp(prefix="payload-", dir=directory)
+
+
+def _no_room(total: int, directory: Path) -> NoRoomError:
+    free = shutil.disk_usage(directory).free
+    return NoRoomError(
         f"{total / 1e6:.0f} MB are to be sent; memory has {_free_memory() / 1e6:.0f} MB free and the disk "
         f"under {directory} has {free / 1e6:.0f} MB. Free memory, send less, or set TMPDIR to a larger disk."
     )
@@ -173,20 +161,17 @@ def joined(payload: Payload, *, private: bool) -> memoryview:
     """Map a payload as `get` does, and return its parts in one, with the room between them."""
     total = _layout(payload.sizes)[1]
     if payload.inline is not None:
-        whole = memoryview(payload.inline)
-        if private or len(payload.sizes) > 1:
-            whole = memoryview(bytearray(whole))
-    else:
-        path = payload.path or f"/proc/{payload.pid}/fd/{payload.fd}"
-        fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_size < total:
-                msg = f"a payload of {total} bytes was announced, and {path} is shorter"
-                raise OSError(msg)
-            whole = _mapped(fd, total, private=private) if total > _COPIED else memoryview(_read(fd, total))
-        finally:
-            os.close(fd)
-    return whole
+        can_be_written = private or len(payload.sizes) > 1
+        return memoryview(bytearray(payload.inline) if can_be_written else payload.inline)
+    path = payload.path or f"/proc/{payload.pid}/fd/{payload.fd}"
+    fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size < total:
+            msg = f"a payload of {total} bytes was announced, and {path} is shorter"
+            raise OSError(msg)
+        return _mapped(fd, total, private=private) if total > _COPIED else memoryview(_read(fd, total))
+    finally:
+        os.close(fd)
 
 
 def _mapped(fd: int, total: int, *, private: bool) -> memoryview:
@@ -195,14 +180,8 @@ def _mapped(fd: int, total: int, *, private: bool) -> memoryview:
     `mmap.mmap` keeps a duplicate of the descriptor (up to Python 3.12 there is no way to ask for none), and a
     notebook that keeps many results would run out of them.
     """
-    address = _libc.mmap(
-        None,
-        total,
-        mmap.PROT_READ | mmap.PROT_WRITE,
-        mmap.MAP_PRIVATE if private else mmap.MAP_SHARED,
-        fd,
-        0,
-    )
+    sharing = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+    address = _libc.mmap(None, total, mmap.PROT_READ | mmap.PROT_WRITE, sharing, fd, 0)
     if address in (None, _MAP_FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{total} bytes could not be mapped: {os.strerror(number)}")
@@ -221,17 +200,12 @@ class Incoming:
         if total <= _free_memory() * _RESERVE and hasattr(os, "memfd_create"):
             self.fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC)
         else:
-            free = shutil.disk_usage(directory).free
-            if total > free * _RESERVE:
-                raise NoRoomError(_no_room(total, directory, free))
-            self.fd, self.path = tempfile.mkstemp(prefix="payload-", dir=directory)
+            self.fd, self.path = _file(total, directory)
         os.ftruncate(self.fd, total)
 
     def write(self, data: memoryview, offset: int) -> None:
         """Take one piece."""
-        while data.nbytes:
-            count = os.pwrite(self.fd, data, offset)
-            data, offset = data[count:], offset + count
+        _write_at(self.fd, data, offset)
 
     def payload(self, sizes: tuple[int, ...]) -> Payload:
         """Return the payload as a process of this machine gets it."""
@@ -266,34 +240,30 @@ def _layout(sizes: Iterable[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _joined(parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> bytes:
-    joined = bytearray(total)
-    for part, offset in zip(parts, _layout(sizes)[0], strict=True):
-        for piece in _pieces(part):
-            joined[offset : offset + piece.nbytes] = piece
-            offset += piece.nbytes  # noqa: PLW2901 - where the next piece goes
-    return bytes(joined)
+def _pieces(packed: Packed, sizes: tuple[int, ...]) -> Iterator[tuple[int, memoryview]]:
+    """Yield all bytes, in pieces that are not too large to be copied at once, with where each begins."""
+    for part, start in zip(packed.parts, _layout(sizes)[0], strict=True):
+        offset = start
+        for piece in part.pieces(_COPY_STEP) if isinstance(part, Far) else _cut(part.cast("B")):
+            yield offset, piece
+            offset += piece.nbytes
 
 
-def _pieces(part: memoryview | Far) -> Iterator[memoryview]:
-    """Yield a part as bytes, in pieces that are not too large to be copied at once."""
-    if isinstance(part, Far):
-        yield from part.pieces(_COPY_STEP)
-        return
-    flat = part.cast("B")
-    for start in range(0, flat.nbytes, _COPY_STEP):
-        yield flat[start : start + _COPY_STEP]
+def _cut(part: memoryview) -> Iterator[memoryview]:
+    for start in range(0, part.nbytes, _COPY_STEP):
+        yield part[start : start + _COPY_STEP]
 
 
-def _write(fd: int, parts: tuple[memoryview | Far, ...], sizes: tuple[int, ...], total: int) -> None:
+def _write(fd: int, packed: Packed, sizes: tuple[int, ...], total: int) -> None:
     os.ftruncate(fd, total)
-    for part, offset in zip(parts, _layout(sizes)[0], strict=True):
-        place = offset
-        for piece in _pieces(part):
-            written = 0
-            while written < piece.nbytes:
-                written += os.pwrite(fd, piece[written:], place + written)
-            place += written
+    for offset, piece in _pieces(packed, sizes):
+        _write_at(fd, piece, offset)
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data.nbytes:
+        count = os.pwrite(fd, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _free_memory() -> int:

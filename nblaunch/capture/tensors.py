@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 ACCELERATORS = ("cuda", "xpu")
 """Kinds of device whose tensors travel through the CPU, and arrive on the rank's own device."""
@@ -79,7 +79,7 @@ def _with_typed_storage(torch: Any, tensor: Any) -> Any:
     """
     rebuild, (storage, *others), *state = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if type(storage) is torch.UntypedStorage:
-        storage = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+        storage = _typed(storage, torch.uint8)
     return (rebuild, (storage, *others), *state)
 
 
@@ -236,6 +236,10 @@ LARGE = 4096
 """Storages of fewer bytes travel whole."""
 
 
+Deferred: TypeAlias = "Callable[[], memoryview | Far]"
+"""Returns a buffer when the pickle is complete."""
+
+
 class Far:
     """Bytes of a storage on an accelerator, from `low` to `high`, that are copied when they are needed.
 
@@ -257,7 +261,7 @@ class Far:
         return self._storage.data_ptr() + self._low, self.nbytes
 
     def pieces(self, size: int) -> Iterator[memoryview]:
-        """Yield the bytes, at most `size` at a time; each piece is valid until the next one is asked for."""
+        """Yield the bytes, at most `size` at a time; each piece is valid until the next one."""
         import torch
 
         device = self._storage.device
@@ -274,58 +278,51 @@ class Far:
                 yield whole[:count]
 
 
-class Whole:
-    """Pickles storages whole; those of an accelerator are copied when the pickle is written.
-
-    Until `finish` the buffer of such a storage is a placeholder.
-    """
+class WholeStorages:
+    """Pickles storages whole; the bytes of those on an accelerator are taken when the pickle is complete."""
 
     def __init__(self) -> None:
-        self._far: dict[int, tuple[pickle.PickleBuffer, Far]] = {}
-        self._positions: dict[int, int] = {}
+        self._deferred: dict[int, tuple[pickle.PickleBuffer, Deferred]] = {}
+
+    def defer(self, data: Deferred) -> pickle.PickleBuffer:
+        """Return a placeholder for a buffer that `data` returns when the pickle is complete."""
+        placeholder = pickle.PickleBuffer(bytearray(1))  # writable, as the buffer that replaces it
+        self._deferred[id(placeholder)] = placeholder, data
+        return placeholder
+
+    def deferred(self, buffer: pickle.PickleBuffer) -> Deferred | None:
+        """Return what `buffer` is a placeholder for, None if it is none."""
+        _, data = self._deferred.get(id(buffer), (None, None))
+        return data
 
     def reduce(self, obj: Any) -> Any:
         """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
-        if type(obj).__name__ != "UntypedStorage":
-            return reduce(obj)  # first of all: pickle calls this for every object
-        torch = sys.modules.get("torch")
-        if torch is None or type(obj) is not torch.UntypedStorage:
+        # The name first of all: pickle calls this for every object.
+        if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
             return reduce(obj)
         if obj.device.type not in ACCELERATORS or obj.nbytes() < LARGE:
             return reduce(obj)
-        placeholder = pickle.PickleBuffer(bytearray(1))
-        self._far[id(placeholder)] = placeholder, Far(obj, 0, obj.nbytes())
-        return _untyped, (placeholder, obj.nbytes(), obj.device.type)
-
-    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
-        """Whether a buffer is a placeholder; it is then the one at `position`."""
-        known = id(buffer) in self._far
-        if known:
-            self._positions[position] = id(buffer)
-        return known
-
-    def finish(self, buffers: list[memoryview | Far]) -> None:
-        """Put the data in the place of the placeholders."""
-        for position, known in self._positions.items():
-            buffers[position] = self._far[known][1]
+        far = Far(obj, 0, obj.nbytes())
+        return _untyped, (self.defer(lambda: far), obj.nbytes(), obj.device.type)
 
 
 # A storage begins at an address that is good for the CPU's vector instructions, on both sides.
 _ALIGNED = 64
 
 
-class Trimmer:
+class TrimmedStorages(WholeStorages):
     """Pickles, of each large storage, only the range that the tensors of one pickle show.
 
-    That range is known only at the end: until `finish` each storage's buffer is a placeholder. Tensors that
-    share a storage share it on the other side, where it begins at a later byte. A table, which is a buffer as
-    well, has the number of bytes for each storage.
+    That range is known only when the pickle is complete. Tensors that share a storage share it on the other
+    side, where it begins at a later byte. A table, which is a buffer as well, has the number of bytes for
+    each storage.
     """
 
     def __init__(self) -> None:
-        self._memories: dict[int, _Memory] = {}
-        self._table = _Table()
-        self._positions: dict[int, int] = {}
+        super().__init__()
+        self._parts: dict[int, _StoragePart] = {}
+        self._table = _Table(self._parts)
+        self._table.placeholder = self.defer(self._table.data)  # no circle: storages are freed at once
 
     def reduce(self, obj: Any) -> Any:
         """Return how to rebuild a tensor or a storage, `NotImplemented` for anything else."""
@@ -334,41 +331,21 @@ class Trimmer:
             return NotImplemented
         if isinstance(obj, torch.Tensor):
             return self._tensor(torch, obj)
-        if type(obj) is torch.UntypedStorage and (memory := self._memory(obj)) is not None:
+        if type(obj) is torch.UntypedStorage and (part := self._part_of(obj)) is not None:
             # A bare storage, or that of an unknown kind of tensor. Its typed wrapper leads here too.
-            memory.show(0, obj.nbytes())
-            return _same, (memory,)
+            part.show(0, obj.nbytes())
+            return _same, (part,)
         return reduce(obj)
 
-    def holds(self, buffer: pickle.PickleBuffer, position: int) -> bool:
-        """Whether a buffer is a placeholder; it is then the one at `position`."""
-        known = id(buffer) in self._positions
-        if known:
-            self._positions[id(buffer)] = position
-        return known
-
-    def finish(self, buffers: list[memoryview | Far]) -> None:
-        """Put the data in the place of the placeholders."""
-        memories = list(self._memories.values())
-        shifts = array.array("q", [memory.settle() for memory in memories])
-        for memory in memories:
-            position = self._positions[id(memory.placeholder)]
-            if position >= 0:
-                buffers[position] = memory.view()
-        position = self._positions.get(id(self._table.placeholder), -1)
-        if position >= 0:
-            buffers[position] = memoryview(shifts if any(shifts) else b"").cast("B")
-
-    def _memory(self, storage: Any) -> _Memory | None:
+    def _part_of(self, storage: Any) -> _StoragePart | None:
         """Return the record of a large storage, None for any other."""
         if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
             return None
         key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
-        if key not in self._memories:
-            memory = self._memories[key] = _Memory(storage, len(self._memories))
-            self._positions[id(memory.placeholder)] = -1
-            self._positions[id(self._table.placeholder)] = -1
-        return self._memories[key]
+        if key not in self._parts:
+            part = self._parts[key] = _StoragePart(storage, len(self._parts))
+            part.placeholder = self.defer(part.data)
+        return self._parts[key]
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind = type(tensor)
@@ -392,26 +369,26 @@ class Trimmer:
         storage, offset, size, stride, *others = arguments
         if type(storage) is torch.UntypedStorage:
             storage = _typed(storage, torch.uint8)  # see `_with_typed_storage`
-        memory = self._memory(storage._untyped_storage)  # noqa: SLF001 - see `reduce`
-        if memory is None:
+        part = self._part_of(storage._untyped_storage)  # noqa: SLF001 - see `reduce`
+        if part is None:
             return rebuild, (storage, *arguments[1:])
         width = tensor.element_size()
         if 0 not in size:
             last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-            memory.show(offset * width, (last + 1) * width)
-        where = (memory, self._table, memory.number, storage.dtype, width)
+            part.show(offset * width, (last + 1) * width)
+        where = (part, self._table, part.number, storage.dtype, width)
         return _rebuilt_within, (rebuild, *where, offset, size, stride, *others)
 
 
-class _Memory:
-    """A storage of which a pickle takes the bytes from `low` to `high`."""
+class _StoragePart:
+    """A storage of which a pickle takes the bytes from `start` to `high`."""
+
+    placeholder: pickle.PickleBuffer
 
     def __init__(self, storage: Any, number: int) -> None:
         self.storage, self.number = storage, number
         self.low: int = storage.nbytes()
         self.high = 0
-        # Writable, as the buffer that will replace it.
-        self.placeholder = pickle.PickleBuffer(bytearray(1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _untyped_part, (self.placeholder, self.storage.device.type)
@@ -422,28 +399,35 @@ class _Memory:
             low, high = 0, self.storage.nbytes()
         self.low, self.high = min(self.low, low), max(self.high, high)
 
-    def settle(self) -> int:
-        """Fix the range; return how many bytes at the beginning are left out."""
-        self.low = self.low // _ALIGNED * _ALIGNED if self.high else 0
-        return self.low
+    @property
+    def start(self) -> int:
+        """How many bytes at the beginning are left out."""
+        return self.low // _ALIGNED * _ALIGNED if self.high else 0
 
-    def view(self) -> memoryview | Far:
+    def data(self) -> memoryview | Far:
         """Return the bytes of the range."""
-        if self.low >= self.high:
+        if self.start >= self.high:
             return memoryview(b"")
         if self.storage.device.type != "cpu":
-            return Far(self.storage, self.low, self.high)
-        return memoryview(_buffer(self.storage)).cast("B")[self.low : self.high]
+            return Far(self.storage, self.start, self.high)
+        return memoryview(_buffer(self.storage)).cast("B")[self.start : self.high]
 
 
 class _Table:
     """For each storage of a pickle, by how many bytes it begins later on the other side."""
 
-    def __init__(self) -> None:
-        self.placeholder = pickle.PickleBuffer(bytearray(1))
+    placeholder: pickle.PickleBuffer
+
+    def __init__(self, parts: dict[int, _StoragePart]) -> None:
+        self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _shifts, (self.placeholder,)
+
+    def data(self) -> memoryview:
+        """Return the numbers as bytes, none if all are 0."""
+        starts = array.array("q", [part.start for part in self._parts.values()])
+        return memoryview(starts if any(starts) else b"").cast("B")
 
 
 def _untyped_part(buffer: Any, kind: str) -> Any:

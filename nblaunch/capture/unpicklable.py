@@ -7,8 +7,8 @@ or waits is taken apart like any other. Pickling's own hooks do run: `__reduce__
 
 from __future__ import annotations
 
-import dis
 import functools
+import inspect
 import sys
 import time
 import types
@@ -16,6 +16,8 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
+
+from cloudpickle import cloudpickle as _cloudpickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,7 +67,6 @@ class Culprit:
 class _Failed:
     """A part that cannot be sent, and where it was found."""
 
-    name: str
     path: str
     value: object
     error: Exception
@@ -87,9 +88,13 @@ def find_culprit(
     """
     search = _Search(can_send, time.monotonic() + seconds)
     for name, value in roots.items():
-        failed = search.try_part(_Failed(name, name, value, TypeError()))
-        if failed is not None:
-            return _culprit(search.follow(failed) or search.deepest or failed)
+        error = search.error_of(value)
+        if error is not None:
+            root = _Failed(name, value, error)
+            found = search.follow(root) or search.deepest or root
+            return Culprit(
+                name, found.path, type_name(found.value), _size_of(found.value), _reason(found.error)
+            )
     return None
 
 
@@ -116,39 +121,26 @@ class _Search:
                 return found
         return failed if is_innermost else None
 
-    def try_part(self, part: _Failed) -> _Failed | None:
-        """Return `part` with its error, or None if it can be sent."""
-        value = part.value
+    def error_of(self, value: object) -> Exception | None:
+        """Return why `value` cannot be sent, None if it can be."""
         if id(value) not in self._errors:
             try:
                 error = self._can_send(value)
             except Exception as unexpected:  # noqa: BLE001  # user code, which may raise anything
                 error = unexpected
             self._errors[id(value)] = (value, error)
-        _, error = self._errors[id(value)]
-        return None if error is None else _Failed(part.name, part.path, value, error, part.depth)
+        return self._errors[id(value)][1]
 
     def _failed_parts(self, whole: _Failed) -> Iterator[_Failed]:
         if whole.depth >= _DEPTH_LIMIT:
             return
         # An exception of an odd object that is taken apart ends the list of its parts, and nothing else.
         with suppress(Exception):
-            for step, value in parts_of(whole.value):
+            for step, value in _parts_of(whole.value):
                 if time.monotonic() > self._deadline:
                     return
-                part = _Failed(whole.name, whole.path + step, value, whole.error, whole.depth + 1)
-                if not is_atom(value) and (failed := self.try_part(part)):
-                    yield failed
-
-
-def _culprit(failed: _Failed) -> Culprit:
-    return Culprit(
-        name=failed.name,
-        path=failed.path,
-        type_name=type_name(failed.value),
-        size=_size(failed.value),
-        reason=_reason(failed.error),
-    )
+                if not _is_atom(value) and (error := self.error_of(value)) is not None:
+                    yield _Failed(whole.path + step, value, error, whole.depth + 1)
 
 
 def _reason(error: Exception) -> str:
@@ -159,13 +151,13 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _REASON_LIMIT else text[: _REASON_LIMIT - 1] + "…"
 
 
-def _size(value: object) -> int:
+def _size_of(value: object) -> int:
     """Return the size of `value` in bytes, 0 if it is not known."""
     with suppress(Exception):
         for text_type in (str, bytes, bytearray):
-            if is_a(value, text_type):
+            if _is_a(value, text_type):
                 return text_type.__len__(value)  # type: ignore[arg-type]  # is_a has looked
-        if isinstance(nbytes := static_attribute(value, "nbytes"), int):
+        if isinstance(nbytes := _static_attribute(value, "nbytes"), int):
             return nbytes
         return sys.getsizeof(value)
     return 0
@@ -174,61 +166,58 @@ def _size(value: object) -> int:
 # Taking objects apart, as pickle would.
 
 
-def is_atom(value: object) -> bool:
-    """Return whether `value` is of a builtin type that can always be sent."""
+def _is_atom(value: object) -> bool:
     return any(type(value) is atom for atom in _ATOMS)
 
 
-def is_a(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
-    """Return `isinstance(value, kind)` without reading `value.__class__`, which may be a property."""
+def _is_a(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
+    # `isinstance` reads `value.__class__`, which may be a property.
     return issubclass(type(value), kind)
 
 
 def type_name(value: object) -> str:
-    """Return the qualified name of the type of `value`, bare for a builtin."""
     module, name = _module_of(type(value)), _qualname_of(type(value))
     return f"{name}" if type(module) is not str or module == "builtins" else f"{module}.{name}"
 
 
-def static_attribute(value: object, name: str) -> object:
+def _static_attribute(value: object, name: str) -> object:
     """Return the attribute `name` of `value` where it is stored in C (`ndarray.nbytes`), else None."""
     _, descriptor = _lookup(type(value), name)
     return descriptor.__get__(value) if isinstance(descriptor, _C_DESCRIPTORS) else None
 
 
-def parts_of(whole: object) -> Iterator[Part]:
-    """Yield the parts that are pickled with `whole`."""
-    if is_a(whole, type):
+def _parts_of(whole: object) -> Iterator[Part]:
+    if _is_a(whole, type):
         yield from _parts_of_class(whole)
-    elif is_a(whole, types.FunctionType):
+    elif _is_a(whole, types.FunctionType):
         yield from _parts_of_function(whole)
-    elif is_a(whole, functools.partial):
+    elif _is_a(whole, functools.partial):
         yield from _parts_of_partial(whole)
-    elif is_a(whole, types.MethodType):
+    elif _is_a(whole, types.MethodType):
         yield ".__self__", whole.__self__
         yield ".__func__", whole.__func__
-    elif is_a(whole, types.BuiltinMethodType) and not is_a(whole.__self__, types.ModuleType):
+    elif _is_a(whole, types.BuiltinMethodType) and not _is_a(whole.__self__, types.ModuleType):
         yield ".__self__", whole.__self__
     else:
         yield from _parts_of_instance(whole)
 
 
 def _parts_of_instance(whole: object) -> Iterator[Part]:
-    if is_a(whole, dict):
+    if _is_a(whole, dict):
         yield from _items(whole)
-        if is_a(whole, defaultdict):
-            yield ".default_factory", static_attribute(whole, "default_factory")
+        if _is_a(whole, defaultdict):
+            yield ".default_factory", _static_attribute(whole, "default_factory")
         yield from _attributes(whole)
-    elif is_a(whole, (list, tuple, deque)):
+    elif _is_a(whole, (list, tuple, deque)):
         yield from _elements(whole)
         yield from _attributes(whole)
-    elif is_a(whole, (set, frozenset)):
+    elif _is_a(whole, (set, frozenset)):
         yield from ((" (an element)", element) for element in _iterate(whole))
         yield from _attributes(whole)
-    elif is_a(whole, BaseException):
-        yield ".args", static_attribute(whole, "args")
+    elif _is_a(whole, BaseException):
+        yield ".args", _static_attribute(whole, "args")
         yield from _attributes(whole)
-    elif isinstance(static_attribute(whole, "nbytes"), int):
+    elif isinstance(_static_attribute(whole, "nbytes"), int):
         yield from _array_parts(whole)
     else:
         yield from _state(whole)
@@ -241,13 +230,13 @@ def _parts_of_instance(whole: object) -> Iterator[Part]:
 
 def _items(whole: dict[object, object]) -> Iterator[Part]:
     for key, value in list(dict.items(whole)):
-        yield f"[{_key(key)}]", value
-        yield f" (key {_key(key)})", key
+        yield f"[{_written_key(key)}]", value
+        yield f" (key {_written_key(key)})", key
 
 
 def _elements(whole: Iterable[object]) -> Iterator[Part]:
     _, fields = _lookup(type(whole), "_fields")
-    is_named = is_a(whole, tuple) and is_a(fields, tuple) and all(type(name) is str for name in fields)
+    is_named = _is_a(whole, tuple) and _is_a(fields, tuple) and all(type(name) is str for name in fields)
     steps = [f".{name}" for name in fields] if is_named else []
     for index, element in enumerate(_iterate(whole)):
         yield (steps[index] if index < len(steps) else f"[{index}]"), element
@@ -255,7 +244,7 @@ def _elements(whole: Iterable[object]) -> Iterator[Part]:
 
 def _array_parts(array: object) -> Iterator[Part]:
     """Yield the elements of NumPy's arrays of objects; other arrays and tensors are all data."""
-    if static_attribute(static_attribute(array, "dtype"), "hasobject"):
+    if _static_attribute(_static_attribute(array, "dtype"), "hasobject"):
         _, tolist = _lookup(type(array), "tolist")
         yield from _elements(tolist(array))
     yield from _attributes(array)
@@ -263,13 +252,13 @@ def _array_parts(array: object) -> Iterator[Part]:
 
 def _iterate(whole: Iterable[object]) -> list[object]:
     """Return the elements of `whole`, past an `__iter__` of its own."""
-    kind = next(each for each in _CONTAINERS if is_a(whole, each))
+    kind = next(each for each in _CONTAINERS if _is_a(whole, each))
     return list(kind.__iter__(whole))
 
 
-def _key(key: object) -> str:
+def _written_key(key: object) -> str:
     """Return how a dict's key is written, in a few characters and without its own `__repr__`."""
-    if is_atom(key) or (type(key) is tuple and all(map(is_atom, key))):
+    if _is_atom(key) or (type(key) is tuple and all(map(_is_atom, key))):
         text = repr(key)
         return text if len(text) <= _KEY_LIMIT else text[: _KEY_LIMIT - 1] + "…"
     return f"<{type_name(key)}>"
@@ -283,7 +272,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # a cell is empty until the variable is defined
             yield f" (closure variable {name})", cell.cell_contents
-    for name in dict.fromkeys(_global_names(code)):
+    for name in dict.fromkeys(global_names(function)):
         if name in function.__globals__:
             yield f" (global {name})", function.__globals__[name]
     defaults = function.__defaults__ or ()
@@ -293,13 +282,19 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
     yield from _attributes(function)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
-            yield instruction.argval
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+def global_names(function: types.FunctionType) -> Iterator[str]:
+    """Yield the global names that are pickled with a function, also those that are not defined."""
+    yield from _cloudpickle._extract_code_globals(function.__code__)  # noqa: SLF001 - the names it sends
+    yield from _names_of_class_bodies(function.__code__)
+
+
+def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that classes within a function look up; cloudpickle follows functions only."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            if not each.co_flags & inspect.CO_OPTIMIZED:  # a class body, whose names are no local variables
+                yield from each.co_names
+            yield from _names_of_class_bodies(each)
 
 
 def _parts_of_partial(whole: object) -> Iterator[Part]:
@@ -332,9 +327,9 @@ def _parts_of_class(cls: type) -> Iterator[Part]:
 
 def _unwrapped(value: object) -> tuple[object, ...]:
     """Return the functions inside a method as a class keeps it."""
-    if is_a(value, staticmethod) or is_a(value, classmethod):
+    if _is_a(value, staticmethod) or _is_a(value, classmethod):
         return (value.__func__,)
-    if is_a(value, property):
+    if _is_a(value, property):
         return value.fget, value.fset, value.fdel
     return (value,)
 
@@ -351,8 +346,7 @@ def _lookup(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _attributes(whole: object) -> Iterator[Part]:
-    """Yield the attributes in the `__dict__` and the slots of `whole`."""
-    yield from _named(whole, _stored(whole))
+    yield from _named(whole, stored_attributes(whole))
 
 
 def _named(whole: object, attributes: Iterable[tuple[object, object]]) -> Iterator[Part]:
@@ -361,32 +355,34 @@ def _named(whole: object, attributes: Iterable[tuple[object, object]]) -> Iterat
         for each in _mro_of(type(whole))
     )
     for name, value in attributes:
-        if is_torch_module and name in _TORCH_CHILDREN and is_a(value, dict):
+        if is_torch_module and name in _TORCH_CHILDREN and _is_a(value, dict):
             # As the user writes it: `model.trainer`, not `model._modules['trainer']`.
-            yield from ((_child_step(child), part) for child, part in list(dict.items(value)))
+            for child, part in list(dict.items(value)):
+                yield (f"[{child}]" if child.isdigit() else f".{child}"), part
         elif name not in _NEVER_SENT:
             yield _attribute_step(name), value
 
 
 def _attribute_step(name: object) -> str:
     is_plain = type(name) is str and name.isidentifier()
-    return f".{name}" if is_plain else f".__dict__[{_key(name)}]"
+    return f".{name}" if is_plain else f".__dict__[{_written_key(name)}]"
 
 
-def _child_step(name: str) -> str:
-    return f"[{name}]" if name.isdigit() else f".{name}"
-
-
-def _stored(whole: object) -> Iterator[tuple[object, object]]:
-    stored = static_attribute(whole, "__dict__")
-    if is_a(stored, dict):
-        yield from list(dict.items(stored))
-    for each in _mro_of(type(whole)):
-        namespace = _namespace_of(each)
+def stored_attributes(whole: object) -> Iterator[tuple[str, object]]:
+    """Yield the attributes in the `__dict__` and the slots of an object, and run no code of its own."""
+    namespaces = [_namespace_of(each) for each in _mro_of(type(whole))]
+    for namespace in namespaces:
+        if "__dict__" in namespace:
+            descriptor = namespace["__dict__"]
+            stored = descriptor.__get__(whole) if isinstance(descriptor, _C_DESCRIPTORS) else None
+            if _is_a(stored, dict):
+                yield from list(dict.items(stored))
+            break
+    for namespace in namespaces:
         # Types written in C have such descriptors as well, for members that pickle ignores.
         slots = namespace.items() if "__slots__" in namespace else ()
         for name, descriptor in slots:
-            if is_a(descriptor, types.MemberDescriptorType):
+            if _is_a(descriptor, types.MemberDescriptorType):
                 with suppress(AttributeError):  # the slot is empty
                     yield name, descriptor.__get__(whole)
 
@@ -396,7 +392,7 @@ def _state(whole: object) -> Iterator[Part]:
     reduced = _own_answer(whole, "__reduce_ex__", _PICKLE_PROTOCOL)
     if reduced is None:
         reduced = _own_answer(whole, "__reduce__")
-    if is_a(reduced, tuple):
+    if _is_a(reduced, tuple):
         yield from _reduced_parts(whole, *reduced)
     elif reduced is None and (state := _own_answer(whole, "__getstate__")) is not None:
         yield from _state_parts(whole, state)
@@ -420,12 +416,12 @@ def _reduced_parts(
 
 
 def _state_parts(whole: object, state: object) -> Iterator[Part]:
-    if is_a(state, dict):
+    if _is_a(state, dict):
         yield from _named(whole, list(dict.items(state)))
-    elif is_a(state, tuple) and list(map(type, state)) in _STATES_WITH_SLOTS:
+    elif _is_a(state, tuple) and list(map(type, state)) in _STATES_WITH_SLOTS:
         for each in state:
             yield from _state_parts(whole, each)
-    elif is_a(state, list) or is_a(state, tuple):
+    elif _is_a(state, list) or _is_a(state, tuple):
         for index, value in enumerate(_iterate(state)):
             yield _step_to(whole, value) or f" (its state)[{index}]", value
     elif state is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import RANK_NAMES
-from nblaunch.capture.dataflow import class_scope, module_scope
+from nblaunch.capture.dataflow import scope_of
 from nblaunch.capture.names import cell_names
 from nblaunch.export.collect import Collected, CollectedItem, Collector
 from nblaunch.export.files import Load
@@ -97,7 +97,7 @@ def split(source: str, imports: set[Import], above: Iterable[str], used_above: I
 
 
 def _bound(node: ast.stmt) -> frozenset[str]:
-    scope = module_scope([node])
+    scope = scope_of(ast.Module([node], []))
     return scope.bound | scope.declared_global
 
 
@@ -154,7 +154,7 @@ def _spaced(body: list[Chunk]) -> str:
 
 def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
     """Return the variables that must be the module's own, although the main function makes them."""
-    bound = set(module_scope(tree.body).bound)
+    bound = set(scope_of(tree).bound)
     if any(isinstance(node, ast.Name) and node.id in _REACH_ALL for node in ast.walk(tree)):
         return bound
     shared = bound & outside
@@ -163,7 +163,7 @@ def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
             shared |= bound & set(node.names)
         if isinstance(node, ast.ClassDef):
             # A class body finds what it also binds itself in the module only.
-            shared |= bound & class_scope(node, module_scope([])).bound
+            shared |= bound & scope_of(node).bound
     # Pickle finds a class under the module's names only.
     return shared | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
 

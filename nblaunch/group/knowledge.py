@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.capture import pickling
 from nblaunch.capture.capture import RANK_NAMES, SHELL_NAMES, Captured
 from nblaunch.capture.changes import Prints
 from nblaunch.capture.identity import ObjectTable
+from nblaunch.capture.unpicklable import global_names
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
@@ -161,7 +161,7 @@ class Delivery:
 
 
 class KnowledgeView:
-    """What some ranks know, as one payload for them sees it: a `KnownVariables` of capture."""
+    """What some ranks know, as one payload for them sees it: a `Known` of capture."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class KnowledgeView:
                 if type(obj) is types.FunctionType and id(obj) not in functions:
                     functions.add(id(obj))
                     if obj.__globals__ is self._namespace:
-                        waiting.update(pickling.global_names(obj))
+                        waiting.update(global_names(obj))
             objects = []
         return reached
 

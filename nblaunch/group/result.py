@@ -105,7 +105,7 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
     exception = None
     if record.exception is not None:
         try:
-            exception = pickling.loads_plain(record.exception)
+            exception = pickling.loads(record.exception)
         except Exception:  # noqa: BLE001 - the record has it in words
             exception = None
     return RankFailure(

@@ -83,7 +83,7 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickling.dumps_plain(error)
         # Some exceptions pickle and do not unpickle (required arguments): find out here, not in the kernel.
-        pickling.loads_plain(data)
+        pickling.loads(data)
     except (Exception, SystemExit):  # noqa: BLE001 - then the record has its text only
         return None
     return data if len(data) <= _EXCEPTION_LIMIT else None

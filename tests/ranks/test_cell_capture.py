@@ -236,6 +236,16 @@ USES = {
     ),
     "a changed class": ("class A:\n    x = 1\nA.x = 9", "A.x", [9, 9]),
     "a variable in a function of the cell": ("x = 1", "def f(): return x + rank\nf()", [1, 2]),
+    "a variable in a class body of a function": (
+        """
+        x = 1
+        def f():
+            class C: y = x
+            return C.y
+        """,
+        "f()",
+        [1, 1],
+    ),
     "a variable in comprehensions": ("x = 1", "[x + y for y in range(2)], {'x': x for y in range(1)}",
                                      [[[1, 2], {"x": 1}]] * 2),
     "a variable that is added to": ("x = 1", "x += rank\nx", [1, 2]),

@@ -230,6 +230,7 @@ def test_a_notebooks_variable_of_a_ranks_own_name_is_noticed(notebook, name):
         ("def it(): return it.count\nit.count = 1", "it.count = 2"),
         ("import types; it = types.SimpleNamespace(a=1)", "it.a = 2"),
         ("import collections; it = collections.deque([1])", "it.append(2)"),
+        ("class It:\n    __slots__ = ('a',)\nit = It()\nit.a = 1", "it.a = 2"),
     ],
     ids=lambda each: each.replace("import ", "")[:40],
 )
