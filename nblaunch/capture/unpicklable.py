@@ -176,6 +176,7 @@ def _is_a(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[T]:
 
 
 def type_name(value: object) -> str:
+    """Return the qualified name of a value's type, bare for builtins; runs none of its code."""
     module, name = _module_of(type(value)), _qualname_of(type(value))
     return f"{name}" if type(module) is not str or module == "builtins" else f"{module}.{name}"
 

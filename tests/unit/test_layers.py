@@ -179,7 +179,7 @@ def test_what_runs_in_a_rank_never_imports_what_runs_in_the_kernel():
     assert [str(each) for each in below if layer_of(each.imported) in kernel] == []
 
 
-GIVES_PEERS = {"nblaunch._api", "nblaunch.magic.magics", "nblaunch.magic.scripts", "nblaunch.magic.sessions"}
+GIVES_PEERS = {"nblaunch._api", "nblaunch.magic.magics", "nblaunch.magic.commands", "nblaunch.magic.sessions"}
 """What starts worker groups hands each of them the function that connects its peers."""
 
 
