@@ -30,7 +30,7 @@ LEAST_ACCURACY = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class TrainedRank:
     """What one rank returns; `accuracy` is that of all test images, counted by all ranks."""
 
     device: str
@@ -53,7 +53,7 @@ def demo() -> int:
         result = nblaunch.run(train, nproc=NPROC)
     except nblaunch.NblaunchError as error:
         return _fail(str(error))
-    reports: list[RankReport] = result.values
+    reports: list[TrainedRank] = result.values
     print(_table(reports))
     accuracy = min(report.accuracy for report in reports)
     if len({report.checksum for report in reports}) != 1:
@@ -65,7 +65,7 @@ def demo() -> int:
     return 0
 
 
-def train() -> RankReport:
+def train() -> TrainedRank:
     """Train on this rank's part of the data; every rank of the group runs this."""
     import torch
     from torch import distributed as dist
@@ -101,7 +101,7 @@ def train() -> RankReport:
     with torch.no_grad():
         right = (network(images).argmax(dim=1) == labels).sum()
     dist.all_reduce(right)
-    return RankReport(
+    return TrainedRank(
         device=str(device),
         samples=len(sampler),
         steps=steps,
@@ -141,7 +141,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _table(reports: Sequence[RankReport]) -> str:
+def _table(reports: Sequence[TrainedRank]) -> str:
     """Return one line per rank, in columns."""
     rows: list[tuple[str, ...]] = [
         ("rank", "device", "samples", "steps", "final loss", "test accuracy", "parameters")

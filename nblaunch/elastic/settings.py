@@ -94,6 +94,15 @@ class RendezvousConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """The process that ranks run for."""
+
+    pid: int = 0
+    name: str = ""
+    """What messages call it: "the notebook's kernel"."""
+
+
+@dataclass(frozen=True, slots=True)
 class AgentSettings:
     """The options of one worker group that concern the agent."""
 
@@ -108,3 +117,4 @@ class AgentSettings:
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
     """None for a single node."""
+    caller: Caller = Caller()

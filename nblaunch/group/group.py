@@ -12,7 +12,6 @@ taken for failures of the run.
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import secrets
 import threading
@@ -24,7 +23,6 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from nblaunch import _notebook
 from nblaunch._errors import RunFailedError
 from nblaunch._results import Event, EventLog
 from nblaunch.diagnose import failures
@@ -409,13 +407,13 @@ class WorkerGroup:
         if not isinstance(message, Raised) or message.failure.memory is None:
             return message
         node = self.state.ranks[message.rank].node
-        kernel = "the calling process" if _notebook.shell() is None else "the notebook's kernel"
-        holders = {os.getpid(): kernel} if node == platform.node() else {}
+        caller = self.settings.caller
+        holders = {caller.pid: caller.name} if node == platform.node() else {}
         for group in self._hub.members():
             known = group.state.ranks.values() if isinstance(group, WorkerGroup) else ()
             name = "rank {}" if group is self else "ranks of other runs"
             holders |= {rank.pid: name.format(rank.rank) for rank in known if rank.pid and rank.node == node}
-        failure = failures.explain_out_of_memory(message.failure, message.rank, holders, kernel)
+        failure = failures.explain_out_of_memory(message.failure, message.rank, holders, caller.name)
         return msgspec.structs.replace(message, failure=failure)
 
     # --- on the hub's thread: the loop -----------------------------------------------------------

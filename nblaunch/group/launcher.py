@@ -32,7 +32,7 @@ from nblaunch.elastic.placement import (
     place_ranks,
     visible_gpus,
 )
-from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.elastic.settings import AgentSettings, Caller, ProcessSettings, RendezvousConfig
 from nblaunch.group import inherited
 from nblaunch.group.group import ConnectPeers, WorkerGroup
 from nblaunch.group.job import Job, OutputFilter
@@ -58,6 +58,8 @@ from nblaunch.protocol.state import RunState, View
 
 # Options that torchelastic itself carries out.
 
+STANDBY_SWITCH = "NBLAUNCH_STANDBY"
+"""`0` turns it off; `1` turns it on outside notebooks too, where programs seldom run the same job again."""
 _SWITCHED_ON = "1"
 
 
@@ -231,7 +233,16 @@ def run_fresh(
         runtime.will_leave(standby_group.group)
         return run_job(standby_group, launch, prepare, view, cancelled)
     finally:
-        runtime.standby.used(shape, functools.partial(_ahead, runtime, connect_peers))
+        make = functools.partial(_ahead, runtime, connect_peers)
+        runtime.standby.used(shape if standby_wanted() else None, make)
+
+
+def standby_wanted() -> bool:
+    """Whether this process prepares groups ahead at all."""
+    switch = os.environ.get(STANDBY_SWITCH, "").strip().lower()
+    if switch in ("0", "false", "off", "no"):
+        return False
+    return bool(switch) or getattr(_notebook.shell(), "kernel", None) is not None
 
 
 def warn_of_unheeded(group: WorkerGroup, environ: Mapping[str, str]) -> None:
@@ -362,6 +373,9 @@ def settings_of(options: LaunchOptions, placement: Placement) -> AgentSettings:
         log_dir=Path(),
         processes=process_settings(options, {**os.environ, **options.env}),
         rdzv=rdzv,
+        caller=Caller(
+            os.getpid(), "the calling process" if _notebook.shell() is None else "the notebook's kernel"
+        ),
     )
 
 

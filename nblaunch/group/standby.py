@@ -8,7 +8,6 @@ memory is short.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +15,10 @@ from dataclasses import dataclass
 
 import psutil
 
-from nblaunch import _notebook
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.lifecycle import Trigger
 
-SWITCH = "NBLAUNCH_STANDBY"
-"""`0` turns it off; `1` turns it on outside notebooks too, where programs seldom run the same job again."""
 STANDBY_SECONDS = 600.0
 IDLE_SECONDS = 0.25
 """How long nothing must have run: a user who runs one cell after the other is not slowed down."""
@@ -68,11 +64,11 @@ class Standby:
         return None
 
     def used(self, shape: AgentSettings | None, make: Callable[[AgentSettings], GroupAndLogs]) -> None:
-        """Record that a run on fresh ranks is over; `make(shape)` will start the next group."""
+        """Record that a run on fresh ranks is over; `make(shape)` will start the next group; None: none."""
         with self._lock:
             self._running = max(self._running - 1, 0)
             self._idle_since = self._used = time.monotonic()
-            self._shape, self._make = shape if wanted() else None, make
+            self._shape, self._make = shape, make
             if self._shape is None:
                 return
             if self._thread is None or not self._thread.is_alive():
@@ -144,14 +140,6 @@ class Standby:
 def _stop(standby_group: GroupAndLogs) -> None:
     standby_group.group.stop()
     standby_group.group.closed.wait(_CLOSE_SECONDS)
-
-
-def wanted() -> bool:
-    """Whether this process prepares groups at all."""
-    switch = os.environ.get(SWITCH, "").strip().lower()
-    if switch in ("0", "false", "off", "no"):
-        return False
-    return bool(switch) or getattr(_notebook.shell(), "kernel", None) is not None
 
 
 def _memory_is_short() -> bool:

@@ -216,7 +216,7 @@ def _device(value: torch.Tensor) -> str:
 
 
 @dataclass(slots=True)
-class _Found:
+class _Statistics:
     """Of the finite elements: how many, their sum, the least and the greatest."""
 
     count: int
@@ -225,7 +225,7 @@ class _Found:
     high: float = -math.inf
 
 
-def _statistics(size: int, parts: Iterator[Any], of: Callable[[Any], _Found]) -> list[str]:
+def _statistics(size: int, parts: Iterator[Any], of: Callable[[Any], _Statistics]) -> list[str]:
     """Return `min=..., max=..., mean=...`, and how many elements are finite where not all are."""
     found = []
     with contextlib.suppress(Exception):  # complex numbers have no order; some types no arithmetic
@@ -268,7 +268,7 @@ def _split_array(value: Any, length: int, axis: int) -> Any:
     return (value[(*before, slice(start, start + length))] for start in starts)
 
 
-def _of_tensor(part: torch.Tensor) -> _Found:
+def _of_tensor(part: torch.Tensor) -> _Statistics:
     if part.dtype.is_complex:
         raise TypeError
     if part.dtype.itemsize == 1 or part.dtype in (torch.uint16, torch.uint32, torch.uint64):
@@ -278,22 +278,22 @@ def _of_tensor(part: torch.Tensor) -> _Found:
     total = part.sum(dtype=wide).item()
     if math.isfinite(total):
         low, high = part.aminmax()
-        return _Found(part.numel(), total, low.item(), high.item())
+        return _Statistics(part.numel(), total, low.item(), high.item())
     kept = part[part.isfinite()]
     if not kept.numel():
-        return _Found(0, 0.0)
+        return _Statistics(0, 0.0)
     low, high = kept.aminmax()
-    return _Found(kept.numel(), kept.sum(dtype=wide).item(), low.item(), high.item())
+    return _Statistics(kept.numel(), kept.sum(dtype=wide).item(), low.item(), high.item())
 
 
-def _of_array(part: Any) -> _Found:
+def _of_array(part: Any) -> _Statistics:
     numpy = sys.modules["numpy"]
     if part.dtype.kind == "c":
         raise TypeError
     total = float(part.sum(dtype=numpy.float64))
     if math.isfinite(total):
-        return _Found(part.size, total, part.min().item(), part.max().item())
+        return _Statistics(part.size, total, part.min().item(), part.max().item())
     kept = part[numpy.isfinite(part)]
     if not kept.size:
-        return _Found(0, 0.0)
-    return _Found(kept.size, float(kept.sum(dtype=numpy.float64)), kept.min().item(), kept.max().item())
+        return _Statistics(0, 0.0)
+    return _Statistics(kept.size, float(kept.sum(dtype=numpy.float64)), kept.min().item(), kept.max().item())

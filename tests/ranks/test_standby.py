@@ -156,11 +156,11 @@ def test_it_can_be_turned_off(start_kernel, eventually):
 
 def test_a_script_prepares_nothing():
     """It may never run anything again; nothing is to be started only to be ended."""
-    from nblaunch.group import standby
+    from nblaunch.group.launcher import standby_wanted
 
     assert os.environ["NBLAUNCH_STANDBY"] == "0"
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("NBLAUNCH_STANDBY")
-        assert standby.wanted() is False
+        assert standby_wanted() is False
         environment.setenv("NBLAUNCH_STANDBY", "1")
-        assert standby.wanted() is True
+        assert standby_wanted() is True

@@ -191,6 +191,20 @@ def test_a_worker_group_knows_other_nodes_only_as_its_peers():
     assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
 
 
+CAPTURES = {"nblaunch.group.launcher", "nblaunch.group.session"}
+"""Modules of `group` that bring what a notebook holds to the ranks."""
+
+
+def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
+    notebook = {"IPython", "ipykernel", "nblaunch._notebook"}
+    users = {
+        each.importer
+        for each in IMPORTS
+        if layer_of(each.importer) in {"elastic", "group", "nodes"} and each.imported in notebook
+    }
+    assert users == CAPTURES
+
+
 def test_the_lowest_layers_import_little_from_outside():
     allowed = {"nblaunch", *sys.stdlib_module_names}
     outside = []
@@ -277,6 +291,27 @@ def test_every_option_has_every_column():
     assert list(table) == [each.name for each in fields(LaunchOptions)]
     assert {each.scope for each in OPTIONS} == set(get_args(Scope))
     assert {each.torchrun for each in OPTIONS} == set(get_args(Torchrun))
+
+
+def test_no_two_types_share_a_name():
+    """A leading underscore makes no difference: a reader meets both in the same package."""
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for name in types_of(ast.parse(path.read_text())):
+            places.setdefault(name.lstrip("_"), []).append(module_name(path))
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Return the classes of a module and its names for types, but no type variables."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            variable = node.value is not None and ast.unparse(node.value).startswith("TypeVar(")
+            if re.fullmatch(r"_?[A-Z]+[a-z]\w*", name) and not variable:
+                yield name
 
 
 def test_no_function_is_too_long_to_read():
