@@ -15,14 +15,14 @@ import nblaunch
 from nblaunch import _demo
 from nblaunch.__main__ import main
 
-GOOD = _demo.RankReport(device="cpu", samples=719, steps=460, loss=0.1, accuracy=0.97, checksum="abc")
+GOOD = _demo.TrainedRank(device="cpu", samples=719, steps=460, loss=0.1, accuracy=0.97, checksum="abc")
 
 
 @pytest.fixture
 def reports(monkeypatch):
     """Give `reports(*each)`: what the ranks say, in place of a training."""
 
-    def say(*each: _demo.RankReport) -> None:
+    def say(*each: _demo.TrainedRank) -> None:
         monkeypatch.setattr(nblaunch, "run", lambda *_, **__: SimpleNamespace(values=list(each)))
 
     return say
