@@ -351,9 +351,15 @@ class Handle:
             return
         claimed.set_result(None)
         try:
-            self._future.set_result(perform(self._cancelled).unwrap())
+            outcome = perform(self._cancelled)
         except BaseException as error:  # noqa: BLE001 - `result` raises it
             self._future.set_exception(error)
+            return
+        # Not raised here: its traceback would keep this frame, and with it all that the job was given.
+        if outcome.error is not None:
+            self._future.set_exception(outcome.error)
+        else:
+            self._future.set_result(outcome.result)
 
     def result(self, timeout: float | None = None) -> RunResult:
         """Wait for the end, at most `timeout` seconds, and return the result; raise what the run raised.

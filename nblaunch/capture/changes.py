@@ -33,6 +33,8 @@ _SAMPLE = 4096
 _MOST_VISITED = 20_000
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 _PLAIN = frozenset(_ATOMS)
+# A session looks at many of these, and searching them for attributes takes half of the time.
+_BARE = frozenset({dict, list, tuple, set, frozenset})
 _NO_CHILDREN = frozenset({*_ATOMS, types.CodeType, types.ModuleType, types.BuiltinFunctionType, range})
 _NOT_COMPARED = {"__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__annotations__"}
 
@@ -124,8 +126,15 @@ def _print_of(obj: Any, mark: Callable[[Any], object]) -> object:
     array = _array_print(obj)
     if array is not None:
         return array
-    attributes = _attributes(obj, mark)
-    return (id(kind), attributes) if attributes or kind.__dictoffset__ else _digest(obj)
+    if kind.__dictoffset__ or kind is types.MethodType or _has_slots(kind):
+        return id(kind), _attributes(obj, mark)
+    return _digest(obj)
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether a class of Python's has slots; those of C classes have members that pickle ignores."""
+    namespaces = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each))
+    return any(type(each) is types.MemberDescriptorType for names in namespaces for each in names.values())
 
 
 def _some(sequence: Any) -> Iterable[Any]:
@@ -145,8 +154,14 @@ def _attributes(obj: Any, mark: Callable[[Any], object]) -> tuple[object, ...]:
     """Return marks of an object's attributes, with the length of a container."""
     return tuple(
         (name, mark(value), len(value) if isinstance(value, dict | list | set) else 0)
-        for name, value in stored_attributes(obj)
+        for name, value in _stored(obj)
     )
+
+
+def _stored(obj: Any) -> Iterable[tuple[str, Any]]:
+    if type(obj) in _BARE:
+        return ()
+    return stored_attributes(obj.__func__ if type(obj) is types.MethodType else obj)
 
 
 def _array_print(obj: Any) -> object:
@@ -200,7 +215,7 @@ def _referred_by(obj: Any) -> Iterable[Any]:
         return [*cells, *(obj.__defaults__ or ())]
     if isinstance(obj, type):
         return [*obj.__bases__, *(value for value in vars(obj).values() if type(value) is types.FunctionType)]
-    attributes = [value for _, value in stored_attributes(obj)]
+    attributes = [value for _, value in _stored(obj)]
     if isinstance(obj, dict):
         return [*_some(list(obj.values())), *attributes]
     elements = _some(list(obj)) if isinstance(obj, list | tuple | set | frozenset) else ()

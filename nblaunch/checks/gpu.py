@@ -447,7 +447,8 @@ def torchs_architectures(deadline: float) -> list[str]:
     except (LaunchError, OSError, ValueError):
         return []  # another check reports why nothing can be forked
     finally:
-        answer.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            answer.unlink()
 
 
 def write_architectures(path: str) -> None:

@@ -111,7 +111,7 @@ class LiteralWriter:
         parts = [("", self._text(each)) for each in value]
         if isinstance(value, list | tuple):
             opening, closing = "[]" if isinstance(value, list) else "()"
-            filled = all(type(each) in (int, float, bool) for each in value)
+            filled = bool(value) and all(type(each) in (int, float, bool) for each in value)
             return _Bracketed(opening, parts, closing, filled)
         parts.sort(key=str)
         kind = type(value).__name__
@@ -148,13 +148,12 @@ class LiteralWriter:
     def _dataclass(self, value: Any) -> _Bracketed:
         """Write the call that makes it, where that does nothing but keep its arguments."""
         kind, fields = type(value), dataclasses.fields(value)
-        kept = {each.name: getattr(value, each.name) for each in fields}
         simple = {"__init__", "__dataclass_params__"} <= vars(kind).keys() and kind.__dataclass_params__.init
         if not simple or hasattr(value, "__post_init__") or not all(each.init for each in fields):
             raise NoLiteralError
-        if getattr(value, "__dict__", {}).keys() - kept:
+        if getattr(value, "__dict__", {}).keys() - {each.name for each in fields}:
             raise NoLiteralError
-        return self._call(kind, kept)
+        return self._call(kind, {each.name: getattr(value, each.name) for each in fields})
 
     def _call(self, kind: type, arguments: dict[str, object]) -> _Bracketed:
         if not all(name.isidentifier() for name in arguments):

@@ -366,15 +366,15 @@ class LiveSession:
 
     def _with(self, launch: Launch, brought: _Brought) -> Launch:
         """Return the launch with its payloads, captured again if the ranks have changed since."""
-        if brought.captured_for != (self.group.attempt, self._jobs):
+        while brought.captured_for != (self.group.attempt, self._jobs):
             brought = brought.again()
-
-        # Not `brought` itself: the job keeps `remember`, and payloads hold the memory of what is sent.
-        deliveries = brought.deliveries
+        # The group keeps its last job, and that keeps `remember`. So this must hold neither the session, which
+        # would never be collected, nor the payloads, which hold the memory of what is sent.
+        knowledge, deliveries = self._knowledge, brought.deliveries
 
         def remember() -> None:
             for view, delivery in deliveries:
-                self._knowledge.remember(view, delivery)
+                knowledge.remember(view, delivery)
 
         launch = replace(launch, notices=notices(view for view, _ in deliveries))
         if not any(each.objects is not None and each.objects.wait for each in brought.payloads):

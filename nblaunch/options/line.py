@@ -282,6 +282,7 @@ def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | Non
         if each.kind.switch and each in chosen:
             words.append(flag)
         elif each in chosen or met_elsewhere:
-            for text in map(shlex.quote, each.kind.texts(value)):
-                words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+            for text in each.kind.texts(value):
+                quoted = shlex.quote(text)
+                words += [f"{flag}={quoted}"] if text.startswith("-") else [flag, quoted]
     return "\n".join([*missing, " ".join([*words, shlex.quote(script)])])

@@ -387,7 +387,7 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(not_sent),
                 offsets=stdio.output.end_job(keep=self.orders.keep),
-                open=not self.orders.keep and process_group.groups().uses_nccl and flight_recorder.is_busy(),
+                open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
                 peak_gpu_memory=peak,
             )
         )

@@ -135,6 +135,11 @@ def groups() -> Groups:
     return _aborted or Groups()
 
 
+def uses_nccl() -> bool:
+    """Whether the default group uses NCCL, or did so until it was aborted; asks torch for nothing else."""
+    return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
+
+
 def begin_abort(then: Callable[[], None] = lambda: None) -> None:
     """Have NCCL abort all operations of all groups; do not wait, since NCCL may wait for the device.
 

@@ -68,7 +68,7 @@ class RankInspector:
 
     def abort(self, then: Callable[[], None]) -> None:
         """Have NCCL abort all operations; call `then` afterwards, perhaps on another thread."""
-        if process_group.groups().uses_nccl:
+        if process_group.uses_nccl():
             process_group.begin_abort(then)
         else:
             then()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 
 import msgspec
 
@@ -277,10 +277,16 @@ def last_line(transcript: Transcript) -> str:
             screen.write(entry.stream, entry.text)
             redrawn = redrawn or "\r" in entry.text.replace("\r\n", "\n")
     lines = [line.text.strip() for line in screen.lines()]
-    is_cut = sum(map(size_of, found)) == _RECENT_CHARACTERS < transcript.written
-    if is_cut and not any(lines[1:]) and not redrawn:
+    if _is_shortened(found, transcript) and not any(lines[1:]) and not redrawn:
         return f"… {lines[0]}" if lines else ""
     return next(filter(None, reversed(lines)), "")
+
+
+def _is_shortened(found: list[Entry], transcript: Transcript) -> bool:
+    """Whether the first of the `latest` entries is only the end of one."""
+    backwards = chain(reversed(transcript.tail), reversed(transcript.head))
+    whole = next(islice(backwards, len(found) - 1, None)) if found else None
+    return whole is not None and size_of(whole) > size_of(found[0])
 
 
 def text_of(display: Display, kind: str) -> str:

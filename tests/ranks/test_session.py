@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -609,9 +610,29 @@ def test_a_with_statement_closes_the_session_whatever_happens():
 def test_a_session_that_is_forgotten_leaves_nothing_behind(eventually):
     session = nblaunch.Session(2)
     pids = session.run(os.getpid).values
+    session.push({"something": [1]})
     del session
     gc.collect()
     eventually(lambda: not any(map(psutil.pid_exists, pids)), "the ranks have gone with the session")
+
+
+def test_a_job_in_the_background_that_fails_keeps_nothing_that_it_was_given(session):
+    argument = np.ones(1000)
+    alive = weakref.ref(argument)
+    gc.collect()
+    gc.disable()
+    try:
+        handle = session.submit(divide_by_zero, (argument,))
+        del argument
+        with pytest.raises(nblaunch.RunFailedError):
+            handle.result(30)
+        assert alive() is None, "at once: the collector may come late"
+    finally:
+        gc.enable()
+
+
+def divide_by_zero(array):
+    return 1 / (array.size - 1000)
 
 
 def test_a_program_that_forgets_its_session_ends(script):
