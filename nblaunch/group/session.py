@@ -368,7 +368,7 @@ class LiveSession:
         """Return the launch with its payloads, captured again if the ranks have changed since."""
         while brought.captured_for != (self.group.attempt, self._jobs):
             brought = brought.again()
-        # The group keeps its last job, and that keeps `remember`. So this must hold neither the session, which
+        # The group keeps its last job, and that keeps `remember`. So it must hold neither the session, which
         # would never be collected, nor the payloads, which hold the memory of what is sent.
         knowledge, deliveries = self._knowledge, brought.deliveries
 

@@ -387,14 +387,16 @@ def test_a_second_socket_with_a_ranks_name_is_not_heard(group, connect, eventual
 
 
 def test_a_rank_that_is_faster_than_the_news_of_its_group_is_heard(hub, connect, eventually):
-    late, reached = Group(), threading.Event()
+    late, begun, reached = Group(), threading.Event(), threading.Event()
 
     def drain_first():
+        begun.set()
         assert reached.wait(10)
         assert hub._socket.poll(10_000)
         hub.drain()
 
     hub.call(drain_first)
+    assert begun.wait(10)  # else the thread may wake up to the message, and have received it by then
     rank = connect()
     rank.send(encode(hello()))
     hub.add(late)  # waits in the queue behind what is at work, as the message does
