@@ -45,7 +45,7 @@ class _Bracketed:
 
 def _laid_out(text: _Bracketed | str, margin: str, taken: int) -> str:
     """Return a text on one line if it fits behind `taken` characters, else each part on a line of its own."""
-    if isinstance(text, str) or taken + len(str(text)) <= LINE:
+    if isinstance(text, str) or not text.parts or taken + len(str(text)) <= LINE:
         return str(text)
     inner = f"{margin}    "
     if text.filled:
@@ -111,7 +111,7 @@ class LiteralWriter:
         parts = [("", self._text(each)) for each in value]
         if isinstance(value, list | tuple):
             opening, closing = "[]" if isinstance(value, list) else "()"
-            filled = bool(value) and all(type(each) in (int, float, bool) for each in value)
+            filled = all(type(each) in (int, float, bool) for each in value)
             return _Bracketed(opening, parts, closing, filled)
         parts.sort(key=str)
         kind = type(value).__name__

@@ -249,6 +249,30 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
     assert notebook.ranks("it; None").warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("slots", "made"),
+    [("__slots__ = ('a',)", "It()"), ("", "It().step")],
+    ids=["empty slots", "a bound method"],
+)
+def test_looking_for_changes_runs_no_code_of_the_users(notebook, monkeypatch, slots, made):
+    # In a module, which goes by reference: a list of the notebook would be sent, and be changed by that.
+    monkeypatch.setattr(os, "reduced", [], raising=False)
+    notebook(f"""
+        import os
+        class It:
+            {slots}
+            def __reduce__(self):
+                os.reduced.append(1)
+                return It, ()
+            def step(self): pass
+        it = {made}
+    """)
+    notebook.ranks("it; None")
+    sent = len(os.reduced)
+    assert notebook.ranks("it; None").warnings == ()
+    assert len(os.reduced) == sent
+
+
 def test_looking_at_objects_is_no_change(notebook):
     notebook(TRAINING)
     notebook.ranks("train(1); None")

@@ -7,6 +7,7 @@ import math
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,12 +86,23 @@ def test_a_literal_means_the_value_that_it_was_written_for(value: object) -> Non
         (range(3), "name = range(0, 3)"),
         (int, "name = int"),
         ("one\ntwo\n", 'name = """\\\none\ntwo\n"""'),
+        ({"a" * 100: []}, f'name = {{\n    "{"a" * 100}": [],\n}}'),
         (["a" * 40, "b" * 40], f'name = [\n    "{"a" * 40}",\n    "{"b" * 40}",\n]'),
     ],
 )
 def test_a_value_is_written_as_a_person_would(value: object, text: str) -> None:
     assert LiteralWriter({}).assignment("name", value) == text
     assert evaluated(value) == value
+
+
+def test_an_object_with_a_field_that_its_class_does_not_take_is_no_literal() -> None:
+    @dataclass
+    class Config:
+        rate: float
+        cache: dict[str, int] = field(init=False)
+
+    with pytest.raises(NoLiteralError):
+        LiteralWriter({Config.__qualname__: Config}).assignment("config", Config(0.1))
 
 
 def test_what_holds_itself_is_no_literal() -> None:
@@ -301,6 +313,7 @@ def test_the_defaults_that_are_not_torchruns_are_known() -> None:
          PLAIN),
         ({"role": "my trainer"}, "torchrun --standalone --nproc-per-node 2 --role 'my trainer' train.py"),
         ({"role": "-x"}, "torchrun --standalone --nproc-per-node 2 --role=-x train.py"),
+        ({"role": "-x;y"}, "torchrun --standalone --nproc-per-node 2 --role='-x;y' train.py"),
         ({"nnodes": "1:2", "rdzv_endpoint": "node0:29400"},
          "torchrun --nproc-per-node 2 --nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint node0:29400 train.py"),
         ({"env": {"A": "b c", "HF_TOKEN": "hush"}},

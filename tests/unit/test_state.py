@@ -477,6 +477,11 @@ def test_the_last_line_is_what_a_terminal_would_show_last(pieces, last):
     assert shown == last or last.endswith(shown.removeprefix("… "))
 
 
+def test_a_last_line_that_was_read_whole_is_not_marked_as_cut():
+    pieces = [(Stream.STDERR, "before\n"), (Stream.STDOUT, "x" * 1999 + "\n")]
+    assert last_line(put(pieces)) == "x" * 1999
+
+
 # --- the root cause --------------------------------------------------------------------------------
 
 PEER_GONE = st.sampled_from(
