@@ -256,7 +256,8 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
 )
 def test_looking_for_changes_runs_no_code_of_the_users(notebook, monkeypatch, slots, made):
     # In a module, which goes by reference: a list of the notebook would be sent, and be changed by that.
-    monkeypatch.setattr(os, "reduced", [], raising=False)
+    reduced: list[int] = []
+    monkeypatch.setattr(os, "reduced", reduced, raising=False)
     notebook(f"""
         import os
         class It:
@@ -268,9 +269,9 @@ def test_looking_for_changes_runs_no_code_of_the_users(notebook, monkeypatch, sl
         it = {made}
     """)
     notebook.ranks("it; None")
-    sent = len(os.reduced)
+    sent = len(reduced)
     assert notebook.ranks("it; None").warnings == ()
-    assert len(os.reduced) == sent
+    assert len(reduced) == sent
 
 
 def test_looking_at_objects_is_no_change(notebook):
