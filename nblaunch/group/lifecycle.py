@@ -88,7 +88,7 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
-RESTARTED = "the ranks were restarted: all of their variables are gone"
+RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 
 

@@ -27,7 +27,7 @@ REFORMED = (
 )
 POST = "dist.all_reduce(torch.ones(1, device=device))"
 DEAD = "made for a process group that is gone, with what revives each: "
-ANEW = "the ranks were restarted: all of their variables are gone"
+ANEW = "the ranks were started anew: all of their variables are gone"
 SETUP = """
 import os, time, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

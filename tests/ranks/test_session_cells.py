@@ -474,7 +474,9 @@ def test_a_rank_that_dies_takes_all_variables_along_and_the_next_cell_works(star
     assert ran.error is not None
     assert ran.error.evalue.startswith("rank 1 of 2 failed: ended with exit code 3")
     assert "all of their variables are gone" in ran.text + ran.error.traceback
-    assert kernel.value("list(res.warnings)") == ["the ranks were restarted: all of their variables are gone"]
+    assert kernel.value("list(res.warnings)") == [
+        "the ranks were started anew: all of their variables are gone"
+    ]
     kernel.ok("%%distributed --out res\nprint('again'); 'lost' in globals()")
     assert kernel.value("[res.values, res.ranks[0].stdout]") == [[False, False], "again\n"]
 

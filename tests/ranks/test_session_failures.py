@@ -28,7 +28,7 @@ from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 import nblaunch
 from nblaunch.group.recovery import Recovery
 
-GONE = "the ranks were restarted: all of their variables are gone"
+GONE = "the ranks were started anew: all of their variables are gone"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
@@ -564,7 +564,7 @@ BREAK = """
     from nblaunch.elastic.agent import RankAgent
     from nblaunch.group.runtime import local
 
-    GONE = "the ranks were restarted: all of their variables are gone"
+    GONE = "the ranks were started anew: all of their variables are gone"
 
     def said(use):
         try:

@@ -22,7 +22,7 @@ from sources import INTERRUPTER, said_by
 import nblaunch
 
 GRACE = 0.5
-GONE = "the ranks were restarted: all of their variables are gone"
+GONE = "the ranks were started anew: all of their variables are gone"
 SETUP = """
 import ctypes, pathlib, signal, threading, time, torch, torch.distributed as dist
 

@@ -50,7 +50,7 @@ GRACE = 5.0
 PREPARE = Prepare(environ=(), cwd=b"/", path=())
 ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
 PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
-GONE = "the ranks were restarted: all of their variables are gone"
+GONE = "the ranks were started anew: all of their variables are gone"
 
 
 def hello(rank: int, *, attempt: int = 0) -> Hello:
