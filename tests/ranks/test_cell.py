@@ -378,4 +378,4 @@ def test_an_error_in_terminal_ipython_shows_the_cells_line_only(terminal):
     assert "ZeroDivisionError" in done.stdout
     assert "1 / 0" in done.stdout
     assert re.search(r"line 3\b", done.stdout)
-    assert "session/engine.py" not in done.stdout
+    assert re.search(r"nblaunch/(\w+/)?\w+\.py", done.stdout) is None

@@ -93,7 +93,8 @@ run()
 file = sys.argv[4]
 counted = Interrupt(-1, file)
 run(counted)
-lines = range(1, counted.lines)
+assert counted.lines, "no such file, or it does nothing here"
+lines = range(1, counted.lines + 1)
 for at in sorted(random.Random(int(sys.argv[1])).sample(lines, min(int(sys.argv[2]), len(lines)))):
     interrupt = Interrupt(at, file)
     started = time.monotonic()

@@ -29,6 +29,16 @@ def mappings():
     return Path("/proc/self/maps").read_text().count("memfd:nblaunch")
 
 
+def test_a_payload_is_whole_where_the_system_writes_less_than_it_is_given(tmp_path, monkeypatch):
+    """Linux writes at most 2 GiB with one call."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:1_000_000], offset))
+    sent = np.arange(SIZE // 8)
+    with shared_memory.put(pickling.dumps(sent), lambda: tmp_path) as kept:
+        _, data = shared_memory.get(kept.payload, private=True)
+        assert np.array_equal(np.frombuffer(data, dtype="i8"), sent)
+
+
 def test_mapped_values_hold_no_descriptor(outgoing):
     before = descriptors()
     kept = [
