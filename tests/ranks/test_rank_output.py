@@ -107,7 +107,9 @@ def test_a_program_that_writes_much_and_binary_loses_nothing():
         import subprocess
         import sys
 
-        code = "import sys; [print('x' * 99) for _ in range(20_000)]; sys.stdout.buffer.write(b'\\xff\\n')"
+        # Flushed: Python writes bytes before a text that it still holds.
+        text = "print(*['x' * 99] * 20_000, sep='\\n', flush=True)"
+        code = f"import sys; {text}; sys.stdout.buffer.write(b'\\xff\\n')"
         subprocess.run([sys.executable, "-c", code], check=True)
         print("after")
 
