@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nblaunch._api import Session, run
+    from nblaunch._api import Session, run, sessions
     from nblaunch._errors import (
         CaptureError,
         LaunchError,
@@ -32,10 +32,13 @@ if TYPE_CHECKING:
         RankResult,
         RankStatus,
         RunResult,
+        SessionInfo,
         SessionStatus,
     )
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
+    from nblaunch.client.session import SessionJob
+    from nblaunch.client.wait import StoppedWatchingError
     from nblaunch.options.launch import LaunchOptions
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
@@ -43,16 +46,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "_api": ("Session", "run"),
+    "_api": ("Session", "run", "sessions"),
     "_errors": (
         *("CaptureError", "LaunchError", "NblaunchError", "OptionError", "RunFailedError"),
         "RunTimeoutError",
     ),
     "_results": (
-        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionStatus"),
+        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionInfo"),
+        "SessionStatus",
     ),
-    # Not in `_api`, which loads torch: a user asks the doctor when torch cannot be loaded.
+    # It loads torch, which a user may ask it about because torch cannot be loaded.
     "checks.doctor": ("doctor",),
+    "client.session": ("SessionJob",),
+    "client.wait": ("StoppedWatchingError",),
     "checks.report": ("DoctorReport",),
     "options.launch": ("LaunchOptions",),
     "protocol.reports": ("HangReport",),
@@ -78,9 +84,13 @@ __all__ = [
     "RunResult",
     "RunTimeoutError",
     "Session",
+    "SessionInfo",
+    "SessionJob",
     "SessionStatus",
+    "StoppedWatchingError",
     "doctor",
     "run",
+    "sessions",
 ]
 
 
@@ -100,10 +110,12 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """Register the magics: `%load_ext nblaunch`."""
-    from nblaunch.group import runtime
+    from nblaunch.client.local import local
 
-    # It boots while this process imports torch, so the first cell need not wait for it.
-    runtime.local().server.ensure_running()
+    # It starts while the user writes the first cell.
+    _ = local().runtime
     from nblaunch.magic.magics import register
+    from nblaunch.magic.sessions import tell_of_detached
 
     register(shell)
+    tell_of_detached()

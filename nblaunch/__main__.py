@@ -1,4 +1,4 @@
-"""The command line: `python -m nblaunch demo | doctor | join`."""
+"""The command line: `python -m nblaunch demo | doctor | sessions | logs | stop | join`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="look for what would make runs fail, hang or crawl here")
     doctor.add_argument("--nccl", action="store_true", help="also let all GPUs do an NCCL all_reduce")
     doctor.set_defaults(run=_doctor)
+    listed = commands.add_parser("sessions", help="list the sessions of this user on this machine")
+    listed.set_defaults(run=_sessions)
+    logs = commands.add_parser("logs", help="print the output of a session's job")
+    logs.add_argument("name")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("--job", type=int, metavar="N", help="the job of this number, not the last one")
+    logs.set_defaults(run=_logs)
+    stop = commands.add_parser("stop", help="end a detached session")
+    stop.add_argument("name")
+    stop.set_defaults(run=_stop)
     commands.add_parser("join", help="start ranks here for a notebook's run on several nodes", add_help=False)
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] == ["join"]:
@@ -45,6 +55,33 @@ def _doctor(parsed: argparse.Namespace) -> int:
     report = doctor(nccl=parsed.nccl)
     print(report)
     return 0 if report.ok else 1
+
+
+def _sessions(_: argparse.Namespace) -> int:
+    from nblaunch._results import sessions_table
+    from nblaunch.client import directory
+
+    print(sessions_table(directory.sessions()) or "no session is open")
+    return 0
+
+
+def _logs(parsed: argparse.Namespace) -> int:
+    from nblaunch.client.shell import logs
+
+    return logs(parsed.name, follow=parsed.follow, job=parsed.job)
+
+
+def _stop(parsed: argparse.Namespace) -> int:
+    from nblaunch._errors import NblaunchError
+    from nblaunch.client import directory
+
+    try:
+        directory.stop(parsed.name)
+    except NblaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"session {parsed.name!r} has ended")
+    return 0
 
 
 def _join(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""`nblaunch.run` and `nblaunch.Session`, put together from the layers: options, group, view."""
+"""`nblaunch.run` and `nblaunch.Session`, put together from the layers: options, client, view."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from nblaunch import _notebook
-from nblaunch._results import Handle, RunResult, SessionStatus
-from nblaunch.group import launcher
-from nblaunch.group.scripts import is_script, prepare_script
-from nblaunch.group.session import LiveSession, silent
-from nblaunch.group.wait import SilentView
-from nblaunch.nodes.members import connect_peers
+from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
+from nblaunch.client import directory
+from nblaunch.client.launch import Launch, prepare_call
+from nblaunch.client.run import run_fresh
+from nblaunch.client.scripts import is_script, prepare_script
+from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session
+from nblaunch.client.wait import SilentView
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import CellJob
 from nblaunch.protocol.reports import HangReport
@@ -73,14 +74,24 @@ def run(  # noqa: PLR0913 - the options of a run
     if script:
         options.setdefault("init_process_group", False)
     launch_options = LaunchOptions.from_keywords(script=script, **options)
-    prepare: Callable[..., launcher.Launch] = prepare_script if script else launcher.prepare_call
+    prepare: Callable[..., Launch] = prepare_script if script else prepare_call
     launch = prepare(fn, args, kwargs, launch_options)
     view = view_of(launch.title, launch.backend, launch.placement.note) if _shows(display) else SilentView()
-    return launcher.run_fresh(launch, view, connect_peers).unwrap(check=check)
+    return run_fresh(launch, view).unwrap(check=check)
 
 
 def _shows(display: bool | None) -> bool:  # noqa: FBT001 - as `run` and `Session` take it
     return _notebook.shell() is not None if display is None else display
+
+
+def sessions() -> tuple[SessionInfo, ...]:
+    """Return the sessions of this user on this machine, those of other kernels too.
+
+    >>> for each in nblaunch.sessions():                                   # doctest: +SKIP
+    ...     print(each)
+    train: detached, since Nov 22 14:02, of kernel 4711 (train.ipynb): 4 ranks (nccl), 2.1 GB, idle
+    """
+    return directory.sessions()
 
 
 class Session:
@@ -90,6 +101,10 @@ class Session:
     interrupt or a deadlock costs no variable: a rank in C code is waited for, ranks that are stuck in a
     collective are freed, and the default process group is formed again if it may be broken. If a rank dies,
     all ranks are replaced, and `result.warnings` says so.
+
+    With `detach=True` the ranks, their variables and running jobs outlive this process: `Session.attach`
+    finds them, from any other process of the same user. They end with `close()`, after `linger` (seconds, or
+    a text such as "8h"; by default "4h") without an attached process and a running job, or with the machine.
 
     Raises `OptionError` before any process starts, `LaunchError` if the ranks could not be started.
 
@@ -112,10 +127,46 @@ class Session:
         if nproc is not None:
             options["nproc"] = nproc
         watch = view_of if _shows(display) else silent
-        self._live = LiveSession(
-            LaunchOptions.from_keywords(**options), connect_peers, name=name, watch=watch
+        self._begin(
+            start_session(LaunchOptions.from_keywords(of_session=True, **options), name=name, watch=watch)
         )
+
+    def _begin(self, live: LiveSession) -> None:
+        self._live = live
         self._numbers = itertools.count(1)
+
+    @classmethod
+    def attach(cls, name: str | None = None, *, take: bool = False, display: bool | None = None) -> Self:
+        """Return a detached session of this user on this machine, the only one if `name` is None.
+
+        Its ranks, their variables and its jobs are as they were left: `jobs` has them. Raises `NblaunchError`
+        if there is no such session.
+
+        One process gives a session jobs at a time: the first that attaches, or a later one with `take`. The
+        others watch: they have its `jobs` with their results, `status()` and `stacks()`. What would give a
+        job, replace ranks or interrupt them raises `NblaunchError`, which names the process that has the
+        session. Once that process has closed it or has ended, the next one that gives a job has it.
+
+        >>> session = nblaunch.Session.attach("train")                     # doctest: +SKIP
+        >>> session.jobs[-1].result().values                               # doctest: +SKIP
+        [0.11, 0.12]
+        """
+        watch = view_of if _shows(display) else silent
+        session = cls.__new__(cls)
+        session._begin(  # noqa: SLF001 - of this class
+            attach_session(directory.find(name), take=take, watch=watch)
+        )
+        return session
+
+    @property
+    def detached(self) -> bool:
+        """Whether the ranks outlive this process."""
+        return self._live.detached
+
+    @property
+    def jobs(self) -> list[SessionJob]:
+        """The jobs that the session was given, the oldest first: the last 50, from any process."""
+        return self._live.jobs
 
     def run(
         self,
@@ -184,7 +235,10 @@ class Session:
         return self._live.pull(*names, ranks=ranks)
 
     def interrupt(self) -> None:
-        """Interrupt the job that is running, as the stop button does; the variables stay."""
+        """Interrupt the job that is running, as the stop button does; the variables stay.
+
+        Raises `NblaunchError` if another process gives the jobs.
+        """
         self._live.interrupt()
 
     def restart(self) -> None:
@@ -200,7 +254,10 @@ class Session:
         return self._live.stacks()
 
     def close(self) -> None:
-        """End the ranks and wait until they have exited; does nothing the second time."""
+        """End the ranks, for all processes, and wait until they have exited; does nothing the second time.
+
+        Where another process has given the last jobs to a detached session, this one only stops watching.
+        """
         self._live.close()
 
     def __enter__(self) -> Self:
@@ -216,7 +273,7 @@ class Session:
     def __repr__(self) -> str:
         """Return name, size, backend and state in one line."""
         live = self._live
-        state = "open" if live.open else "closed"
+        state = ("open" if live.held_by is None else "watched") if live.open else "closed"
         return f"<Session {live.name!r}: {live.world_size} ranks, {live.placement.backend}, {state}>"
 
 

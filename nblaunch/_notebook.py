@@ -5,7 +5,9 @@ import __future__
 
 import functools
 import operator
+import os
 import sys
+import time
 from typing import Any
 
 DISPLAY_VARIABLE = "NBLAUNCH_DISPLAY"
@@ -26,6 +28,18 @@ def namespace() -> dict[str, Any] | None:
     return running.user_ns if running is not None else None
 
 
+def ends_within(seconds: float) -> bool:
+    """Return whether this kernel is shut down or restarted by then; it waits as long as it is not."""
+    running = shell()
+    if getattr(running, "kernel", None) is None:
+        return False
+    deadline = time.monotonic() + seconds
+    # ipykernel sets it on another thread, also while a cell runs.
+    while not getattr(running, "exit_now", False) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(getattr(running, "exit_now", False))
+
+
 def title_of(filename: str) -> str:
     """Return the title of the cell compiled under this file name: `Cell In[3]`."""
     running = shell()
@@ -39,6 +53,14 @@ def inside_rank() -> int | None:
     return publisher.rank if publisher is not None and publisher.send is not None else None
 
 
+def ask_shell(question: str, *arguments: object) -> object:
+    """Return what a rank's shell answers between two cells: `describe`, `complete` or `debug`.
+
+    The notebook has a rank call this, by name: it never imports `nblaunch.rank`.
+    """
+    return getattr(sys.modules["nblaunch.rank.shell"], question)(*arguments)
+
+
 _FUTURE_FLAGS = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
@@ -48,3 +70,9 @@ def future_flags() -> int:
     """Return the flags of `compile` that `from __future__ import` has switched on in this notebook."""
     running: Any = shell()
     return int(running.compile.flags) & _FUTURE_FLAGS if running is not None else 0
+
+
+def path() -> str:
+    """Return the path of the notebook that this kernel runs, empty where no front end has said it."""
+    known = (namespace() or {}).get("__vsc_ipynb_file__")  # VS Code's; Jupyter servers set the variable
+    return known if isinstance(known, str) else os.environ.get("JPY_SESSION_NAME", "")

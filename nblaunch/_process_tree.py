@@ -12,6 +12,7 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_START_FIELD = 22 - 3  # of those after the name, which begin with the third
 _LINUX = sys.platform.startswith("linux")
 
 
@@ -40,6 +41,19 @@ def children() -> set[int] | None:
             return {int(pid) for pid in listing.read().split()}
     except OSError:
         return None
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in ticks since the machine did; 0 if it is gone, or nobody knows.
+
+    With its number it names a process for good: the number alone is used again.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:  # noqa: PTH123 - as above
+            # The second field is the program's name, in brackets, and may hold any character.
+            return int(stat.read().rpartition(b")")[2].split()[_START_FIELD])
+    except OSError:
+        return 0
 
 
 def this_python() -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import errno
 import json
+import os
 import re
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,8 +17,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nblaunch._errors import NblaunchError, RunFailedError
+from nblaunch.protocol.client import ClientRecord
 from nblaunch.protocol.messages import FrameRecord, Phase
-from nblaunch.protocol.reports import HangReport, nearest_frame, place
+from nblaunch.protocol.reports import HangReport, format_ranks, nearest_frame, place
 from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.transcript import Display
 
@@ -56,6 +61,41 @@ class RankFailure:
         return place(self.frame) if self.frame is not None else ""
 
 
+def read_text(path: str, start: int = 0, end: int | None = None) -> str:
+    """Return the text of a log file between two offsets; empty if it is gone.
+
+    Where the file has lost its beginning, the first line says how much of this text that was.
+    """
+    if start != end:
+        with contextlib.suppress(OSError):
+            return _text_of(path, start, end)
+    return ""
+
+
+def _text_of(path: str, start: int, end: int | None) -> str:
+    with Path(path).open("rb") as file:
+        end = os.fstat(file.fileno()).st_size if end is None else end
+        if end <= start:
+            return ""
+        kept = _kept_from(file.fileno(), start, end)
+        file.seek(kept)
+        data = file.read(end - kept)
+    lost = ""
+    if kept > start:
+        # The first line has lost its beginning, too.
+        data = data[data.find(b"\n") + 1 :]
+        lost = f"[{end - start - len(data):,} bytes before this are no longer kept]\n"
+    return lost + data.decode("utf-8", "replace")
+
+
+def _kept_from(file: int, start: int, end: int) -> int:
+    """Return where the text begins that a log file still has: what was before is a hole."""
+    try:
+        return min(os.lseek(file, start, os.SEEK_DATA), end)
+    except OSError as error:
+        return end if error.errno == errno.ENXIO else start
+
+
 class LogText:
     """A long text that stays in the file where a rank wrote it until it is asked for."""
 
@@ -64,11 +104,9 @@ class LogText:
         self._path, self._start, self._end, self._keep = path, start, end, keep
 
     def __str__(self) -> str:
-        """Read the text. Raises `FileNotFoundError` if its directory has been removed."""
+        """Read the text, as `read_text` does. Raises `FileNotFoundError` if its file has been removed."""
         try:
-            with Path(self._path).open("rb") as file:
-                file.seek(self._start)
-                return file.read(self._end - self._start).decode("utf-8", "replace")
+            return _text_of(self._path, self._start, self._end)
         except FileNotFoundError:
             msg = (
                 f"what a rank printed ({(self._end - self._start) / 1e6:.0f} MB) was kept in {self._path}, "
@@ -208,13 +246,13 @@ class RunResult:
     hang_report: HangReport | None = None
     """Where the ranks were at the run's timeout, its interrupt or its last hang."""
     _warnings: tuple[str, ...] = ()
-    _late: list[str] = field(default_factory=list, repr=False)
+    _late: Iterable[str] = field(default_factory=list, repr=False)
     """Grows when a rank's process ends badly after it has sent its value."""
     _log_dir: Path | None = None
     _events: EventLog = field(default_factory=lambda: EventLog(complete=True), repr=False)
     _state: RunState | None = field(default=None, repr=False)
     _keep: object = field(default=None, repr=False)
-    """Holds the private log directory: it is removed when the last result of it is collected."""
+    """Has the logs of the run kept until the last result that refers to them is collected."""
 
     @property
     def ok(self) -> bool:
@@ -397,7 +435,8 @@ class Handle:
 class RankStatus:
     """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes.
 
-    `waiting` names what a rank does that was interrupted and has not stopped, and for how long.
+    `waiting` names what a rank does that was interrupted and has not stopped, and for how long, or what it
+    asks the user.
     """
 
     rank: int
@@ -406,6 +445,74 @@ class RankStatus:
     device: str
     memory: int | None
     waiting: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """A session of this user on this machine, as `nblaunch.sessions()` finds it.
+
+    `detached` ones outlive `kernel`, the pid of the process that started it, whose notebook was `notebook`.
+    `started` and `running_since` are in seconds since the epoch; `running` is the title of the job that runs,
+    empty if none does. `asking` are the ranks that wait for an answer of the user's. `memory` are the bytes
+    that belong to its ranks alone, `devices` what they use. `client` is the pid of the process that gives it
+    jobs, None if there is none; if nobody watches it either, it ends in `linger_left` seconds. `pid` is the
+    runtime's. `problem` says why nothing more is known.
+    """
+
+    name: str
+    detached: bool
+    started: float
+    kernel: int
+    pid: int
+    notebook: str = ""
+    world_size: int = 0
+    backend: str = ""
+    running: str = ""
+    running_since: float | None = None
+    asking: tuple[int, ...] = ()
+    memory: int | None = None
+    devices: tuple[str, ...] = ()
+    client: int | None = None
+    linger_left: float | None = None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return sessions_table([self])
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        ranks = [f"{self.world_size} ranks ({self.backend})", *self.devices] if not self.problem else []
+        if self.memory is not None:
+            ranks.append(f"{self.memory / 1e6:.0f} MB")
+        doing = self.problem or (f"runs {self.running}" if self.running else "idle")
+        if self.running_since is not None:
+            doing += f" for {_span(time.time() - self.running_since)}"
+        if self.asking:
+            doing += f", {format_ranks(self.asking)} {'asks' if len(self.asking) == 1 else 'ask'} for input"
+        if self.linger_left is not None:
+            doing += f", ends in {_span(self.linger_left)} unless it is used"
+        since = time.strftime("since %b %d %H:%M", time.localtime(self.started))
+        of = Path(self.notebook).name or f"kernel {self.kernel}"
+        return self.name, "detached" * self.detached, ", ".join(ranks), doing, f"{since}, {of}"
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
+        """Show the line in a notebook."""
+        printer.text(str(self))
+
+
+def sessions_table(sessions: Iterable[SessionInfo]) -> str:
+    """Return a line for each session, in columns."""
+    rows = [each._columns for each in sessions]  # noqa: SLF001 - this module's own
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _span(seconds: float) -> str:
+    if seconds >= 7200:  # noqa: PLR2004 - two hours
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,6 +610,19 @@ class EventLog:
 
 def _complete_log(events: tuple[Event, ...]) -> EventLog:
     return EventLog(events, complete=True)
+
+
+def held_by(name: str, by: ClientRecord, *, in_notebook: bool = True) -> str:
+    """Return the text of the error for a session to which another client gives jobs."""
+    notebook = f", notebook {by.notebook}" if by.notebook else ""
+    since = time.strftime("%H:%M", time.localtime(by.since))
+    take = f"nblaunch.Session.attach({name!r}, take=True)"
+    if in_notebook:
+        take = f"%distributed attach {name} --take"
+    return (
+        f"session {name!r} takes jobs from {by.name} (pid {by.pid} on {by.node}{notebook}) since {since}. "
+        f"Take it over with {take}."
+    )
 
 
 # What stands in the notebook for a value that stayed on its rank.

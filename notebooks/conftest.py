@@ -1,9 +1,11 @@
-"""How notebooks are run as tests: no GPU changes what is shown."""
+"""How notebooks are run as tests: neither a GPU nor a session of the user's changes what is shown."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +13,25 @@ import pytest
 
 KERNEL_ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # `device` is printed: the same everywhere
+    "XDG_RUNTIME_DIR": "",
 }
 
 LIBRARIES = {"integrations.ipynb": ("accelerate", "lightning")}
 """What a notebook needs that not everybody has who runs the tests."""
+
+
+_sessions = pytest.StashKey[str]()
+"""Where sessions are listed."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have detached sessions listed apart from those that the user has."""
+    config.stash[_sessions] = tempfile.mkdtemp(prefix="nbt-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the list."""
+    shutil.rmtree(config.stash[_sessions], ignore_errors=True)
 
 
 def pytest_collect_file(parent: pytest.Collector) -> None:
@@ -34,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Iterator[None]:
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Set the variables while a notebook's first cell is set up, which is when its kernel starts.
 
     Not at import: that would reach the tests of other folders too.
@@ -42,4 +59,5 @@ def pytest_runtest_setup() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         for name, value in KERNEL_ENVIRONMENT.items():
             environment.setenv(name, value)
+        environment.setenv("XDG_STATE_HOME", item.config.stash[_sessions])
         yield

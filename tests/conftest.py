@@ -40,6 +40,7 @@ from jupyter_client.manager import KernelManager
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from jupyter_core.utils import run_sync
 from patience import PATIENCE, eventually
+from poked import NAME, Poke
 
 __all__ = ["gpu_kernel", "gpu_session", "shared_gpu_kernel", "simulated", "visible"]
 """Fixtures that are defined elsewhere."""
@@ -90,7 +91,9 @@ def pytest_configure() -> None:
     # Its own tests switch it on; elsewhere processes that nobody has asked for are in the way.
     os.environ["NBLAUNCH_STANDBY"] = "0"
     os.environ["TMPDIR"] = tempfile.tempdir = str(private)
-    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+    # The registry of sessions is in the last one, and not where the user's own sessions are.
+    os.environ.pop("XDG_RUNTIME_DIR", None)
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "XDG_STATE_HOME"):
         (private / name).mkdir()
         os.environ[name] = str(private / name)
     os.environ[MARK] = str(os.getpid())
@@ -168,7 +171,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def keepers_and_servers(found: Mapping[int, psutil.Process]) -> dict[int, psutil.Process]:
-    """Return the keepers among processes, each with the first of its children: the fork server.
+    """Return the keepers among processes, each with its first children: the fork server, and the runtime.
 
     All forks below a keeper have its command line, so a rank that was left behind is told by its place.
     """
@@ -180,8 +183,9 @@ def keepers_and_servers(found: Mapping[int, psutil.Process]) -> dict[int, psutil
     allowed = dict(keepers)
     for keeper in keepers.values():
         with contextlib.suppress(psutil.Error):
-            for server in sorted(keeper.children(), key=lambda each: each.create_time())[:1]:
-                allowed[server.pid] = server
+            its_own = 2 if "keep_runtime" in command(keeper) else 1
+            for child in sorted(keeper.children(), key=lambda each: each.create_time())[:its_own]:
+                allowed[child.pid] = child
     return allowed
 
 
@@ -221,9 +225,19 @@ def temporary_files() -> set[Path]:
     return kept | {path for path in here.iterdir() if not path.name.startswith(_NOT_OURS)}
 
 
+def free_connections() -> int:
+    """Return whether this process keeps a connection to its runtime for the next run, beside its link."""
+    local = sys.modules.get("nblaunch.client.local")
+    runtime = None if local is None else local.local().started
+    return 0 if runtime is None or runtime.keeper.poll() is not None else min(len(runtime._free), 1)
+
+
 def is_plain_file(target: str) -> bool:
     """Return whether a descriptor leads to a file on a disk, or in memory."""
-    return target.startswith("/") and not target.startswith("/dev/") and ".coverage" not in target
+    ours = target.removesuffix(" (deleted)").endswith(("/runtime.log", "/forkserver.log"))
+    return (
+        target.startswith("/") and not target.startswith("/dev/") and ".coverage" not in target and not ours
+    )
 
 
 def has_process_group() -> bool:
@@ -235,11 +249,6 @@ def has_process_group() -> bool:
 def start_method() -> str | None:
     """Return how multiprocessing starts processes, None where nobody has chosen."""
     return multiprocessing.get_start_method(allow_none=True)
-
-
-def hub_threads() -> set[int | None]:
-    """Return the hub's thread, if it runs."""
-    return {thread.ident for thread in threading.enumerate() if thread.name == "nblaunch-hub"}
 
 
 @dataclass
@@ -271,7 +280,7 @@ class ThisProcess:
         if Path.cwd() != self.directory:
             yield f"the working directory was {self.directory} and is {Path.cwd()}"
         for thread in threading.enumerate():
-            if thread.ident not in self.threads and thread.name != "nblaunch-hub":
+            if thread.ident not in self.threads:
                 yield f"the thread {thread.name!r} runs on"
         if has_process_group() != self.process_group:
             yield f"a default process group was {self.process_group} and is {has_process_group()}"
@@ -287,7 +296,7 @@ class Leftovers(ThisProcess):
     """
 
     files: dict[int, str] = field(default_factory=open_files)
-    hub: set[int | None] = field(default_factory=hub_threads)
+    free: int = field(default_factory=free_connections)
     others: Mapping[int, psutil.Process] = field(default_factory=processes)
     shared: set[str] = field(default_factory=shared_memory)
     temporary: set[Path] = field(default_factory=temporary_files)
@@ -310,12 +319,13 @@ class Leftovers(ThisProcess):
         files = open_files()
         new = {fd: target for fd, target in files.items() if self.files.get(fd) != target}
         yield from (f"descriptor {fd} is open: {to}" for fd, to in new.items() if is_plain_file(to))
-        # The hub and the fork server's control socket come with the first run, and with their successors.
-        first_use = hub_threads() != self.hub or servers != self.servers
+        # The connections to a runtime come with the first run, and with its successors.
+        first_use = servers != self.servers
         old = [target for target in self.files.values() if not target.startswith("/")]
         now = [target for target in files.values() if not target.startswith("/")]
-        if len(now) > len(old) and not first_use:
-            yield f"{len(now) - len(old)} more sockets or pipes are open: {sorted(set(now) - set(old))}"
+        more = len(now) - len(old) - (free_connections() - self.free)
+        if more > 0 and not first_use:
+            yield f"{more} more sockets or pipes are open: {sorted(set(now) - set(old))}"
 
     def _processes(
         self, found: Mapping[int, psutil.Process], allowed: Mapping[int, psutil.Process]
@@ -385,6 +395,17 @@ def leaves_nothing_behind(request):
     nothing_left(before, logs=not request.node.stash.get(_failed, False))
 
 
+@pytest.fixture
+def poke(monkeypatch):
+    """Give `poke(code)`, which runs code in this process's runtime: one that is started for the test."""
+    from nblaunch.client.local import local
+
+    local().close()
+    monkeypatch.setattr("nblaunch.client.boot.LIVE", NAME)
+    yield Poke()
+    local().close()
+
+
 @pytest.fixture(scope="session")
 def leftovers():
     """Give the check itself, to be tested."""
@@ -401,12 +422,16 @@ def unchanged_process(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def ends_with_the_session():
-    """At the very end close what one process keeps (hub, fork server), and check that this ends it."""
+    """At the very end end this process's runtime, and check that this ends all."""
     yield
-    if "nblaunch.group.runtime" in sys.modules:  # also where the doctor was all that used it
-        from nblaunch.group.runtime import local
+    if "nblaunch.client.local" in sys.modules:
+        from nblaunch.client.local import local
 
         local().close()
+    if "nblaunch.group.runtime" in sys.modules:  # the doctor has ranks' processes of its own
+        from nblaunch.group import runtime
+
+        runtime.local().close()
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []
@@ -462,28 +487,41 @@ class Pending:
         self._kernel = kernel
         self._message = message
         self._started = time.perf_counter()
+        self._ran = Ran()
+        self._ids: dict[str | None, int] = {}
 
     def finish(self, timeout: float = 60) -> Ran:
         """Wait for the cell's end and return what came of it; fail if it takes too long."""
-        ran, ids = Ran(), {}
         for kind, content in self._messages(timeout):
-            match kind:
-                case "stream" if content["name"] == "stdout":
-                    ran.stdout += content["text"]
-                case "stream":
-                    ran.stderr += content["text"]
-                case "execute_result":
-                    ran.result = content["data"].get("text/plain")
-                case "display_data":
-                    ids[content.get("transient", {}).get("display_id")] = len(ran.displays)
-                    ran.displays.append(content["data"])
-                case "update_display_data":
-                    ran.displays[ids[content["transient"]["display_id"]]] = content["data"]
-                case "error":
-                    shown = _ANSI.sub("", "\n".join(content["traceback"]))
-                    ran.error = KernelError(content["ename"], _ANSI.sub("", content["evalue"]), shown)
-        ran.seconds = time.perf_counter() - self._started
-        return ran
+            self._take(kind, content)
+        self._ran.seconds = time.perf_counter() - self._started
+        return self._ran
+
+    def shown(self, timeout: float = 60) -> Ran:
+        """Wait until the notebook shows a display, or the cell has ended; return what there is."""
+        for kind, content in self._messages(timeout):
+            self._take(kind, content)
+            if self._ran.displays:
+                break
+        return self._ran
+
+    def _take(self, kind: str, content: Any) -> None:
+        ran, ids = self._ran, self._ids
+        match kind:
+            case "stream" if content["name"] == "stdout":
+                ran.stdout += content["text"]
+            case "stream":
+                ran.stderr += content["text"]
+            case "execute_result":
+                ran.result = content["data"].get("text/plain")
+            case "display_data":
+                ids[content.get("transient", {}).get("display_id")] = len(ran.displays)
+                ran.displays.append(content["data"])
+            case "update_display_data":
+                ran.displays[ids[content["transient"]["display_id"]]] = content["data"]
+            case "error":
+                shown = _ANSI.sub("", "\n".join(content["traceback"]))
+                ran.error = KernelError(content["ename"], _ANSI.sub("", content["evalue"]), shown)
 
     def _messages(self, timeout: float) -> Iterator[tuple[str, Any]]:
         deadline = time.monotonic() + timeout
@@ -657,6 +695,23 @@ def start_kernel(kernel_client):  # noqa: ARG001 - the order matters
         each.close()
 
 
+@pytest.fixture
+def detached_kernels(start_kernel, tmp_path, monkeypatch):
+    """Give `start_kernel`, for kernels that leave detached sessions; these are ended, and none is listed.
+
+    They have a registry of their own: this process may have sessions that other tests share.
+    """
+    (tmp_path / "state").mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield start_kernel
+    from nblaunch.client import directory
+
+    for name in directory.detached():
+        directory.stop(name)
+    listed = Path(os.environ["XDG_STATE_HOME"]) / "nblaunch"
+    eventually(lambda: not [*listed.glob("*.json"), *listed.glob("*.lock")], "no session is listed")
+
+
 # --- plain Python and terminal IPython -------------------------------------------------------------
 
 Program = subprocess.CompletedProcess[str]
@@ -692,6 +747,15 @@ def script(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture
+def own():
+    """Give what checks of the doctor use that need a fork server or a private directory."""
+    from nblaunch.checks.runtime import DoctorRuntime
+
+    with contextlib.closing(DoctorRuntime()) as made:
+        yield made
 
 
 @pytest.fixture

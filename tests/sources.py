@@ -13,7 +13,7 @@ from pathlib import Path
 MEGABYTE = 1 << 20
 
 INTERRUPTER = """
-import linecache, os, random, sys, threading, time
+import linecache, os, random, signal, sys, threading, time
 import psutil
 import nblaunch
 
@@ -25,7 +25,7 @@ def in_finalizer(frame):
     return False
 
 class Interrupt:
-    # Raises KeyboardInterrupt before the line of ours, in this file, that is the `at`-th to be executed.
+    # Is the stop button before the line of ours, in this file, that is the `at`-th to be executed.
     def __init__(self, at, file="/nblaunch/"):
         self.at, self.file, self.lines, self.where = at, file, 0, None
     def __call__(self, frame, event, arg):
@@ -39,7 +39,7 @@ class Interrupt:
             if self.lines == self.at:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self.each
 
 def traced(call, interrupt):

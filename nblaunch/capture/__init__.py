@@ -32,5 +32,5 @@ Modules, each after those that it imports:
     names          the names of the notebook that a cell needs, magics and shell commands included
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
     capture        a cell, a call, a push: what is sent for it, ready to be written
-    shared_memory  payloads in memory files (or files), written once and mapped
+    shared_memory  payloads in memory files (or files), written once, held and mapped
 """

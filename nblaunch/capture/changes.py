@@ -10,6 +10,7 @@ outside memory, and of objects of C extensions that are large or cannot be pickl
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import io
 import itertools
@@ -275,13 +276,19 @@ def content_of(obj: Any) -> Content | None:
 
 
 def _state_of(obj: Any) -> Content | None:
-    if isinstance(obj, list | dict | set | tuple | type(sys)):
+    if isinstance(obj, tuple | types.ModuleType):
         return None
     reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if not isinstance(reduced, tuple) or reduced[0].__name__ != "__newobj__":
+    if not isinstance(reduced, tuple):
         return None
-    state = reduced[2] if len(reduced) > 2 else None  # noqa: PLR2004 - the state's place, by pickle's protocol
-    return "object", dict(state) if type(state) is dict else state
+    make, arguments, *rest = reduced
+    # What is made of nothing has all its content in the rest: `types.SimpleNamespace` has.
+    usual = make is copyreg.__newobj__  # type: ignore[attr-defined] # pickle's own, which PEP 307 describes
+    if not usual and (make is not type(obj) or arguments or not rest):
+        return None
+    given: tuple[Any, ...] = (*rest, None, None, None)
+    state, elements, items = given[:3]
+    return "object", (dict(state) if type(state) is dict else state, list(elements or ()), dict(items or ()))
 
 
 def fill(target: Any, content: Content) -> Callable[[], None]:
@@ -314,10 +321,18 @@ def _fill_class(target: Any, data: Any) -> None:
 
 
 def _fill_object(target: Any, data: Any) -> None:
-    if hasattr(target, "__setstate__"):
-        target.__setstate__(data)
+    state, elements, items = data
+    if isinstance(target, list | dict | deque):  # of a class of its own
+        target.clear()
+    if elements:
+        target.extend(elements)
+    for name, value in items.items():
+        target[name] = value
+    # As pickle does, but that its class is asked: a settings object may answer to any name.
+    if state is not None and hasattr(type(target), "__setstate__"):
+        target.__setstate__(state)
         return
-    attributes, slots = data if isinstance(data, tuple) else (data, None)
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
     if hasattr(target, "__dict__"):
         _fill_dict(target.__dict__, attributes or {})
     for name, value in (slots or {}).items():

@@ -100,9 +100,13 @@ class ObjectTable:
         gc.callbacks.append(collecting)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget all objects, and the garbage collector."""
         if self._collecting in gc.callbacks:
             gc.callbacks.remove(self._collecting)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all objects."""
         self._entries, self._held, self._keys, self._lost = {}, {}, {}, []
 
     def add(self, obj: Any, key: int) -> None:

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -39,6 +40,7 @@ _libc.munmap.restype = ctypes.c_int
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
+_DESCRIPTORS = Path("/proc/self/fd")
 _ALIGNMENT = 64
 _COPY_STEP = 64 * 1024 * 1024
 _RESERVE = 0.95
@@ -55,6 +57,10 @@ class Outgoing(contextlib.ExitStack):
         super().__init__()
         self.payload = payload
         self.callback(release)
+
+
+class HeldPayload(Outgoing):
+    """What another process has made, and this one holds; `close` frees what no process has mapped."""
 
 
 def put(packed: Packed, directory: Callable[[], Path]) -> Outgoing:
@@ -111,7 +117,9 @@ def _in_memory(fd: int, packed: Packed, sizes: tuple[int, ...], total: int) -> O
     except BaseException:
         os.close(fd)
         raise
-    return Outgoing(Payload(sizes=sizes, pid=os.getpid(), fd=fd), lambda: os.close(fd))
+    return Outgoing(
+        Payload(sizes=sizes, pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino), lambda: os.close(fd)
+    )
 
 
 def _on_disk(packed: Packed, sizes: tuple[int, ...], total: int, directory: Path) -> Outgoing:
@@ -163,15 +171,44 @@ def joined(payload: Payload, *, private: bool) -> memoryview:
     if payload.inline is not None:
         can_be_written = private or len(payload.sizes) > 1
         return memoryview(bytearray(payload.inline) if can_be_written else payload.inline)
-    path = payload.path or f"/proc/{payload.pid}/fd/{payload.fd}"
-    fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
+    fd = _opened(payload, total, os.O_RDONLY if private else os.O_RDWR)
     try:
-        if os.fstat(fd).st_size < total:
-            msg = f"a payload of {total} bytes was announced, and {path} is shorter"
-            raise OSError(msg)
         return _mapped(fd, total, private=private) if total > _COPIED else memoryview(_read(fd, total))
     finally:
         os.close(fd)
+
+
+def hold(payload: Payload, directory: Callable[[], Path]) -> HeldPayload:
+    """Open what another process has made, and map nothing: from now on this process is the one that holds it.
+
+    Whatever becomes of its maker, it can be mapped until `close`. Without /proc there are only files on disk:
+    they are linked into the private directory that `directory` names. Raises `OSError` as `get` does.
+    """
+    if payload.inline is not None:
+        return HeldPayload(payload)
+    fd = _opened(payload, _layout(payload.sizes)[1], os.O_RDWR)
+    if _DESCRIPTORS.is_dir():
+        held = Payload(sizes=payload.sizes, pid=os.getpid(), fd=fd, inode=os.fstat(fd).st_ino)
+        return HeldPayload(held, lambda: os.close(fd))
+    os.close(fd)
+    link = directory() / f"held-{secrets.token_hex(8)}"
+    os.link(payload.path, link)
+    return HeldPayload(Payload(sizes=payload.sizes, path=str(link)), lambda: link.unlink(missing_ok=True))
+
+
+def _opened(payload: Payload, total: int, flags: int) -> int:
+    """Return a descriptor of the file that a payload is in; raise `OSError` if it is not all there."""
+    path = payload.path or f"/proc/{payload.pid}/fd/{payload.fd}"
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if payload.inode in (0, found.st_ino) and found.st_size >= total:
+        return fd
+    os.close(fd)
+    if payload.inode not in (0, found.st_ino):
+        msg = f"a payload of {total} bytes was in {path}, which its owner has closed since"
+        raise FileNotFoundError(msg)
+    msg = f"a payload of {total} bytes was announced, and {path} is shorter"
+    raise OSError(msg)
 
 
 def _mapped(fd: int, total: int, *, private: bool) -> memoryview:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch import _notebook
-from nblaunch.checks import gpu, machine, notebook, processes
+from nblaunch.checks import detached, gpu, machine, notebook, processes, runtime
 from nblaunch.checks import nccl as nccl_check
 from nblaunch.checks.report import DoctorReport, Finding, warning
+from nblaunch.checks.runtime import DoctorRuntime
 
 _SECONDS = 4.4
 _RESOLVER_SECONDS = 2.0
+_LOADING_SECONDS = 10.0
 _SLOW_TORCH = "Importing torch takes long here. Is the machine busy, or the environment on a slow disk?"
 
 
@@ -27,41 +32,49 @@ class Check:
     if_stuck: str = ""
 
 
-CHECKS: tuple[Check, ...] = (
-    Check("versions", notebook.versions),
-    Check("torch", processes.build, if_stuck=_SLOW_TORCH),
-    Check("NCCL", processes.nccl, if_stuck=_SLOW_TORCH),
-    Check("GPU", gpu.gpus, if_stuck=_SLOW_TORCH),
-    Check("GPU health", gpu.health, if_stuck=_SLOW_TORCH),
-    Check(
-        "fork server",
-        processes.fork_server,
-        if_stuck="The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early.",
-    ),
-    Check("processes", processes.process_control),
-    Check("hand-over", processes.hand_over),
-    Check("loopback", processes.loopback),
-    Check(
-        "hostname",
-        processes.hostname,
-        seconds=_RESOLVER_SECONDS,
-        if_stuck="The resolver hangs, and so does torch code that looks this machine up. Add a line "
-        "`127.0.1.1 <hostname>` to /etc/hosts.",
-    ),
-    Check("/dev/shm", machine.shared_memory),  # noqa: S108 - a name
-    Check(
-        "temp dir",
-        machine.temporary_directory,
-        if_stuck="The disk does not answer. Set TMPDIR to a directory on a local disk.",
-    ),
-    Check("leftovers", machine.leftovers),
-    Check("open files", machine.open_files),
-    Check("process limit", machine.processes),
-    Check("memory", machine.memory),
-    Check("CPU threads", machine.threads),
-    Check("notebook", notebook.front_end),
-    Check("this process", processes.this_process),
-)
+_THIS_PROCESS = Check("this process", processes.this_process)
+
+
+def checks(own: DoctorRuntime) -> tuple[Check, ...]:
+    """Return all checks; those that need a fork server or a private directory use `own`."""
+    return (
+        Check("versions", notebook.versions),
+        Check("torch", processes.build, if_stuck=_SLOW_TORCH),
+        Check("NCCL", processes.nccl, if_stuck=_SLOW_TORCH),
+        Check("GPU", gpu.gpus, if_stuck=_SLOW_TORCH),
+        Check("GPU health", own.of(gpu.health), if_stuck=_SLOW_TORCH),
+        Check(
+            "fork server",
+            own.of(processes.fork_server),
+            if_stuck="The first run waits for it. %load_ext nblaunch at the top of a notebook starts it "
+            "early.",
+        ),
+        Check("runtime", runtime.of_this_process, if_stuck="It starts, or is stopped."),
+        Check("processes", processes.process_control),
+        Check("hand-over", processes.hand_over),
+        Check("loopback", processes.loopback),
+        Check(
+            "hostname",
+            processes.hostname,
+            seconds=_RESOLVER_SECONDS,
+            if_stuck="The resolver hangs, and so does torch code that looks this machine up. Add a line "
+            "`127.0.1.1 <hostname>` to /etc/hosts.",
+        ),
+        Check("/dev/shm", machine.shared_memory),  # noqa: S108 - a name
+        Check(
+            "temp dir",
+            own.of(machine.temporary_directory),
+            if_stuck="The disk does not answer. Set TMPDIR to a directory on a local disk.",
+        ),
+        Check("leftovers", own.of(machine.leftovers)),
+        Check("detached", own.of(detached.detached_sessions)),
+        Check("open files", machine.open_files),
+        Check("process limit", machine.processes),
+        Check("memory", machine.memory),
+        Check("CPU threads", machine.threads),
+        Check("notebook", notebook.front_end),
+        _THIS_PROCESS,
+    )
 
 
 def doctor(*, nccl: bool = False) -> DoctorReport:
@@ -72,8 +85,8 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
     directory, limits on files, processes and memory, what the notebook can show, and versions that do not
     fit together.
 
-    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. The fork server
-    is started if it was not running, as the first run would start it; nothing else changes.
+    It takes less than 5 seconds, never raises, and does not initialise CUDA in this process. A fork server is
+    started for it, as a run would start one, and ended with it; nothing changes.
 
     With `nccl` every GPU takes part in an NCCL all_reduce, in processes of its own. That takes seconds, and
     up to a minute and a half where it does not work.
@@ -87,16 +100,17 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
     """
     if _notebook.inside_rank() is not None:
         # A rank has no business with a fork server or a runtime directory of its own.
-        return examine([each for each in CHECKS if each.find is processes.this_process])
-    report = examine()
-    if not nccl:
-        return report
-    started = time.monotonic()
-    found = _found_by(Check(nccl_check.NAME, nccl_check.all_reduce))
-    return DoctorReport((*report.findings, *found), report.seconds + time.monotonic() - started)
+        return examine([_THIS_PROCESS])
+    with contextlib.closing(DoctorRuntime()) as own:
+        report = examine(checks(own))
+        if not nccl:
+            return report
+        started = time.monotonic()
+        found = _found_by(Check(nccl_check.NAME, own.of(nccl_check.all_reduce)))
+        return DoctorReport((*report.findings, *found), report.seconds + time.monotonic() - started)
 
 
-def examine(checks: Sequence[Check] = CHECKS) -> DoctorReport:
+def examine(checks: Sequence[Check]) -> DoctorReport:
     """Run the checks and return what they found, in their order."""
     started = time.monotonic()
     running = [_Running(check) for check in checks]
@@ -142,3 +156,18 @@ def _found_by(check: Check, catch: type[BaseException] = Exception) -> list[Find
             described = type(error).__name__
         summary = f"could not be checked: {described}"
         return [warning(check.name, summary, "Please report this, with the text above.")]
+
+
+def _let_torch_load() -> None:
+    """Wait for a check that imports torch: an import that goes on while Python ends crashes the process."""
+    deadline = time.monotonic() + _LOADING_SECONDS
+    while time.monotonic() < deadline and any(map(_loading, ("torch", "torch.distributed"))):
+        time.sleep(0.02)
+
+
+def _loading(module: str) -> bool:
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return getattr(spec, "_initializing", False)
+
+
+atexit.register(_let_torch_load)

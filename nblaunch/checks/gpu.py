@@ -24,9 +24,9 @@ from typing import Any
 
 from nblaunch import _devices
 from nblaunch._errors import LaunchError
-from nblaunch.checks.processes import in_a_fork, why_no_torch
+from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, problem, warning
-from nblaunch.group.runtime import local
+from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.protocol.reports import size
 
 _SECONDS = 3.5
@@ -270,7 +270,7 @@ def refused_pairs(matrix: str) -> tuple[list[str], int]:
 # process. What the driver does not report is not judged.
 
 
-def health() -> Iterator[Finding]:
+def health(own: DoctorRuntime) -> Iterator[Finding]:
     """Report what is wrong with the GPUs themselves."""
     if why_no_torch():
         return
@@ -294,7 +294,7 @@ def health() -> Iterator[Finding]:
     yield from memory_errors(used)
     yield from driver_errors(used, answers.get("xids", ()))
     if any("capability" in gpu for gpu in used.values()):
-        yield from architecture(used, torchs_architectures(deadline))
+        yield from architecture(used, torchs_architectures(own, deadline))
     yield from persistence(used)
     yield from nvlink(used, answers)
 
@@ -433,16 +433,14 @@ def runs_on(capability: tuple[int, ...], built_for: Sequence[str]) -> bool:
     return False
 
 
-def torchs_architectures(deadline: float) -> list[str]:
+def torchs_architectures(own: DoctorRuntime, deadline: float) -> list[str]:
     """Return what torch was built for, nothing where that is not known in time (monotonic).
 
     Asked in a fork: torch may initialise CUDA to answer.
     """
-    runtime = local()
-    answer = runtime.directory.root() / f"architectures-{os.getpid()}-{time.monotonic_ns()}"
+    answer = own.directory.root() / "architectures"
     try:
-        runtime.server.ensure_running()
-        in_a_fork(write_architectures, str(answer), seconds=max(deadline - time.monotonic(), 0.1))
+        own.fork(write_architectures, str(answer), seconds=max(deadline - time.monotonic(), 0.1))
         return list(json.loads(answer.read_text()))
     except (LaunchError, OSError, ValueError):
         return []  # another check reports why nothing can be forked

@@ -18,10 +18,11 @@ import psutil
 
 from nblaunch import _cgroups
 from nblaunch._errors import LaunchError
+from nblaunch._runtime_dir import PREFIX
 from nblaunch.checks.report import Finding, by_room, ok, problem, warning
+from nblaunch.checks.runtime import DoctorRuntime
+from nblaunch.client.local import local
 from nblaunch.elastic import descriptors
-from nblaunch.elastic.runtime_dir import PREFIX
-from nblaunch.group.runtime import local
 from nblaunch.protocol.reports import size
 
 cgroups = _cgroups.directories
@@ -45,16 +46,14 @@ _YOUNG_SECONDS = 60.0
 
 
 def open_files() -> Iterator[Finding]:
-    """Compare the limits on open files with what ranks take in this process; a run raises the soft one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Compare the limit on open files with what ranks, and the runtime for them, take."""
+    # The soft one does not matter: the runtime and the ranks raise theirs.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         yield ok("open files", "no limit")
         return
-    used = descriptors.in_use(soft)
-    ranks = descriptors.room(used, hard)
-    summary = f"{used} of {hard} in use by this process"
-    if soft < hard:
-        summary += f" (the limit is {soft} until a run needs more)"
+    ranks = descriptors.room(hard)
+    summary = f"up to {hard} for each process"
     wanted = _MANY_RANKS if hard >= _FILES_WANTED else ranks + 1
     advice = "Raise it: ulimit -n 65536 where Jupyter is started."
     yield _room_for("open files", ranks, wanted, summary, advice)
@@ -166,11 +165,11 @@ def shared_memory() -> Iterator[Finding]:
     yield by_room(_SHARED, free, summary, advice, needed=_SHARED_NEEDED, wanted=_SHARED_WANTED)
 
 
-def temporary_directory() -> Iterator[Finding]:
+def temporary_directory(own: DoctorRuntime) -> Iterator[Finding]:
     """Make what a run makes there: a private directory, a file, a unix socket."""
     name = "temp dir"
     try:
-        root = local().directory.root()
+        root = own.directory.root()
     except (LaunchError, OSError) as error:
         yield problem(name, str(error), "Set TMPDIR to a short path that you may write to.")
         return
@@ -217,14 +216,12 @@ def _same_file(one: Path, other: Path) -> bool:
     return False
 
 
-def leftovers() -> Iterator[Finding]:
+def leftovers(own: DoctorRuntime) -> Iterator[Finding]:
     """Report runtime directories whose kernel was killed together with all processes below it."""
-    bases, own = {Path(tempfile.gettempdir())}, Path()
-    with contextlib.suppress(LaunchError, OSError):
-        own = local().directory.root()
-        bases.add(own.parent)
+    mine = [each for each in (local().directory.made, own.directory.made) if each is not None]
+    bases = {Path(tempfile.gettempdir()), *(each.parent for each in mine)}
     found = [each for base in sorted(bases) for each in sorted(base.glob(f"{PREFIX}*"))]
-    candidates = [each for each in found if each != own and _old(each)]
+    candidates = [each for each in found if each not in mine and _old(each)]
     in_use = _paths_in_use() if candidates else ""
     dead = [str(each) for each in candidates if str(each) not in in_use]
     if not dead:

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nblaunch._runtime_dir import remove_tree
 from nblaunch.checks.processes import why_no_torch
 from nblaunch.checks.report import Finding, count_of, ok, on_one_line, problem
+from nblaunch.checks.runtime import DoctorRuntime
 from nblaunch.elastic import placement
-from nblaunch.elastic.runtime_dir import remove_tree
-from nblaunch.group.runtime import local
 
 NAME = "NCCL all_reduce"
 _SECONDS = 60.0
@@ -46,7 +46,7 @@ RankReport = dict[str, Any]
 """What one rank has reported, by name; `at` is the step that it has reached."""
 
 
-def all_reduce() -> Iterator[Finding]:
+def all_reduce(own: DoctorRuntime) -> Iterator[Finding]:
     """Have the GPUs that ranks would get reduce 64 MiB together; report the bandwidth, or what failed."""
     if why_no_torch():
         return
@@ -56,19 +56,21 @@ def all_reduce() -> Iterator[Finding]:
     if count == 0:
         yield ok(NAME, "left out: ranks use NCCL on GPUs only, and there is none here for this torch")
         return
-    reports, failed = _try(count, {}, _SECONDS)
+    reports, failed = _try(own, count, {}, _SECONDS)
     if not failed:
         yield _success(reports)
     elif count > 1 and "NCCL_P2P_DISABLE" not in os.environ:
-        _, still = _try(count, {"NCCL_P2P_DISABLE": "1"}, _AGAIN_SECONDS)
+        _, still = _try(own, count, {"NCCL_P2P_DISABLE": "1"}, _AGAIN_SECONDS)
         yield problem(NAME, failed, _ADVICE if still else _PEERS_ADVICE)
     else:
         yield problem(NAME, failed, _ADVICE)
 
 
-def _try(count: int, environ: Mapping[str, str], seconds: float) -> tuple[list[RankReport], str]:
+def _try(
+    own: DoctorRuntime, count: int, environ: Mapping[str, str], seconds: float
+) -> tuple[list[RankReport], str]:
     """Run it once; return what each rank has reported, and what failed, nothing if all is well."""
-    scratch = local().directory.make("doctor-")
+    scratch = own.directory.make("doctor-")
     outputs = [scratch / f"rank{rank}" for rank in range(count)]
     ranks: list[subprocess.Popen[bytes]] = []
     try:

@@ -12,20 +12,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch.checks.report import Finding, ok, problem, warning
-from nblaunch.elastic.forkserver import RankProcess
-from nblaunch.group.runtime import local
+from nblaunch.checks.runtime import DoctorRuntime
 
 _BACKENDS = ("gloo", "nccl", "ucc", "mpi", "xccl")
 _REINSTALL = "Install it again, as https://pytorch.org/get-started says for this machine."
 _OF_A_RANK = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR")
 _SLOWED = ("NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1")
-_LOG = "forkserver.log"
 _SLOW_SECONDS = 3.0
 _JOIN_SECONDS = 2.0
 _CHILD_SECONDS = 3.0
@@ -102,31 +100,26 @@ def why_no_torch() -> str:
     return ""
 
 
-def fork_server() -> Iterator[Finding]:
-    """Fork a process from the kernel's fork server, as a rank is forked; measure how long that takes."""
+def fork_server(own: DoctorRuntime) -> Iterator[Finding]:
+    """Start a fork server and fork a process from it, as a rank is forked; measure how long that takes."""
     name = "fork server"
-    server = local().server
-    before = server.pid
     started = time.monotonic()
     try:
-        server.ensure_running()
-        # Opened now: a server that ends takes the directory of its log along.
-        log = (server.directory.root() / _LOG).open(errors="replace")
+        log = own.start()
     except (LaunchError, OSError) as error:
         yield _no_fork(name, str(error))
         return
     with log:
         try:
             # A function of the standard library: nothing of the notebook is sent.
-            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
+            own.fork(os.getpid, seconds=_JOIN_SECONDS)
             ready = time.monotonic()
-            in_a_fork(os.getpid, seconds=_JOIN_SECONDS)
+            own.fork(os.getpid, seconds=_JOIN_SECONDS)
         except (LaunchError, OSError) as error:
             yield _no_fork(name, log.read().strip() or str(error))
             return
     took, forked = ready - started, time.monotonic() - ready
-    word = "ready" if server.pid == before else "started"
-    summary = f"{word} after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
+    summary = f"started after {took:.2f} s; a rank is forked in {forked * 1000:.0f} ms"
     advice = (
         "The first run waits for it. %load_ext nblaunch at the top of a notebook starts it early; with "
         "torch on a local disk it starts faster."
@@ -137,19 +130,6 @@ def fork_server() -> Iterator[Finding]:
 def _no_fork(name: str, words: str) -> Finding:
     """Return the problem that makes every run fail; of a traceback the last line."""
     return problem(name, f"no rank can be forked: {words.splitlines()[-1]}", "Mend that first.")
-
-
-def in_a_fork(target: Callable[..., object], *args: str, seconds: float) -> None:
-    """Run a function in a fork of the running fork server. Raises `TimeoutError`, an `OSError`."""
-    process = RankProcess(target=target, args=args, name="nblaunch-doctor")
-    with local().server.forking():
-        process.start()
-    process.join(seconds)
-    if process.exitcode is None:
-        process.kill()
-        msg = f"a process was forked, and did not end within {seconds:g} s"
-        raise TimeoutError(msg)
-    process.close()
 
 
 def process_control() -> Iterator[Finding]:

@@ -6,15 +6,17 @@ of its own, since on the main thread it would install signal handlers. It report
 or a node, by the calls of `AgentEvents`, on its thread; the owner calls `release`, `restart`, `stop` and
 others from any thread, which set a flag and wake the agent.
 
-    kernel                             keeper: subreaper, no torch      fork server: torch loaded, no CUDA
+    runtime                            keeper: subreaper, no torch      fork server: torch loaded, no CUDA
       agent thread ── fork requests ─────────────────────────────────────> fork ──> rank, rank, ...
-      any thread ──── control ────────> ping, sweep, end
-      (both are socket pairs)            └─ waits for the end of the kernel and of the fork server
+      any thread ──── orders ─────────> ping, sweep, start, end
+      (both are socket pairs)            └─ waits for the end of the kernel, of the runtime and of the server
 
-The keeper is started by `subprocess`, forks the server and outlives the kernel by a moment. A child of the
-keeper that is not the fork server does not live: it is killed when the agent asks (`sweep`, at the end of
-each worker group), when the fork server is gone, and when the kernel is gone, however it ended; in
-the last case the runtime directory goes too. A rank is a fork of the server, in a session of its own, and is
+The keeper is started by `subprocess` (`nblaunch._keeper`), forks the server and outlives the kernel by a
+moment. The runtime is forked by the server and adopted by the keeper; a process that is a runtime to itself
+(a node that joins, the doctor) has a keeper and a server of its own. A child of the keeper that is neither
+server nor runtime does not live: it is killed when the agent orders it (`sweep`, at the end of each worker
+group), when the fork server is gone, and when the runtime or the kernel is gone, however it ended; in the
+last case the private directory goes too. A rank is a fork of the server, in a session of its own, and is
 killed when the server ends.
 
 A run on one machine has a rendezvous on the loopback interface; with `--nnodes` it is torch's c10d or static
@@ -35,13 +37,13 @@ Modules, each after those that it imports:
 
     descriptors        how many file descriptors a run needs; raises the soft limit
     hooks              torchelastic's events of a run; the watchdog of expiration timers; layouts of log files
-    logs               reading log files as they grow
+    logs               reading log files as they grow, and bounding them
     placement          ranks, devices and backend for this machine; what it cannot do, by name
     preload            the fork server's own loop, and what its forks are given to call, by name
-    runtime_dir        the private directory of this process
     settings           what an agent needs to know, and what it reports
+    process_options    from options and environment to how processes start; what cannot be done, by name
     keeper             the keeper's own program
-    rendezvous   from options to torch's rendezvous: configuration, stores, handlers
-    forkserver         starts keeper and fork server; a multiprocessing context whose processes it forks
+    rendezvous         from options to torch's rendezvous: configuration, stores, handlers
+    forkserver         reaches the fork server, or starts one; a multiprocessing context that forks from it
     agent              `RankAgent`, and the thread that it runs on
 """

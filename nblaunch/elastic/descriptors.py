@@ -1,7 +1,7 @@
 """How many descriptors a run takes, and whether there are that many.
 
 libzmq aborts the whole process when it accepts a connection and the limit is reached, so there must be room
-before the first rank connects. Measured with torch 2.13: a rank takes up to seven descriptors of the kernel
+before the first rank connects. Measured with torch 2.13: a rank takes up to seven descriptors of the runtime
 (two pipes of its process, its connections to the hub and to the store, two log files, a mapped value), and
 has about thirty of its own and one for each peer and process group.
 """
@@ -14,14 +14,13 @@ import os
 import resource
 
 from nblaunch._errors import LaunchError
+from nblaunch._inherited import RANK_AT_ALL, RANK_PER_PEER, allows, needed_by_rank
 
-KERNEL_AT_ALL = 32
-KERNEL_PER_RANK = 7
+RUNTIME_AT_ALL = 32
+RUNTIME_PER_RANK = 7
 _PIPES = 2
-_RANK_AT_ALL = 64
-_RANK_PER_PEER = 2
 _SCARCE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
-# Room for what the notebook opens while ranks start, in the limit that is set.
+# Room for what else is opened while ranks start, in the limit that is set.
 _MARGIN = 64
 # Programs that close all descriptors one by one take long over a limit of a billion.
 _ENOUGH = 65_536
@@ -30,39 +29,27 @@ _ENOUGH = 65_536
 def make_room(nproc: int, *, replaced: int = 0) -> None:
     """Raise this process's soft limit if `nproc` more ranks need it; refuse if the hard one is too low.
 
-    A soft limit that suffices stays as it is. One that was raised stays raised: ranks, and what the notebook
-    has opened meanwhile, may use the numbers above the old one. Of `replaced` ranks, which have ended, the
+    A soft limit that suffices stays as it is. One that was raised stays raised: ranks, and what has been
+    opened meanwhile, may use the numbers above the old one. Of `replaced` ranks, which have ended, the
     pipes are still open, and are closed as the others start. Raises `LaunchError` with both numbers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(in_use(soft) - _PIPES * replaced, 0)
-    needed = used + KERNEL_AT_ALL + KERNEL_PER_RANK * nproc
-    own = _needed_by_rank(nproc)
-    if not _allows(hard, own):
+    needed = used + RUNTIME_AT_ALL + RUNTIME_PER_RANK * nproc
+    own = needed_by_rank(nproc)
+    if not allows(hard, own):
         raise LaunchError(_too_few(nproc, f"each of which needs about {own} of its own", hard), phase="fork")
-    if _allows(soft, needed):
+    if allows(soft, needed):
         return
-    if not _allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
+    if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"for which this process needs about {needed} ({used} are open already)"
         raise LaunchError(_too_few(nproc, what, hard), phase="fork")
 
 
-def soft_limit_of_rank(nproc: int, soft: int, hard: int) -> int:
-    """Return the soft limit of a rank with `nproc` on this machine: the notebook's, if that suffices."""
-    wanted = _needed_by_rank(nproc)
-    if _allows(soft, wanted):
-        return soft
-    return wanted if _allows(hard, wanted) else hard
-
-
-def _needed_by_rank(nproc: int) -> int:
-    return _RANK_AT_ALL + _RANK_PER_PEER * nproc
-
-
-def room(used: int, hard: int) -> int:
-    """Return how many ranks this process can start under a hard limit: for itself, and for each of them."""
-    here = (hard - used - KERNEL_AT_ALL) // KERNEL_PER_RANK
-    return max(min(here, (hard - _RANK_AT_ALL) // _RANK_PER_PEER), 0)
+def room(hard: int) -> int:
+    """Return how many ranks a runtime can start under a hard limit: for itself, and for each of them."""
+    here = (hard - RUNTIME_AT_ALL) // RUNTIME_PER_RANK
+    return max(min(here, (hard - RANK_AT_ALL) // RANK_PER_PEER), 0)
 
 
 def in_use(limit: int) -> int:
@@ -78,7 +65,7 @@ def in_use(limit: int) -> int:
 
 
 def raise_soft_limit() -> None:
-    """Raise this process's soft limit as far as anybody needs; not for the kernel, which is the user's."""
+    """Raise this process's soft limit as far as anybody needs; for the keeper and what it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _raise(_ENOUGH, soft, hard)
 
@@ -90,17 +77,13 @@ def _too_few(nproc: int, what: str, hard: int) -> str:
     )
 
 
-def _allows(limit: int, wanted: int) -> bool:
-    return limit == resource.RLIM_INFINITY or limit >= wanted
-
-
 def _raise(wanted: int, soft: int, hard: int) -> bool:
     """Return whether the soft limit is now `wanted`, or the hard one where that is lower."""
-    wanted = wanted if _allows(hard, wanted) else hard
-    if not _allows(soft, wanted):
+    wanted = wanted if allows(hard, wanted) else hard
+    if not allows(soft, wanted):
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return _allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], wanted)
+    return allows(resource.getrlimit(resource.RLIMIT_NOFILE)[0], wanted)
 
 
 def scarcity(error: BaseException) -> int:

@@ -1,4 +1,4 @@
-"""The fork server: one per kernel, torch imported, CUDA never touched; ranks are forked from it.
+"""The fork server: one per runtime, torch imported, CUDA never touched; ranks are forked from it.
 
 It does what the standard library's `multiprocessing.forkserver` does, with these differences: it is ours
 alone (the user's own `forkserver` context is left as it is), it is started under the keeper, requests reach
@@ -15,18 +15,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, context, forkserver, popen_forkserver, process, reduction, util
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError
-from nblaunch._process_tree import this_python
+from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root, environment, start
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic import descriptors, keeper
-from nblaunch.elastic.runtime_dir import RuntimeDirectory
 
 START_METHOD = "nblaunch"
 """The name under which `multiprocessing.get_context` finds our context; the default is not changed."""
@@ -53,19 +52,38 @@ class AbandonedError(Exception):
 
 
 class Server:
-    """The keeper and its fork server, started on first use and again if they died."""
+    """The fork server, as those see it who have it fork: started on first use, and again if it died.
 
-    def __init__(self, directory: RuntimeDirectory) -> None:
+    Its requests go to the fork server, its orders to the keeper.
+    """
+
+    def __init__(self, directory: RuntimeDirectory, environ: dict[str, str]) -> None:
         self.directory = directory
+        self.environ = environ
+        """The environment under which it has loaded Python, torch and what they need."""
+        self.has_forked = False
         self._lock = threading.RLock()
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._orders: socket.socket | None = None
         self._requests: socket.socket | None = None
         self._log = Path()
         self._count = 0
-        self.has_forked = False
-        self.environ: dict[str, str] = {}
-        """The environment under which it has loaded Python, torch and what they need."""
+
+    @staticmethod
+    def own(directory: RuntimeDirectory) -> OwnServer:
+        """Return the server of a process that starts a keeper itself."""
+        return OwnServer(directory)
+
+    @staticmethod
+    def given(
+        requests: socket.socket, orders: socket.socket, directory: RuntimeDirectory, environ: dict[str, str]
+    ) -> GivenServer:
+        """Return the server of a runtime, which its keeper has started, and starts again when ordered."""
+        return GivenServer(requests, orders, directory, environ)
+
+    @property
+    def pid(self) -> int | None:
+        """The keeper's process id, None if there is none."""
+        return os.getppid()
 
     def ensure_running(self) -> None:
         """Start the fork server if it is not running; does not wait until it is ready."""
@@ -79,60 +97,36 @@ class Server:
                         raise _refused(number) from error
                     raise
 
-    @property
-    def pid(self) -> int | None:
-        """The keeper's process id."""
-        return self._keeper.pid if self._keeper is not None else None
+    def _start(self) -> None:
+        raise NotImplementedError
 
-    def _alive(self) -> bool:
-        return self._keeper is not None and self._keeper.poll() is None
+    def stop(self) -> None:
+        """End the fork server and whatever is below it, and wait until it is gone."""
+        raise NotImplementedError
 
-    def _answers(self, request: bytes) -> bool:
-        """Send the keeper a request; return whether it and the fork server are there, and can be reached.
-
-        A fork server that has been killed takes its keeper along, a moment later.
-        """
-        if not self._alive() or self._control is None:
-            return False
-        self._control.settimeout(_ANSWER_TIMEOUT)
+    def _answers(self, kind: bytes) -> bool:
+        """Give the keeper an order; return whether it and the fork server are there, and can be reached."""
         try:
-            self._count = self._count % 255 + 1
-            self._control.sendall(request + bytes([self._count]))
-            while (answer := self._control.recv(1)) and answer[0] != self._count:
-                pass  # to a request that was interrupted
-            return bool(answer)
+            return not self._order(kind)
         except OSError:
             return False
 
-    def _start(self) -> None:
-        self.has_forked = False
-        root = self.directory.root()
-        self._log = root / "forkserver.log"
-        with contextlib.ExitStack() as stack:
-            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
-            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
-            fds = asked.fileno(), theirs.fileno()
-            code = (
-                f"import sys; sys.path[:] = {_absolute_path()!r}; from nblaunch.elastic.keeper import main; "
-                f"main(*{fds}, {os.getpid()}, {os.fspath(root)!r})"
-            )
-            self.environ = _environment()
-            log = stack.enter_context(self._log.open("ab"))
-            self._keeper = subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-                [*this_python(), "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environ,
-                pass_fds=fds,
-                # The stop button's SIGINT goes to the kernel's process group: we are not in it.
-                start_new_session=True,
-            )
-            self._control, self._requests = ours.dup(), asking.dup()
+    def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
+        """Give the keeper an order; return its error number. Raises `OSError` where it cannot be reached."""
+        if self._orders is None:
+            raise BrokenPipeError
+        self._orders.settimeout(_ANSWER_TIMEOUT)
+        self._count = self._count % 255 + 1
+        socket.send_fds(self._orders, [keeper.ORDER.pack(kind, self._count, len(rest)), rest], fds)
+        while len(answer := self._orders.recv(keeper.ANSWER.size)) == keeper.ANSWER.size:
+            number, error = keeper.ANSWER.unpack(answer)
+            if number == self._count:  # others answer orders that were interrupted
+                return int(error)
+        raise ConnectionResetError
 
     def loaded_under(self) -> dict[str, str]:
         """Return the environment under which the fork server has loaded torch, or will."""
-        return self.environ or _environment()
+        return self.environ or environment()
 
     @contextlib.contextmanager
     def forking(self, *, abandon: threading.Event | None = None) -> Iterator[None]:
@@ -188,21 +182,56 @@ class Server:
             text = self._log.read_text(errors="replace")[-4000:]
         return f"Its last words:\n{text or '(none)'}"
 
+
+class OwnServer(Server):
+    """The fork server of a process without a runtime, and its keeper, which ends with it."""
+
+    def __init__(self, directory: RuntimeDirectory) -> None:
+        super().__init__(directory, {})
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The keeper's process id."""
+        return self._keeper.pid if self._keeper is not None else None
+
+    def _alive(self) -> bool:
+        return self._keeper is not None and self._keeper.poll() is None
+
+    def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
+        """Give the keeper an order. A fork server that has been killed takes it along, a moment later."""
+        if not self._alive():
+            raise BrokenPipeError
+        return super()._order(kind, rest, fds)
+
+    def _start(self) -> None:
+        self.has_forked = False
+        root = self.directory.root()
+        self._log = root / FORK_SERVER_LOG
+        with contextlib.ExitStack() as stack:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            fds = asked.fileno(), theirs.fileno()
+            self.environ = environment()
+            arguments = (*fds, os.getpid(), os.fspath(root))
+            self._keeper = start("main", arguments, root=root, environ=self.environ, fds=fds)
+            self._orders, self._requests = ours.dup(), asking.dup()
+
     def stop(self) -> None:
-        """End the fork server and whatever is below it, and wait until it is gone."""
+        """End the keeper, the fork server and whatever is below it, and wait until they are gone."""
         with self._lock:
-            if self._alive() and self._control is not None and self._keeper is not None:
+            if self._alive() and self._orders is not None and self._keeper is not None:
                 with contextlib.suppress(OSError):
-                    self._control.sendall(keeper.END)
+                    self._orders.sendall(keeper.ORDER.pack(keeper.END, 0, 0))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._keeper.wait(_STOP_TIMEOUT)
                 if self._keeper.poll() is None:
                     self._keeper.kill()
                     self._keeper.wait()
-            for each in (self._control, self._requests):
+            for each in (self._orders, self._requests):
                 if each is not None:
                     each.close()
-            self._keeper = self._control = self._requests = None
+            self._keeper = self._orders = self._requests = None
 
     def abandon(self) -> None:
         """Leave the keeper to the process that this one is a fork of."""
@@ -211,27 +240,58 @@ class Server:
             self._keeper.returncode = 0
 
 
-def _absolute_path() -> list[str]:
-    here = _directory_or_root()
-    return [os.path.normpath(os.path.join(here, entry)) for entry in sys.path]
+class GivenServer(Server):
+    """The fork server beside a runtime; both are the keeper's children, and end with it."""
 
+    def __init__(
+        self,
+        requests: socket.socket,
+        orders: socket.socket,
+        directory: RuntimeDirectory,
+        environ: dict[str, str],
+    ) -> None:
+        super().__init__(directory, environ)
+        self._requests, self._orders = requests, orders
+        self._log = directory.root() / FORK_SERVER_LOG
 
-def _directory_or_root() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return os.sep  # it has been removed, which is for others to refuse
+    def _order(self, kind: bytes, rest: bytes = b"", fds: Sequence[int] = ()) -> int:
+        """Give the keeper an order. Without a keeper this process ends, as the system is about to have it."""
+        try:
+            return super()._order(kind, rest, fds)
+        except ConnectionError:
+            os._exit(1)
 
+    def adopted(self) -> None:
+        """Have the keeper watch this process, its child, as the runtime."""
+        with self._lock:
+            self._order(keeper.ADOPTED, str(os.getpid()).encode())
 
-_CALLS_CUDA = "KINETO_USE_DAEMON"
-"""Has torch initialise CUDA when it is imported, which no fork survives."""
+    def named(self, entry: Path) -> None:
+        """Have the keeper remove the runtime's entry in the registry in the end."""
+        with self._lock:
+            self._order(keeper.NAMED, os.fsencode(entry))
 
+    def detach(self) -> None:
+        """Have the keeper outlive the kernel."""
+        with self._lock:
+            self._order(keeper.DETACH)
 
-def _environment() -> dict[str, str]:
-    # torchrun's rule for more than one rank on a machine: one thread each where no number is set.
-    environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    environ.pop(_CALLS_CUDA, None)
-    return environ
+    def _start(self) -> None:
+        self.has_forked = False
+        with contextlib.ExitStack() as stack:
+            asking, asked = (stack.enter_context(each) for each in socket.socketpair())
+            if number := self._order(keeper.START, fds=[asked.fileno()]):
+                raise OSError(number, os.strerror(number))
+            self._requests = asking.dup()
+
+    def stop(self) -> None:
+        """End the fork server and whatever it has forked but this process, and wait until they are gone."""
+        with self._lock:
+            if self._requests is not None:
+                self._requests.close()
+                self._requests = None
+            with contextlib.suppress(OSError):
+                self._order(keeper.END)
 
 
 class RankPopen(popen_forkserver.Popen):
@@ -249,8 +309,8 @@ class RankPopen(popen_forkserver.Popen):
             "name": process_obj.name,
             "authkey": bytes(process.current_process().authkey),
             "log_to_stderr": False,
-            "sys_path": _absolute_path(),
-            "orig_dir": _directory_or_root(),
+            "sys_path": absolute_path(),
+            "orig_dir": directory_or_root(),
         }
         context.set_spawning_popen(self)
         try:

@@ -47,8 +47,8 @@ def check_handler(name: str) -> None:
         registered: Any = handlers._log_handlers  # noqa: SLF001 - see above
         known = ", ".join(sorted(registered))
         msg = (
-            f"event_log_handler={name!r} was asked for, but torchelastic has no such handler; there are: "
-            f"{known}. Register yours in torch.distributed.elastic.events.handlers, or give one of these."
+            f"event_log_handler={name!r} was asked for, but torchelastic has no such handler in the "
+            f"runtime's process, where the notebook's own are not known. Give one of these: {known}."
         )
         raise OptionError(msg) from None
 

@@ -1,15 +1,24 @@
-"""The keeper: a small process that outlives the kernel by a moment and leaves nothing behind.
+"""The keeper: a small process that outlives what it keeps by a moment and leaves nothing behind.
 
-    kernel --> keeper --> fork server --> rank, rank, ...
+    kernel --> keeper --+--> fork server --> rank, rank, ...
+                        +--> runtime
 
-It is the subreaper of everything below it: a child that a rank left behind, even one that started a
-session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive"
-is one rule: *a child of the keeper that is not the fork server does not live*. It is applied
+The runtime is forked from the fork server, which has torch, and becomes the keeper's child when the process
+between them has ended. So a fork server that is killed takes its ranks along, and not the runtime.
+A `nodes.join` process and the doctor are their own runtime: they keep a fork server alone (`main`).
 
-* when the kernel asks, at the end of each worker group (one byte on the socket, one byte back; another
-  byte only asks whether the keeper and the fork server are there), and
-* when the fork server is gone, or the kernel wants another one: then the keeper goes too, and
-* when the kernel is gone, for whatever reason: then all go, and the runtime directory.
+The keeper is the subreaper of everything below it: a child that a rank left behind, even one that started a
+session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive" is one
+rule: *a child of the keeper that is neither the fork server nor the runtime does not live*. It is applied
+
+* when the runtime orders it, at the end of each worker group, and
+* when the fork server is gone: then the runtime may order another one. Where there is no runtime, or none
+  yet, the keeper goes too, and
+* when the runtime is gone, or the kernel that it is bound to, for whatever reason, or at SIGUSR1: then all
+  go, the private directory, and the runtime's entry in the registry. SIGUSR1 is the only signal that the
+  keeper heeds, for a runtime that does not answer.
+
+A detached runtime has no such kernel.
 
 This file runs as a program of its own and imports nothing of torch; the fork server is its child and
 imports torch after the fork, so the keeper stays small.
@@ -18,22 +27,45 @@ imports torch after the fork, so the keeper stays small.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
+from typing import NoReturn
 
 from nblaunch import _process_tree
 from nblaunch._process_tree import become_subreaper, die_with_parent
 from nblaunch.elastic import descriptors
 
+ORDER = struct.Struct("<cBH")
+"""What an order begins with: its kind, its number, and the length of the rest."""
 SWEEP = b"s"
 PING = b"p"
 END = b"e"
+"""End the fork server; where there is no runtime, the keeper too, without an answer."""
+START = b"f"
+"""Start another fork server; with it comes the end of a socket that it is to read requests from."""
+ADOPTED = b"a"
+"""The rest is the runtime's process id, now that it is the keeper's child."""
+NAMED = b"n"
+"""The rest is the path of the runtime's entry in the registry, to be removed in the end."""
+DETACH = b"d"
+"""Outlive the kernel."""
+
+ANSWER = struct.Struct("<BB")
+"""The order's number, and an error number: 0 if all is well."""
+GONE = errno.ESRCH
+"""There is no fork server."""
+
+Birth = tuple[str, tuple[int, ...]]
+"""What the runtime calls when it has been forked, and the descriptors that are its own."""
+
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
 _SWEEP_SECONDS = 3.0
@@ -43,61 +75,169 @@ _PARENT_STEP = 0.05
 _FRESHEN_SECONDS = 3600
 
 
-def main(requests_fd: int, control_fd: int, kernel_pid: int, root: str) -> None:
-    """Start the fork server and keep watch; returns never."""
-    become_subreaper()
-    descriptors.raise_soft_limit()
-    alive_read, alive_write = os.pipe()
-    me = os.getpid()
-    server = os.fork()
-    if server == 0:
-        os.close(alive_write)
-        os.close(control_fd)
-        die_with_parent(me)
-        from nblaunch.elastic.preload import serve
-
-        serve(requests_fd, alive_read, root)
-    os.close(requests_fd)
-    os.close(alive_read)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # The keeper ends with the kernel; a stray signal to all processes must not orphan the ranks.
-        signal.signal(number, signal.SIG_IGN)
+def main(requests_fd: int, orders_fd: int, kernel_pid: int, root: str) -> None:
+    """Keep a fork server for the kernel, which has the other ends of both sockets; returns never."""
+    keeper = _Keeper(socket.socket(fileno=orders_fd), kernel_pid, root)
+    keeper.fork_server(requests_fd)
     kernel_lives = False
     try:
-        kernel_lives = _watch(socket.socket(fileno=control_fd), server, kernel_pid, root)
+        kernel_lives = keeper.watch()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
-        _sweep(spare=0)
-        if not kernel_lives or os.getppid() != kernel_pid:
-            shutil.rmtree(root, ignore_errors=True)
+        keeper.end(remove=not kernel_lives or os.getppid() != kernel_pid)
+
+
+def keep_runtime(link_fd: int, kernel_pid: int, root: str, live: str) -> None:
+    """Keep a fork server and the runtime that it forks; returns never.
+
+    The runtime ends with process `kernel_pid`, which is the keeper's parent; 0: with no other process.
+    In the runtime the function named `live` ("module:name") is called with `link_fd`, its ends of the
+    requests' and the orders' sockets, `root` and the keeper's process id.
+    """
+    orders, its_orders = socket.socketpair()
+    requests, its_requests = socket.socketpair()
+    keeper = _Keeper(orders, kernel_pid, root)
+    signal.signal(signal.SIGUSR1, lambda *_: keeper.end())
+    try:
+        its_fds = link_fd, its_requests.detach(), its_orders.detach()
+        keeper.fork_server(requests.detach(), (live, its_fds))
+        for fd in its_fds:
+            os.close(fd)
+        keeper.watch()
+    except Exception:  # noqa: BLE001 - nothing else would report it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        keeper.end()
+
+
+class _Keeper:
+    """The keeper's own process."""
+
+    def __init__(self, orders: socket.socket, kernel_pid: int, root: str) -> None:
+        become_subreaper()
+        descriptors.raise_soft_limit()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # A stray signal to all processes must not orphan the ranks.
+            signal.signal(number, signal.SIG_IGN)
+        self._orders = orders
+        self._kernel = kernel_pid
+        self._root = root
+        self._entry = ""
+        self._server = self._runtime = 0
+        self._alive = -1
+        """A pipe that the fork server has the other end of: it ends with the keeper."""
+        self._ends: dict[int, int] = {}
+        """Process id -> a descriptor that becomes readable when it ends."""
+
+    def fork_server(self, requests_fd: int, runtime: Birth | None = None) -> None:
+        """Fork a fork server that reads `requests_fd`; it forks the runtime first, if there is to be one."""
+        me = os.getpid()
+        alive, self._alive = os.pipe()
+        try:
+            self._server = os.fork()
+            if self._server == 0:
+                self._be_server(me, requests_fd, alive, runtime)
+        except OSError:
+            os.close(self._alive)
+            raise
+        finally:
+            os.close(requests_fd)
+            os.close(alive)
+        self._ends[self._server] = process_end(self._server)
+
+    def _be_server(self, keeper: int, requests_fd: int, alive: int, runtime: Birth | None) -> NoReturn:
+        try:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            for fd in (self._orders.detach(), self._alive, *self._ends.values()):
+                os.close(fd)
+            die_with_parent(keeper)
+            from nblaunch.elastic.preload import serve
+
+            serve(requests_fd, alive, self._root, runtime)
+        except BaseException:  # noqa: BLE001 - what follows in this process is the keeper's
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(1)
+
+    def watch(self) -> bool:
+        """Obey orders until nothing is to be kept any more; return whether the kernel goes on without us."""
+        if self._kernel:
+            # The socket alone is not enough: a process that the user forked from the kernel holds it open.
+            self._ends[self._kernel] = process_end(self._kernel)
+        while self._kernel in (0, os.getppid()):
+            poller = select.poll()
+            for fd in (self._orders.fileno(), *self._ends.values()):
+                poller.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll(_FRESHEN_SECONDS * 1000)}
+            if not ready:
+                freshen(self._root)
+            ended = {pid for pid, fd in self._ends.items() if fd in ready}
+            if ended & {self._kernel, self._runtime}:
+                return False
+            if self._server in ended:
+                if not self._runtime:
+                    return True
+                self._lose_server()
+            if self._orders.fileno() in ready:
+                kind = self._obey()
+                if kind == END and not self._runtime:
+                    return True
+                if not kind:
+                    # The other end is closed: the kernel has called exec, for example.
+                    return False
+        return False
+
+    def _obey(self) -> bytes:
+        """Carry out one order; return its kind, empty where there are no more."""
+        header, fds, _, _ = socket.recv_fds(self._orders, ORDER.size, 1, socket.MSG_WAITALL)
+        if len(header) < ORDER.size:
+            return b""
+        kind, number, length = ORDER.unpack(header)
+        rest = self._orders.recv(length, socket.MSG_WAITALL) if length else b""
+        error = 0
+        if kind == ADOPTED:
+            self._runtime = int(rest)
+            self._ends[self._runtime] = process_end(self._runtime)
+        elif kind == NAMED:
+            self._entry = os.fsdecode(rest)
+        elif kind == DETACH and self._kernel:
+            os.close(self._ends.pop(self._kernel))
+            self._kernel = 0
+        elif kind == START:
+            self._lose_server()
+            try:
+                self.fork_server(fds[0])
+            except OSError as refused:
+                error = refused.errno or 1
+        elif self._runtime and kind == END:
+            self._lose_server()
+        elif kind == SWEEP:
+            _sweep({self._server, self._runtime})
+        if kind != END or self._runtime:
+            gone = self._server not in self._ends
+            self._orders.sendall(ANSWER.pack(number, error or (GONE if gone else 0)))
+        return bytes(kind)
+
+    def _lose_server(self) -> None:
+        """End the fork server, if it is there, and all that it has forked but the runtime."""
+        _sweep({self._runtime})
+        if self._server:
+            os.close(self._ends.pop(self._server))
+            os.close(self._alive)
+            self._server = 0
+
+    def end(self, *, remove: bool = True) -> NoReturn:
+        """End all that is kept, `remove` what it has left on the disk, and exit."""
+        for pid in (self._server, self._runtime):
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        _sweep(set())
+        if remove:
+            shutil.rmtree(self._root, ignore_errors=True)
+            if self._entry:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._entry)
         os._exit(0)
-
-
-def _watch(control: socket.socket, server: int, kernel_pid: int, root: str) -> bool:
-    """Serve the kernel's requests until it or the fork server is gone; return whether the kernel lives."""
-    # The socket alone is not enough: a process that the user forked from the kernel holds it open.
-    kernel_end, server_end = process_end(kernel_pid), process_end(server)
-    poller = select.poll()
-    for fd in (control.fileno(), kernel_end, server_end):
-        poller.register(fd, select.POLLIN)
-    while os.getppid() == kernel_pid:
-        ready = {fd for fd, _ in poller.poll(_FRESHEN_SECONDS * 1000)}
-        if ready & {kernel_end, server_end}:
-            return kernel_end not in ready
-        if not ready:
-            freshen(root)
-            continue
-        # One byte is the request, the other its number, which the answer repeats.
-        question = control.recv(2)
-        request, number = question[:1], question[1:]
-        if request not in (SWEEP, PING):
-            # Nothing at all: the kernel has closed the socket, for example because it has called exec.
-            return request == END
-        if request == SWEEP:
-            _sweep(spare=server)
-        control.sendall(number)
-    return False
 
 
 _queues: list[object] = []  # a queue is closed when it is collected
@@ -120,12 +260,15 @@ def process_end(pid: int) -> int:
 
 
 def _await_end(pid: int, writing: int) -> None:
-    """Close `writing` once process `pid` has ended; leaves a child to be reaped by others."""
+    """Write a byte once process `pid` has ended; leaves a child to be reaped by others."""
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:  # it is the parent
         while os.getppid() == pid:
             time.sleep(_PARENT_STEP)
+    # To close it is not enough: a fork server that was started later has a copy.
+    with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+        os.write(writing, b"e")
     os.close(writing)
 
 
@@ -137,14 +280,14 @@ def freshen(root: str) -> None:
                 os.utime(path, follow_symlinks=False)
 
 
-def _sweep(spare: int) -> None:
-    """Kill and reap every child but `spare`; their children become the keeper's, and are killed too.
+def _sweep(spare: set[int]) -> None:
+    """Kill and reap every child but those to `spare`; their children become the keeper's, and are killed too.
 
     A process in uninterruptible sleep (a dead network disk) outlives SIGKILL until that sleep ends. It is
     left to the next sweep: the kernel waits for this one.
     """
     started = time.monotonic()
-    while children := _children() - {spare}:
+    while children := _children() - spare:
         now = time.monotonic()
         if now > started + _SWEEP_SECONDS:
             return

@@ -1,17 +1,28 @@
-"""Reading what ranks print: the tail of two growing files, in the order that the rank has sent."""
+"""Reading what ranks print: the tail of two growing files, in the order that the rank has sent.
+
+A private file is bounded: what is older than its last 256 MB becomes a hole, once it has been read. Offsets
+stay as they are, and nobody who writes to the file notices.
+"""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import ctypes
 import io
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from nblaunch._results import read_text
 from nblaunch.protocol.messages import Offsets, Printed, Stream
 
+MOST_BYTES = 256 << 20
+"""So much is kept of a private log file: of what a rank prints to stdout, and of what it prints to stderr."""
 _STEP = 1 << 20
+# FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE.
+_HOLE = 2 | 1
 
 
 @dataclass(slots=True)
@@ -21,6 +32,7 @@ class _File:
     path: str
     position: int = 0
     seen: int = 0
+    freed: int = 0
     file: io.FileIO | None = None
     decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
@@ -42,6 +54,10 @@ class _File:
                 self.position += len(data)
                 yield self.decoder.decode(data)
 
+    def free(self, end: int) -> None:
+        """Give back the room of what was read before `end`."""
+        self.freed = free(self.path, self.freed, min(end, self.position))
+
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
@@ -51,8 +67,9 @@ class _File:
 class LogTail:
     """The output of one rank, as `Printed` messages."""
 
-    def __init__(self, rank: int, stdout: str, stderr: str) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, stdout: str, stderr: str, *, bounded: bool = False) -> None:
+        """With `bounded` the files keep their last `MOST_BYTES`."""
+        self._rank, self._bounded = rank, bounded
         self._files = {Stream.STDOUT: _File(stdout), Stream.STDERR: _File(stderr)}
 
     def poll(self) -> Iterator[Printed]:
@@ -74,6 +91,11 @@ class LogTail:
         for stream, file in self._files.items():
             yield from self._read(stream, file.size())
 
+    def free(self, before: Offsets | None) -> None:
+        """Give back the room of the text before a moment; None: of all that has been read."""
+        for stream, file in self._files.items():
+            file.free(file.position if before is None else getattr(before, stream.value))
+
     def close(self) -> None:
         """Close the files."""
         for file in self._files.values():
@@ -89,14 +111,21 @@ class LogTail:
         for text in file.read(end):
             if text:
                 yield Printed(rank=self._rank, stream=stream, text=text, end=file.position)
+        if self._bounded:
+            file.free(file.position - MOST_BYTES)
 
 
-def read_text(path: str, start: int = 0, end: int | None = None) -> str:
-    """Return the text of a log file between two offsets; empty if it is gone."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(start)
-        return file.read(-1 if end is None else max(end - start, 0)).decode("utf-8", "replace")
-    return ""
+def free(path: str, freed: int, end: int) -> int:
+    """Give back the room of a file's text from `freed` to `end`, in large steps; return where it now begins.
+
+    A file system that cannot make holes (NFS before 4.2) keeps it.
+    """
+    end -= end % _STEP
+    if end <= freed or sys.platform != "linux":
+        return freed
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        ctypes.CDLL(None).fallocate(file.fileno(), _HOLE, ctypes.c_int64(0), ctypes.c_int64(end))
+    return end
 
 
 def read_end(path: str, most: int) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +19,7 @@ from importlib import metadata
 from nblaunch import _devices
 from nblaunch._errors import OptionError
 from nblaunch.options.table import nearest
+from nblaunch.protocol.client import Placement
 
 _DEFAULT_CPU_RANKS = 2
 # torch's own; which of them are built into this torch is found out once it is loaded.
@@ -32,27 +32,14 @@ _DIVIDING = ("exclusive", "core-complex")
 """These divide the CPUs of a node among its GPUs, and a virtual local rank sees only one of those."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How many ranks, on what, with which backend."""
-
-    nproc: int
-    backend: str
-    device_type: str
-    accelerators: int
-    note: str = ""
-    """Why the ranks are there, for the panel of a run."""
-    warning: str = ""
-    """The same if it is hardly what was meant, for the result."""
-
-
-def check_backend(backend: str, environ: Mapping[str, str]) -> None:
+def check_backend(backend: str, environ: Mapping[str, str], backends: Sequence[str] = ()) -> None:
     """Raise `OptionError` for a backend that torch does not know, before a rank is started to find out.
 
     `backend` is a name, or one for each device. Backends that a package registers when torch is imported are
-    known to the ranks alone: where there is such a package, any name may be one.
+    known to the ranks alone: where there is such a package, any name may be one. `backends` are those that
+    another process knows.
     """
-    known = known_backends()
+    known = known_backends(backends)
     names = [part.rpartition(":")[2] for part in backend.split(",")]
     unknown = next((name for name in names if name not in known), None)
     autoload = environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "0"
@@ -67,12 +54,12 @@ def check_backend(backend: str, environ: Mapping[str, str]) -> None:
     raise OptionError(msg)
 
 
-def known_backends() -> tuple[str, ...]:
-    """Return the backends that a process group can have here; does not import torch."""
+def known_backends(backends: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the backends that a process group can have here, and these others; does not import torch."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return _TORCHS_BACKENDS
-    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list)
+    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list, *backends)
     return tuple(
         name
         for name in dict.fromkeys(registered)
@@ -81,7 +68,12 @@ def known_backends() -> tuple[str, ...]:
 
 
 def place_ranks(
-    nproc: int | str, backend: str, environ: Mapping[str, str], *, virtual_local_rank: bool = False
+    nproc: int | str,
+    backend: str,
+    environ: Mapping[str, str],
+    *,
+    virtual_local_rank: bool = False,
+    backends: Sequence[str] = (),
 ) -> Placement:
     """Decide the number of ranks, their devices and the backend.
 
@@ -90,12 +82,12 @@ def place_ranks(
     there = _accelerator(environ, each_alone=virtual_local_rank)
     usable = there.count if there.backend else 0
     count, note = _number_of_ranks(nproc, usable, there)
-    wanted, shared = _wants(backend, there), _may_share(backend, there, environ)
+    wanted, shared = _wants(backend, there, backends), _may_share(backend, there, environ)
     if backend == "auto":
         wanted = nproc != "cpu" and usable > 0 and (count <= usable or shared)
     elif wanted and (not usable or (count > usable and not shared)):
         if not set(_by_device(backend).values()) <= {*_TORCHS_BACKENDS}:
-            check_backend(backend, environ)  # of two reasons the nearer one
+            check_backend(backend, environ, backends)  # of two reasons the nearer one
         raise OptionError(_too_many(count, backend, usable))
     if wanted:
         if count > usable:
@@ -173,11 +165,11 @@ def _by_device(backend: str) -> dict[str, str]:
     return {device: name for device, _, name in parts}
 
 
-def _wants(backend: str, there: _Accelerator) -> bool:
+def _wants(backend: str, there: _Accelerator, backends: Sequence[str]) -> bool:
     """Whether ranks with this backend are on the accelerator; gloo alone means the CPU."""
     chosen = _by_device(backend)
     # An unknown backend is refused as such, not because there is no GPU.
-    named = chosen.get(there.kind) in known_backends()
+    named = chosen.get(there.kind) in known_backends(backends)
     return named or (there.backend != "" and there.backend in chosen.values())
 
 
@@ -313,26 +305,6 @@ def _instances_of(nvml: ctypes.CDLL, index: int) -> int | None:
 
 
 # Whether process options work here.
-
-
-def check_start_method(method: str) -> None:
-    """Raise `OptionError` for a start method that does not work from this process."""
-    import torch
-
-    if method != "fork":
-        return
-    if torch.cuda.is_initialized():
-        why = "CUDA is initialised in this process, and a process forked from it cannot use CUDA"
-    else:
-        why = (
-            f"this process has {threading.active_count()} threads, and one forked from it has only one of "
-            "them, with the locks that the others held at that moment: sooner or later a rank waits forever"
-        )
-    msg = (
-        f"start_method='fork' was asked for, but {why}. Use forkserver, the default: it forks as fast, "
-        "from a process with torch loaded that has one thread and never touches CUDA."
-    )
-    raise OptionError(msg)
 
 
 def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_rank: bool = False) -> None:

@@ -6,7 +6,7 @@ The standard library's loop (`multiprocessing.forkserver.main`) ends with the fi
 it all ranks that it has forked, those of other runs too. Here a fork that the system refuses is a refusal of
 that one request. Descriptors are kept in reserve, so that a request can always be received and answered.
 
-What the kernel has ranks call is here too, by name: it never imports `nblaunch.rank`.
+The first fork is the runtime's, while nothing but torch is loaded: it loads what it needs beside the server.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -37,19 +38,24 @@ def run_rank(orders: Orders) -> None:
     main.run_rank(orders)
 
 
-def ask_shell(question: str, *arguments: object) -> object:
-    """Return what the rank's shell answers between two cells: `describe`, `complete` or `debug`."""
-    from nblaunch.rank import shell
+def serve(
+    requests_fd: int, alive_fd: int, root: str, runtime: tuple[str, tuple[int, ...]] | None = None
+) -> NoReturn:
+    """Import torch and IPython once, then fork a rank per request until killed.
 
-    return getattr(shell, question)(*arguments)
-
-
-def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
-    """Import torch and IPython once, then fork a rank per request until killed."""
+    Between the two, the `runtime` is forked if there is to be one: the name of what it calls, and its
+    descriptors.
+    """
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
-    from nblaunch.rank import isolate, main, shell  # noqa: F401 - loaded for all ranks
+    from nblaunch.rank import environment, isolate  # noqa: F401 - torch, and little else
+
+    if runtime is not None:
+        live, its_fds = runtime
+        _fork_runtime(live, (*its_fds, root, os.getppid()), not_its=(requests_fd, alive_fd))
+        _close(its_fds)
+    from nblaunch.rank import main, shell  # noqa: F401 - loaded for all ranks
 
     isolate.server_pid = os.getpid()
     shell.prepare(root)
@@ -59,6 +65,30 @@ def serve(requests_fd: int, alive_fd: int, root: str) -> NoReturn:
     gc.enable()
     _ForkServer(socket.socket(fileno=requests_fd), alive_fd).run()
     os._exit(0)
+
+
+def _fork_runtime(live: str, its_own: tuple[object, ...], not_its: tuple[int, ...]) -> None:
+    """Fork the runtime as a child of the keeper: the process between it and the server ends at once.
+
+    Where the system refuses a fork, the log has the error, and no process has the runtime's descriptors any
+    more: by that the keeper knows that there is nothing to keep.
+    """
+    from nblaunch.rank.isolate import reseed
+
+    between = os.fork()
+    if between == 0:
+        code = 1
+        try:
+            if os.fork() == 0:
+                _close(not_its)
+                reseed()
+                pkgutil.resolve_name(live)(*its_own)
+            code = 0
+        except BaseException:  # noqa: BLE001 - what follows in this process is the server's
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+    os.waitpid(between, 0)
 
 
 class _ForkServer:
@@ -73,11 +103,8 @@ class _ForkServer:
         self._wake_read, self._wake_write = os.pipe()
         for fd in (self._wake_read, self._wake_write):
             os.set_blocking(fd, False)
-        self._handlers = {
-            # A handler that does nothing: with it the system wakes `poll` through the pipe.
-            signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None),
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        }
+        # A handler that does nothing: with it the system wakes `poll` through the pipe.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write)
 
     def run(self) -> None:
@@ -94,7 +121,7 @@ class _ForkServer:
                     os.read(self._wake_read, 65536)
                 self._report_exits()
             if self._requests.fileno() in ready and not self._answer():
-                # The kernel is gone, and the keeper is about to end this process.
+                # The runtime is gone, and the keeper is about to end this process.
                 poller.unregister(self._requests.fileno())
 
     def _report_exits(self) -> None:
@@ -146,8 +173,9 @@ class _ForkServer:
         code = 1
         try:
             signal.set_wakeup_fd(-1)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             self._requests.close()
             _close([self._alive, self._wake_read, self._wake_write, answer, *self._reserve])
             _close(self._children.values())
@@ -176,6 +204,6 @@ def _close(fds: Iterable[int]) -> None:
 
 
 def _write(fd: int, number: int) -> None:
-    write: Any = vars(forkserver)["write_signed"]  # as its counterpart in the kernel reads
-    with contextlib.suppress(OSError):  # the kernel is gone
+    write: Any = vars(forkserver)["write_signed"]  # as its counterpart in the runtime reads
+    with contextlib.suppress(OSError):  # the runtime is gone
         write(fd, number)

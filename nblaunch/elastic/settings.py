@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nblaunch._results import Event
-
-JOIN_KEY = "NBLAUNCH_JOIN_KEY"
-"""A variable that may hold the key of a rendezvous; ranks do not get it."""
+from nblaunch.protocol.client import Caller
 
 
 class AgentEvents(Protocol):
@@ -94,15 +92,6 @@ class RendezvousConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """The process that ranks run for."""
-
-    pid: int = 0
-    name: str = ""
-    """What messages call it: "the notebook's kernel"."""
-
-
-@dataclass(frozen=True, slots=True)
 class AgentSettings:
     """The options of one worker group that concern the agent."""
 
@@ -114,7 +103,9 @@ class AgentSettings:
     shutdown_timeout: int
     run_id: str
     log_dir: Path
+    private_logs: bool = field(default=False, kw_only=True)
+    """Whether nobody has named that directory: its files are bounded, and go when no result needs them."""
     processes: ProcessSettings = field(default_factory=ProcessSettings)
     rdzv: RendezvousConfig | None = None
     """None for a single node."""
-    caller: Caller = Caller()
+    caller: Caller = field(default_factory=Caller)

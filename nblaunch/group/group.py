@@ -25,24 +25,26 @@ import msgspec
 
 from nblaunch._errors import RunFailedError
 from nblaunch._results import Event, EventLog
+from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures
-from nblaunch.elastic import runtime_dir
 from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group import lifecycle
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
-from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Trigger, step
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
 from nblaunch.group.usage import alive
+from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,
     Asked,
     AttemptStarted,
     Exited,
     FromRank,
+    Hello,
     Names,
     Orders,
     Prepare,
@@ -53,9 +55,10 @@ from nblaunch.protocol.messages import (
     ToRank,
     Waiting,
     Where,
+    encode,
 )
-from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import RunState
+from nblaunch.protocol.reports import HangReport, LocatedAll
+from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
 _LAST_DRAIN_SECONDS = 1.0
@@ -89,6 +92,19 @@ class Peers(Protocol):
         """End the peers: the run is over."""
 
 
+class GroupListener(Protocol):
+    """Follows the ranks of a kept group; called on the hub's thread."""
+
+    def names_changed(self, names: Names) -> None:
+        """Handle a change of the variables that a rank has."""
+
+    def ranks_replaced(self, attempt: int) -> None:
+        """Handle the start of other ranks, which have been sent nothing."""
+
+    def group_closed(self) -> None:
+        """Handle the end of the last rank."""
+
+
 ConnectPeers: TypeAlias = Callable[
     [Hub, AgentSettings, "WorkerGroup", Path], tuple[AgentSettings, Peers | None]
 ]
@@ -117,21 +133,22 @@ class WorkerGroup:
         self.job: Job | None = None
         self.names: dict[int, Names] = {}
         """Of a kept group: the variables that each rank has."""
+        self.listener: GroupListener | None = None
         self.closed = threading.Event()
         self.events = EventLog()
         """What torchelastic has recorded of these ranks."""
         self._hub = hub
         self._life = GroupState(kept=keep, members=RunState.fresh(settings.nproc, time=time.time()))
-        self._lost_keys: dict[int, tuple[int, ...]] = {}
-        """Of a kept group: keys of objects that each rank has lost, until `take_lost`."""
-        self._logs = RankLogs()
+        self._logs = RankLogs(settings.log_dir if settings.private_logs else None)
+        self._raw: tuple[FromRank, bytes] | None = None
+        """The message that is being fed, and the bytes that its rank has sent."""
         self._stack_requests: list[StackRequest] = []
         self._error: BaseException | None = None
         self._may_end = threading.Event()
         """Set once no rank is inside NCCL any more."""
         self._peers: Peers | None = None
         self._started = False
-        self._kept: object = None
+        self._unused_logs: Path | None = None
         self._directory = server.directory.make("group-")
         self._exit_reasons = ExitReasons(self._directory)
         try:
@@ -139,7 +156,7 @@ class WorkerGroup:
             self._agent = AgentThread(self.settings, self._rank_arguments, self, server)
         except BaseException:
             hub.call(lambda: self._close_peers(succeeded=False))
-            runtime_dir.remove_tree(self._directory)
+            remove_tree(self._directory)
             raise
 
     @property
@@ -216,13 +233,13 @@ class WorkerGroup:
 
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with the state of the job."""
-        job = self.job
+        job, located = self.job, LocatedAll(report=report)
 
         def keep() -> None:
             if job is not None and (job is not self.job or job.ended.is_set()):
-                job.keep(report)
+                job.fold(located)
             else:
-                self._feed(lifecycle.Observed(report))
+                self._feed(lifecycle.Observed(located))
 
         self._hub.run(keep, _ANSWER_SECONDS)
 
@@ -242,13 +259,17 @@ class WorkerGroup:
         """End a job that these ranks have not been given."""
         self._hub.call(lambda: self._end(job) if job is not self.job else None)
 
+    def free_logs(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
+        """Give back the room of logs that are older than those of the oldest job; on the hub's thread."""
+        self._logs.free_before(oldest)
+
+    def end_job(self, job: Job) -> None:
+        """End a job as it is now, whatever its ranks do."""
+        self._hub.call(lambda: self._end(job))
+
     def stop(self) -> None:
         """End the ranks: SIGTERM, then SIGKILL after the grace period."""
         self._agent.stop()
-
-    def take_lost(self) -> dict[int, tuple[int, ...]]:
-        """Return the keys of objects that ranks have lost since the last call."""
-        return {rank: self._lost_keys.pop(rank, ()) for rank in list(self._lost_keys)}
 
     @property
     def waiting(self) -> bool:
@@ -263,11 +284,11 @@ class WorkerGroup:
         self.settings = replace(self.settings, grace=settings.grace)
         self._agent.adopt(self.settings)
 
-    def keep_until_closed(self, something: object) -> None:
-        """Refer to an object until the last rank is gone."""
-        self._kept = something
-        if self.closed.is_set():
-            self._kept = None
+    def remove_when_closed(self, logs: Path | None) -> None:
+        """Remove a log directory once the last rank is gone: ranks may be about to open their files."""
+        self._unused_logs = logs
+        if logs is not None and self.closed.is_set():
+            remove_tree(logs)
 
     def close(self) -> None:
         """Wait for the thread of a group that has ended, and release its values."""
@@ -374,16 +395,20 @@ class WorkerGroup:
 
     # --- on the hub's thread: messages of ranks -------------------------------------------------
 
-    def receive(self, message: FromRank) -> None:
-        """Feed a rank's message, after the output that came before it."""
+    def receive(self, message: FromRank, data: bytes | None = None) -> None:
+        """Feed a rank's message, after the output that came before it; `data` is what the rank has sent."""
+        sent = message
         self._observe(self._logs.before(message))
         match message:
+            case Hello():
+                message = msgspec.structs.replace(message, token="")  # those who follow a job need none
             case Names():
                 self.names[message.rank] = message
-                if message.lost:
-                    self._lost_keys[message.rank] = self._lost_keys.get(message.rank, ()) + message.lost
+                if self.listener is not None:
+                    self.listener.names_changed(message)
             case Asked() if self.job is not None:
                 self.job.questions.append(message)
+                self.job.asked(message)
             case Where():
                 for request in self._stack_requests:
                     request.answer(message)
@@ -395,7 +420,10 @@ class WorkerGroup:
                 message = taken
             case _:
                 pass
-        self._feed(lifecycle.Received(self._with_holders(message)))
+        message = self._with_holders(message)
+        self._raw = (message, data) if data is not None and message is sent else None
+        self._feed(lifecycle.Received(message))
+        self._raw = None
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:
@@ -444,11 +472,13 @@ class WorkerGroup:
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self._feed(Trigger.DRAINED)
         self._logs.close()
-        self.names, self._lost_keys = {}, {}
+        self.names = {}
         self._may_end.clear()
         if self._peers is not None:
             self._peers.begin_attempt()
         self._feed(lifecycle.AttemptStarting(message))
+        if self.listener is not None:
+            self.listener.ranks_replaced(self.attempt)
 
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         self._logs.begin(number, workers)
@@ -478,9 +508,12 @@ class WorkerGroup:
         self._hub.remove(self)
         self._close_peers(succeeded=succeeded)
         self._logs.close()
-        runtime_dir.remove_tree(self._directory)
+        remove_tree(self._directory)
         self.closed.set()
-        self._kept = None
+        if self._unused_logs is not None:
+            remove_tree(self._unused_logs)
+        if self.listener is not None:
+            self.listener.group_closed()
 
     def _feed(self, event: GroupEvent, now: float | None = None) -> None:
         """Feed an event to the machine, and perform the actions that follow; only on the hub's thread."""
@@ -491,7 +524,10 @@ class WorkerGroup:
             job.state, job.interrupted = known.run, known.interrupted
         for action in actions:
             # `close`, on another thread, drops `self.job` as soon as the group is closed.
-            self._perform(action, job)
+            if not isinstance(action, Publish):
+                self._perform(action, job)
+            elif job is not None and job.listeners:
+                job.publish(action.message, self._encoded(action.message))
 
     def _perform(self, action: Action, job: Job | None) -> None:
         match action:
@@ -518,11 +554,15 @@ class WorkerGroup:
             case Order.KEEP_PAYLOAD if job is not None:
                 job.whole()
             case Order.FORGET_VALUES if job is not None:
-                job.values = {}
+                job.release_values()
             case Order():
                 self._give_order(action)
             case _:
                 pass
+
+    def _encoded(self, message: Message) -> bytes:
+        """Return the bytes that a rank has sent, if the message is still that one."""
+        return self._raw[1] if self._raw is not None and self._raw[0] is message else encode(message)
 
     def _give_order(self, order: Order) -> None:
         """Have the agent do something, and the peers follow."""

@@ -15,14 +15,14 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import zmq
 
 from nblaunch._errors import LaunchError
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._waker import Waker
-from nblaunch.elastic.runtime_dir import RuntimeDirectory
 from nblaunch.protocol.messages import FromRank, Hello, Phase, ProtocolError, ToRank, decode_from_rank, encode
 
 _log = logging.getLogger("nblaunch")
@@ -48,8 +48,8 @@ class Member(Addressee, Protocol):
     def quiet(self) -> bool:
         """Whether nothing is due before the next message or call."""
 
-    def receive(self, message: FromRank) -> None:
-        """Take a message from an authenticated rank of the present attempt."""
+    def receive(self, message: FromRank, data: bytes) -> None:
+        """Take a message from an authenticated rank of the present attempt, and the bytes that hold it."""
 
     def tick(self, now: float) -> None:
         """Do what is due; `now` is monotonic."""
@@ -80,10 +80,15 @@ class Hub:
         self._members: dict[str, Member] = {}
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
-        self._watched: dict[zmq.Socket[bytes], Callable[[], None]] = {}
+        self._watched: dict[zmq.Socket[bytes] | int, Callable[[bool], None]] = {}
+        self.after_turn: list[Callable[[], float]] = []
+        """Called after each turn of the thread, on it: each returns in how many seconds it is due again."""
         self._poller = zmq.Poller()
         self._closing = False
-        self._broken = False
+        self.error: Exception | None = None
+        """What has ended the thread."""
+        self.when_broken: Callable[[], None] = lambda: None
+        """Called, on the thread, where an error ends it."""
         self._thread = threading.Thread(target=self._serve, name="nblaunch-hub", daemon=True)
         self._thread.start()
 
@@ -95,7 +100,7 @@ class Hub:
     @property
     def usable(self) -> bool:
         """Whether this hub routes messages."""
-        return self._thread.is_alive() and not self._broken and not self._socket.closed
+        return self._thread.is_alive() and self.error is None and not self._socket.closed
 
     def be_reachable(self) -> None:
         """Bind the socket's file again if a cleaner has removed it from the temporary directory.
@@ -175,11 +180,23 @@ class Hub:
 
     def watch(self, socket: zmq.Socket[bytes], action: Callable[[], None] | None) -> None:
         """Call `action` whenever another socket is readable, or None to stop; only on the hub's thread."""
+        self._watch(socket, None if action is None else lambda _writable: action(), zmq.POLLIN)
+
+    def watch_fd(self, fd: int, action: Callable[[bool], None] | None, *, writable: bool = False) -> None:
+        """Call `action` whenever a descriptor is readable, or None to stop; only on the hub's thread.
+
+        With `writable`, also whenever it can be written to; `action` gets whether it can.
+        """
+        self._watch(fd, action, zmq.POLLIN | (zmq.POLLOUT if writable else 0))
+
+    def _watch(
+        self, watched: zmq.Socket[bytes] | int, action: Callable[[bool], None] | None, events: int
+    ) -> None:
         if action is not None:
-            self._watched[socket] = action
-            self._poller.register(socket, zmq.POLLIN)
-        elif self._watched.pop(socket, None) is not None:
-            self._poller.unregister(socket)
+            self._watched[watched] = action
+            self._poller.register(watched, events)
+        elif self._watched.pop(watched, None) is not None:
+            self._poller.unregister(watched)
 
     def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
         """Handle the messages that have arrived already; only on the hub's thread.
@@ -201,7 +218,8 @@ class Hub:
         try:
             self._route()
         except Exception as error:  # noqa: BLE001 - nothing else would end the runs
-            self._broken = True
+            self.error = error
+            self.when_broken()
             self._end_members(error)
         finally:
             self._closing = True
@@ -223,8 +241,10 @@ class Hub:
         poller.register(self._waker.fileno(), zmq.POLLIN)
         next_tick = 0.0
         while not self._closing:
-            quiet = all(member.quiet for member in self._members.values())
-            wait = None if quiet else max(0, int((next_tick - time.monotonic()) * 1000))
+            seconds = self._finish_turn()
+            if not all(member.quiet for member in self._members.values()):
+                seconds = min(seconds, next_tick - time.monotonic())
+            wait = None if seconds == math.inf else max(0, math.ceil(seconds * 1000))
             if self._socket.closed:
                 # A poller would take it for descriptor 0.
                 raise zmq.ZMQError(zmq.ENOTSOCK)
@@ -240,12 +260,22 @@ class Hub:
                 next_tick = now + _TICK_SECONDS
                 self._tick(now)
 
+    def _finish_turn(self) -> float:
+        due = [math.inf]
+
+        def finish() -> None:
+            due.extend(each() for each in self.after_turn)
+
+        self._guard(finish)
+        return min(due)
+
     # Both not in the loop above: a variable of theirs would keep the last group alive, values and all.
 
-    def _call_watchers(self, ready: Container[object]) -> None:
-        for socket, action in list(self._watched.items()):
-            if socket in ready:
-                self._guard(action)
+    def _call_watchers(self, ready: Mapping[zmq.Socket[bytes] | int, int]) -> None:
+        for watched, action in list(self._watched.items()):
+            # An action before this one may have closed a descriptor, and another file may have its number.
+            if watched in ready and self._watched.get(watched) is action:
+                self._guard(functools.partial(action, bool(ready[watched] & zmq.POLLOUT)))
 
     def _tick(self, now: float) -> None:
         for member in list(self._members.values()):
@@ -282,7 +312,7 @@ class Hub:
         if message.rank != rank:
             self._refuse(identity, f"{_name(identity)} spoke for rank {message.rank}")
             return
-        self._guard(lambda: member.receive(message))
+        self._guard(lambda: member.receive(message, data))
 
     @staticmethod
     def _authentic(member: Member, message: FromRank, rank: int) -> bool:

@@ -6,18 +6,22 @@ Everything here runs on the hub's thread. `Job.state` is an immutable snapshot t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from nblaunch.capture import shared_memory
+from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.logs import LogTail
 from nblaunch.elastic.settings import Worker
-from nblaunch.options.kinds import streams_of
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.streams import OutputFilter
+from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Asked,
     CellJob,
@@ -33,91 +37,76 @@ from nblaunch.protocol.messages import (
     RunEnded,
     ScriptJob,
     Started,
-    Stream,
     Switched,
     Waiting,
+    encode,
 )
-from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import RankState, RunState, advance, looked_at
-
-# Which of the ranks' output is shown; all of it is kept in files, and in the result.
-
-_BITS = {Stream.STDOUT: 1, Stream.STDERR: 2}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFilter:
-    """The options `--redirects`, `--tee` and `--local-ranks-filter`, all with torchrun's meaning."""
-
-    redirects: str = "0"
-    tee: str = "0"
-    local_ranks: frozenset[int] | None = None
-
-    @classmethod
-    def of(cls, options: LaunchOptions) -> OutputFilter:
-        """Return the filter that these options describe."""
-        some = options.local_ranks_filter
-        return cls(options.redirects, options.tee, None if some is None else frozenset(some))
-
-    def shows(self, local_rank: int, stream: Stream) -> bool:
-        """Whether a stream of a local rank is shown.
-
-        >>> OutputFilter(redirects="3", tee="0:1").shows(0, Stream.STDOUT)
-        True
-        """
-        if self.local_ranks is not None and local_rank not in self.local_ranks:
-            return False
-        bit = _BITS[stream]
-        return not streams_of(self.redirects, local_rank) & bit or bool(
-            streams_of(self.tee, local_rank) & bit
-        )
-
-
-EVERYTHING = OutputFilter()
-
+from nblaunch.protocol.state import Message, RankState, RunState, advance
 
 # The log files of a group's ranks, attempt by attempt: new text, and which part of it is the job's.
-
-
-@dataclass(frozen=True, slots=True)
-class Logs:
-    """The log files of one rank in one attempt, and which part of them its job wrote."""
-
-    worker: Worker
-    started: Offsets = field(default_factory=Offsets)
-    ended: Offsets | None = None
 
 
 class RankLogs:
     """The log files of all ranks of a group; used on the hub's thread only."""
 
-    def __init__(self) -> None:
-        self.attempts: dict[int, dict[int, Logs]] = {}
-        self._present: dict[int, Logs] = {}
+    def __init__(self, private: Path | None = None) -> None:
+        """Files below `private` are bounded, and removed when no job refers to them."""
+        self._private = private
+        self._attempt = 0
+        self._files: dict[int, list[Path]] = {}
+        """The private files by attempt."""
+        self.attempts: dict[int, dict[int, RankLogFiles]] = {}
+        self._present: dict[int, RankLogFiles] = {}
         self._tails: dict[int, LogTail] = {}
 
-    def begin_job(self, attempt: int) -> dict[int, dict[int, Logs]]:
+    def begin_job(self, attempt: int) -> dict[int, dict[int, RankLogFiles]]:
         """Return the logs of a job that begins now, by attempt and rank; they are updated from now on."""
-        self._present = {rank: Logs(logs.worker) for rank, logs in self._present.items()}
+        self._present = {
+            rank: replace(logs, started=Offsets(), ended=None) for rank, logs in self._present.items()
+        }
         self.attempts = {attempt: self._present} if self._present else {}
         return self.attempts
 
     def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
         """Follow the files of an attempt's processes."""
         self.close()
+        self._attempt = attempt
         self._present = self.attempts[attempt] = {}
         self.extend(workers)
 
     def extend(self, workers: tuple[Worker, ...]) -> None:
         """Follow the files of more processes of the same attempt: another node's."""
         for worker in workers:
-            self._present[worker.rank] = Logs(worker)
-            self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr)
+            self._present[worker.rank] = RankLogFiles(
+                worker.rank, worker.local_rank, worker.pid, worker.stdout, worker.stderr
+            )
+            files = [Path(worker.stdout), Path(worker.stderr)]
+            private = self._private is not None and all(each.is_relative_to(self._private) for each in files)
+            if private:
+                self._files.setdefault(self._attempt, []).extend(files)
+            self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr, bounded=private)
+
+    def free_before(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
+        """Give back the room of what is older than a job, whose logs these are: no job refers to it.
+
+        Without logs there is no such job.
+        """
+        first = min(oldest, default=self._attempt)
+        for attempt in [each for each in self._files if each < first]:
+            for path in self._files.pop(attempt):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        if first == self._attempt and self._files:
+            for rank, tail in self._tails.items():
+                if not oldest:
+                    tail.free(None)
+                elif rank in oldest[first]:
+                    tail.free(oldest[first][rank].started)
 
     def stderr_of(self, rank: int) -> str:
         """Return the path of a rank's stderr; empty if it is not known."""
         known = self._present.get(rank)
-        return known.worker.stderr if known is not None else ""
+        return known.stderr if known is not None else ""
 
     def close(self) -> None:
         """Close the files of the present attempt."""
@@ -134,14 +123,14 @@ class RankLogs:
             case Started(offsets=offsets):
                 # What a rank prints before its job (gloo's greeting) is not the job's output.
                 tail.skip_to(offsets)
-                self._present[message.rank] = Logs(known.worker, offsets, known.ended)
+                self._present[message.rank] = replace(known, started=offsets)
             case Switched(moments=moments):
                 for offsets in moments:
                     yield from tail.up_to(offsets)
             case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Asked(offsets=offsets):
                 yield from tail.up_to(offsets)
             case Returned(offsets=offsets) | Raised(offsets=offsets):
-                self._present[message.rank] = Logs(known.worker, known.started, offsets)
+                self._present[message.rank] = replace(known, ended=offsets)
                 yield from tail.up_to(offsets)
             case _:
                 pass
@@ -176,19 +165,22 @@ class Job:
         state: RunState,
         *,
         internal: bool = False,
-        output: OutputFilter = EVERYTHING,
+        output: OutputFilter | None = None,
+        directory: Callable[[], Path] = Path,
     ) -> None:
         """`state` is the initial run state; the result of an `internal` job is never shown.
 
         `dispatches` are the messages to the ranks; that of None is for all that have none of their own.
+        `directory` names where values are held if not in memory.
         """
         self.internal = internal
-        self.output = output
+        self.output = output or OutputFilter()
         self.dispatch = dispatches[None]
         self._dispatches = dispatches
+        self._directory = directory
         self.state = state
-        self.values: dict[int, tuple[memoryview, ...]] = {}
-        self.logs: Mapping[int, Mapping[int, Logs]] = {}
+        self._values: dict[int, HeldPayload] = {}
+        self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
         self.launch_failure: tuple[str, str] | None = None
@@ -196,7 +188,13 @@ class Job:
         """Warnings since the end of the job."""
         self.questions: deque[Asked] = deque()
         """Questions of ranks to the user, the oldest first."""
+        self.asked: Callable[[Asked], None] = lambda _: None
+        """Called with each question."""
+        self.listeners: list[Callable[[Message, bytes], None]] = []
+        """Called with each message that has changed the state, and with its bytes."""
         self.ended = threading.Event()
+        self.when_ended: list[Callable[[], None]] = []
+        """Called once the job has ended."""
         self.whole: Callable[[], None] = lambda: None
         """Called when the payload is whole on every rank, before any of them begins."""
         self.interrupted = False
@@ -217,17 +215,31 @@ class Job:
         return self._dispatches.get(rank, self.dispatch)
 
     def take_value(self, message: Returned) -> Returned | Raised | None:
-        """Map a value while its rank still holds it; return the message to fold."""
+        """Open a value while its rank still holds it; return the message to fold, which names it here."""
         if self.ended.is_set():
             return None
         try:
-            self.values[message.rank] = shared_memory.get(message.value, private=False)
+            held = shared_memory.hold(message.value, self._directory)
         except (FileNotFoundError, ProcessLookupError):
             return None  # the process is gone: its exit says so, and came first
         except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
             failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
-        return message
+        before = self._values.pop(message.rank, None)
+        if before is not None:
+            before.close()
+        self._values[message.rank] = held
+        return replace(message, value=held.payload) if held.payload is not message.value else message
+
+    def taken_values(self) -> dict[int, HeldPayload]:
+        """Return the values by rank: the caller closes them."""
+        values, self._values = self._values, {}
+        return values
+
+    def release_values(self) -> None:
+        """Close the values: those who wanted them have mapped them."""
+        for each in self.taken_values().values():
+            each.close()
 
     def shows(self, printed: Printed) -> bool:
         """Whether output is shown; all of it is in the rank's files, and in the result."""
@@ -236,23 +248,34 @@ class Job:
         rank = self.state.ranks.get(printed.rank)
         if rank is None:
             return False  # it takes no part
-        local_rank = known.worker.local_rank if known is not None else rank.local_rank
+        local_rank = known.local_rank if known is not None else rank.local_rank
         return self.output.shows(local_rank, printed.stream)
 
     def notice(self, text: str) -> None:
         """Show a text with the result; only before the job is given to a group."""
-        self.state = advance(self.state, Noticed(text=text))
+        self.fold(Noticed(text=text))
 
-    def keep(self, report: HangReport) -> None:
-        """Keep a report of where the ranks are; only for a job that the group does not run."""
-        self.state = looked_at(self.state, report)
+    def fold(self, message: Message) -> None:
+        """Fold a message into a job that no group runs: the machine of its group does that otherwise."""
+        after = advance(self.state, message)
+        if after is not self.state:
+            self.state = after
+            if self.listeners:
+                self.publish(message, encode(message))
+
+    def publish(self, message: Message, raw: bytes) -> None:
+        """Hand a message that has changed the state to all listeners."""
+        for listener in self.listeners:
+            listener(message, raw)
 
     def end(self, time: float) -> None:
         """End the job as it is now: its result can be made."""
         if self.ended.is_set():
             return
         if self.state.doing:
-            self.state = advance(self.state, Waiting())
+            self.fold(Waiting())
         if not self.state.finished:
-            self.state = advance(self.state, RunEnded(time=time, stopped=self.error is None))
+            self.fold(RunEnded(time=time, stopped=self.error is None))
         self.ended.set()
+        for act in self.when_ended:
+            act()

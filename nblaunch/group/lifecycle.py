@@ -55,11 +55,11 @@ from nblaunch.protocol.messages import (
     Entered,
     Exited,
     FromRank,
+    GivenTo,
     Hello,
     InterruptSeen,
     Leave,
     Measured,
-    Message,
     Noticed,
     Phase,
     Prepare,
@@ -71,11 +71,12 @@ from nblaunch.protocol.messages import (
     ReportReached,
     Returned,
     ToRank,
+    Unwritten,
     Waiting,
     Where,
 )
-from nblaunch.protocol.reports import HangReport, format_ranks
-from nblaunch.protocol.state import RankState, RunState, State, advance, looked_at
+from nblaunch.protocol.reports import LocatedAll, format_ranks
+from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 
 _LIMITS = {Phase.CONNECT: 60.0, Phase.PROCESS_GROUP: 120.0}
 # A rank's last messages may still be in the socket when its process is gone.
@@ -90,6 +91,9 @@ REFORMED = (
 )
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
+# Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
+_OF_MEMBERS = (Hello, Entered, AttemptStarted)
+_SETTLES_NOTHING = (Printed, Displayed, Unwritten, Measured, Reached, LocatedAll)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -249,9 +253,9 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """What the kernel itself finds out about ranks: output, measurements, a notice, where they are."""
+    """What the runtime itself finds out about ranks: output, measurements, a notice, where they are."""
 
-    message: Printed | Measured | Noticed | Waiting | HangReport
+    message: Printed | Measured | Noticed | Waiting | LocatedAll
 
 
 class AttemptStarting(msgspec.Struct, frozen=True):
@@ -337,6 +341,12 @@ class Order(enum.Enum):
     FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
 
+class Publish(msgspec.Struct, frozen=True):
+    """Publish a message that has changed the state of the job."""
+
+    message: Message
+
+
 class SendJob(msgspec.Struct, frozen=True):
     """Dispatch the job to one of its ranks."""
 
@@ -368,14 +378,17 @@ class CloseGroup(msgspec.Struct, frozen=True):
     succeeded: bool
 
 
-Action: TypeAlias = Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | Order
+Action: TypeAlias = Publish | Send | SendJob | Warn | Explain | ReleaseWorkers | CloseGroup | Order
 
 
 # --- the machine ---------------------------------------------------------------------------------
 
 
 def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, tuple[Action, ...]]:
-    """Return the state after an event, and the actions that follow; `now` is monotonic."""
+    """Return the state after an event, and the actions that follow; `now` is monotonic.
+
+    What was folded comes first: to perform the others may feed further events.
+    """
     machine = _Step(state, now)
     match event:
         case Received(message):
@@ -402,7 +415,7 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
             machine.replace_ranks(reason)
         case _:
             machine.triggered(event)
-    return machine.state, tuple(machine.actions)
+    return machine.state, (*machine.folded, *machine.actions)
 
 
 class _Step:
@@ -411,6 +424,7 @@ class _Step:
     def __init__(self, state: GroupState, now: float) -> None:
         self.state = state
         self.now = now
+        self.folded: list[Publish] = []
         self.actions: list[Action] = []
 
     def act(self, *actions: Action) -> None:
@@ -518,11 +532,7 @@ class _Step:
             if job.left_open.missing <= {answer.rank}:
                 self.settle()
 
-    def observed(self, message: Printed | Measured | Noticed | Waiting | HangReport) -> None:
-        if isinstance(message, HangReport):
-            if self.state.working is not None:
-                self.set_job(run=looked_at(self.state.working.run, message))
-            return
+    def observed(self, message: Printed | Measured | Noticed | Waiting | LocatedAll) -> None:
         self.fold(message)
         ranks = self.state.at_work.ranks
         if isinstance(message, Measured) and len(ranks) > 1:
@@ -531,25 +541,27 @@ class _Step:
                     self.send(rank.rank, ReportReached())
 
     def fold_run(self, message: Message) -> bool:
-        """Fold a message into the job; return whether that changes anything."""
+        """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
         job = self.state.working
         if job is None:
             return False
         run = advance(job.run, message)
-        if run is not job.run:
-            self.set_job(run=run)
-        return run is not job.run
+        if run is job.run:
+            return False
+        self.set_job(run=run)
+        self.folded.append(Publish(message))
+        return True
 
     def fold(self, message: Message) -> None:
         """Fold a message into the state of the ranks or the job, and settle the job if it is over."""
         job = self.state.job
-        if isinstance(message, Hello | Entered | AttemptStarted):
+        if isinstance(message, _OF_MEMBERS):
             self.set(members=advance(self.state.members, message))
         if job is not None and job.ended and isinstance(message, Exited) and message.rank in job.run.ranks:
             warning = advance(job.run, message).ranks[message.rank].warning
             if warning and warning != job.run.ranks[message.rank].warning:
                 self.act(Warn(warning))
-        if not self.fold_run(message) or isinstance(message, Printed | Displayed | Measured | Reached):
+        if not self.fold_run(message) or isinstance(message, _SETTLES_NOTHING):
             return
         job = self.state.working
         if job is not None and job.run.finished:
@@ -645,7 +657,8 @@ class _Step:
         if state.closed:
             self.finish()
             return
-        self.set_job(run=run.given_to(state.members.ranks, state.attempt))
+        places = {rank: known.place for rank, known in state.members.ranks.items() if rank in run.ranks}
+        self.fold_run(GivenTo(ranks=places, attempt=state.attempt))
         if not event.internal:
             self.set(notes=())
             for note in state.notes:

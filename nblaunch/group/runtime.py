@@ -2,7 +2,7 @@
 
 Each part is made when it is first used, and stands on those above it:
 
-    directory        sockets, logs and spilled payloads lie in it              elastic/runtime_dir.py
+    directory        sockets, logs and spilled payloads lie in it              _runtime_dir.py
     fork server      ranks are forks of it; its log is in the directory        elastic/forkserver.py
     hub              ranks connect to its socket, in the directory             group/hub.py
     worker groups    their ranks are forked there, and connect to the hub      group/group.py
@@ -15,20 +15,17 @@ anything for the end of the process or for its forks: a user of a part is given 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.runtime_dir import RuntimeDirectory, remove_tree
+from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.elastic.forkserver import OwnServer, Server
 
 # The rest is imported on first use: the fork server starts while this process imports torch.
 if TYPE_CHECKING:
-    from nblaunch._results import EventLog
     from nblaunch.group.group import WorkerGroup
     from nblaunch.group.hub import Hub
     from nblaunch.group.standby import Standby
@@ -41,19 +38,18 @@ _AGENT_SECONDS = 5.0
 class LocalRuntime:
     """The runtime of one process; its methods may be called on any thread."""
 
-    def __init__(self, parents: LocalRuntime | None = None) -> None:
-        """In a fork, `parents` is the runtime of the parent process."""
-        self.directory = RuntimeDirectory()
-        self.server = Server(self.directory)
-        self.last_events: EventLog | None = None
-        """What torchelastic recorded in the user's last run."""
+    def __init__(self, server: Server | None = None, parents: LocalRuntime | None = None) -> None:
+        """Use the fork server of a runtime process, or start one with its keeper where it is needed.
+
+        In a fork, `parents` is the runtime of the parent process.
+        """
+        self.server = server or Server.own(RuntimeDirectory())
+        self.directory = self.server.directory
         self._lock = threading.RLock()
         self._hub: Hub | None = None
         self._standby: Standby | None = None
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._leaving: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
-        self._exiting = threading.Event()
-        self._abandoned = False
         # Never collected: that would close the parent's sockets.
         self._parents = parents
 
@@ -100,21 +96,6 @@ class LocalRuntime:
         with self._lock:
             return [group for group in groups if not group.closed.is_set()]
 
-    def remove(self, path: Path) -> None:
-        """Remove the files of a run. A fork of the process has a copy of every result: it removes nothing.
-
-        A finalizer may call this on the main thread at any point of the user's own code, where an interrupt
-        would be lost (Python ignores what a finalizer raises), or while this thread holds the lock. So the
-        hub's thread removes them, if there is one.
-        """
-        hub = self._hub
-        if self._abandoned:
-            return
-        if hub is not None and hub.usable:
-            hub.call(functools.partial(remove_tree, path))
-        else:
-            remove_tree(path)
-
     def close(self) -> None:
         """End the standby group, all groups, the fork server and the hub; the next run makes new ones."""
         with self._lock:
@@ -140,23 +121,10 @@ class LocalRuntime:
             hub.close()
         self.directory.remove()
 
-    def end(self) -> None:
-        """Close at the end of the program."""
-        self._exiting.set()
-        self.close()
-
-    def wait_if_ending(self) -> None:
-        """Block a daemon thread whose run was ended by the program's end.
-
-        No thread waits for it, and Python would print what it raises after the program's own last output.
-        """
-        if self._exiting.is_set() and threading.current_thread() is not threading.main_thread():
-            threading.Event().wait()
-
     def abandon(self) -> None:
         """Leave everything to the parent: this process is a fork, and must neither use nor end it."""
-        self._abandoned = True
-        self.server.abandon()
+        if isinstance(self.server, OwnServer):
+            self.server.abandon()
 
 
 def _leaves_by_itself(group: WorkerGroup) -> bool:
@@ -177,8 +145,8 @@ def _begin_in_child() -> None:
     # With locks of its own: a thread of the parent may have held one, and does not exist here to release it.
     global _local
     _local.abandon()
-    _local = LocalRuntime(_local)
+    _local = LocalRuntime(parents=_local)
 
 
 os.register_at_fork(after_in_child=_begin_in_child)
-atexit.register(lambda: local().end())
+atexit.register(lambda: local().close())

@@ -13,9 +13,10 @@ import msgspec
 import psutil
 
 from nblaunch._cgroups import oom_kills
+from nblaunch._results import read_text
 from nblaunch.diagnose import hang
 from nblaunch.diagnose.failures import explain_exit
-from nblaunch.elastic.logs import read_end, read_text
+from nblaunch.elastic.logs import read_end
 from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, Phase, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import HangReport, readable_main_stack
 from nblaunch.protocol.state import RunState, State

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -29,10 +30,10 @@ _CLOSE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class GroupAndLogs:
-    """A worker group, and what keeps its log directory."""
+    """A worker group, and its private log directory, if it has one."""
 
     group: WorkerGroup
-    logs: object
+    logs: Path | None
 
 
 class Standby:
@@ -115,8 +116,7 @@ class Standby:
 
     @staticmethod
     def _drop(standby_group: GroupAndLogs) -> None:
-        # Its ranks may be about to open their log files.
-        standby_group.group.keep_until_closed(standby_group.logs)
+        standby_group.group.remove_when_closed(standby_group.logs)
         if standby_group.group.waiting:
             standby_group.group.post(Trigger.DISMISS)
         else:
@@ -138,6 +138,7 @@ class Standby:
 
 
 def _stop(standby_group: GroupAndLogs) -> None:
+    standby_group.group.remove_when_closed(standby_group.logs)
     standby_group.group.stop()
     standby_group.group.closed.wait(_CLOSE_SECONDS)
 

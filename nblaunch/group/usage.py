@@ -21,6 +21,7 @@ from typing import Any, Self
 import psutil
 
 from nblaunch import _devices
+from nblaunch._inherited import decoded
 from nblaunch.protocol.messages import Measured, Prepare, Usage
 from nblaunch.protocol.state import RunState
 
@@ -135,8 +136,8 @@ class SeenGpus:
     @classmethod
     def by(cls, prepare: Prepare, *, alone: bool) -> Self:
         """Return what ranks see under `prepare`, whose environment may differ from this process's."""
-        pairs = (os.fsdecode(each).partition("=") for each in prepare.environ)
-        environ = {name: value for name, _, value in pairs if name in _devices.VARIABLES}
+        known = decoded(prepare.environ)
+        environ = {name: value for name, value in known.items() if name in _devices.VARIABLES}
         return cls(environ, alone, prepare.accelerators)
 
     def place(self, index: int, local_rank: int) -> int:

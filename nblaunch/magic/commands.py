@@ -13,16 +13,16 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch._results import Handle, Perform, RunResult
-from nblaunch.checks.doctor import doctor
+from nblaunch._results import Handle, Perform, RunResult, held_by, sessions_table
 from nblaunch.checks.report import DoctorReport
-from nblaunch.group import launcher
-from nblaunch.group.runtime import local
-from nblaunch.group.scripts import prepare_script
-from nblaunch.group.session import LiveSession
+from nblaunch.client import directory
+from nblaunch.client.local import local
+from nblaunch.client.run import run_fresh
+from nblaunch.client.scripts import prepare_script
+from nblaunch.client.session import LiveSession
+from nblaunch.client.wait import StoppedWatchingError
 from nblaunch.magic import auto, export, sessions
-from nblaunch.nodes.members import connect_peers
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, refuse_session_options
 from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
@@ -46,14 +46,19 @@ def perform_job(
     outcome = perform(None)
     if options.out is not None:
         shell.user_ns[options.out] = outcome.result
-    shell.displayhook.update_user_ns(outcome.result)
+    show_result(outcome.result, shell)
+    outcome.unwrap()
+    return None
+
+
+def show_result(result: RunResult, shell: Any) -> None:
+    """Make a result the notebook's `_`."""
+    shell.displayhook.update_user_ns(result)
     # IPython also notes every output among its own variables, where neither `%reset out` nor the limit of its
     # output cache finds it: results would never be freed.
     hidden = shell.user_ns_hidden
     for name in [name for name, value in hidden.items() if isinstance(value, RunResult)]:
         del hidden[name]
-    outcome.unwrap()
-    return None
 
 
 def _run(line: str, _: Namespace) -> object:
@@ -64,6 +69,7 @@ def _run(line: str, _: Namespace) -> object:
         print(options_help("%distributed run", script=True))  # noqa: T201 - the user asked for it
         return None
     options = parsed.options
+    refuse_session_options(options)
     for option in ("session", "ranks"):
         if getattr(options, option) is not None:
             msg = (
@@ -80,9 +86,7 @@ def _run(line: str, _: Namespace) -> object:
     script, *args = parsed.rest
     launch = prepare_script(script, args, None, options)
     view = view_of(launch.title, launch.backend, launch.placement.note)
-    return perform_job(
-        functools.partial(launcher.run_fresh, launch, view, connect_peers), options, _notebook.shell()
-    )
+    return perform_job(functools.partial(run_fresh, launch, view), options, _notebook.shell())
 
 
 _MACRO = re.compile(r"\$\{(\w+)\}")
@@ -137,10 +141,47 @@ def _start(line: str, _: Namespace) -> str:
     session = sessions.start(parse_line(line).options)
     given = sessions.flag_of(session.name)
     warning = f"\nnote: {session.placement.warning}" if session.placement.warning else ""
+    outlives = f". It outlives this kernel: %distributed attach {session.name}" if session.detached else ""
     return (
         f"session {session.name!r}: {session.world_size} ranks ({session.placement.backend}) keep their "
-        f"variables; %%distributed{given} cells run on them until %distributed stop{given}{warning}"
+        f"variables; %%distributed{given} cells run on them until %distributed stop{given}{outlives}{warning}"
     )
+
+
+def _sessions(line: str, _: Namespace) -> str:
+    if split_words(line):
+        msg = f"'%distributed sessions {line}': sessions takes nothing after it. Write %distributed sessions."
+        raise OptionError(msg)
+    return sessions_table(directory.sessions()) or "no session is open; %distributed start -n 2 opens one"
+
+
+_TAKE = "--take"
+
+
+def _attach(line: str, _: Namespace) -> str | None:
+    words = split_words(line)
+    names = [word for word in words if word != _TAKE]
+    if len(names) > 1 or any(name.startswith("-") for name in names):
+        msg = f"'%distributed attach {line}': attach takes the name of a session, and {_TAKE}."
+        raise OptionError(msg)
+    session = sessions.attach(names[0] if names else None, take=_TAKE in words)
+    given = sessions.flag_of(session.name)
+    other = session.held_by
+    # Not returned: `_` is to be the result of the job.
+    print(  # noqa: T201 - above the panel
+        f"attached to session {session.name!r}: {session.world_size} ranks ({session.placement.backend}); "
+        f"%%distributed{given} cells run on them"
+        if other is None
+        else f"watching: {held_by(session.name, other)}"
+    )
+    try:
+        outcome = session.follow(functools.partial(view_of, watched=True))
+    except StoppedWatchingError as stopped:
+        return f"{stopped} (%distributed interrupt{given} stops it)" if session.gives else str(stopped)
+    if outcome is not None:
+        show_result(outcome.result, _notebook.shell())
+        outcome.unwrap()
+    return None
 
 
 def _session_name(line: str, command: str) -> str | None:
@@ -179,6 +220,13 @@ def _names_in(line: str, command: str) -> tuple[list[str], LaunchOptions]:
         msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
         raise OptionError(msg)
     return names, parsed.options
+
+
+def _interrupt(line: str, _: Namespace) -> str:
+    session = _session(line, "interrupt")
+    running = any(job.ended is None for job in session.jobs)
+    session.interrupt()
+    return f"session {session.name!r}: {'the running job is interrupted' if running else 'no job runs'}"
 
 
 def _push(line: str, namespace: Namespace) -> None:
@@ -232,6 +280,9 @@ def _doctor(line: str, _: Namespace) -> DoctorReport:
         asked = f"%distributed doctor {line}"
         msg = f"{asked!r}: doctor takes nothing after it but {_NCCL}. Write %distributed doctor."
         raise OptionError(msg)
+    # It looks at what the runtime is made of, which a notebook does not load for its cells.
+    from nblaunch.checks.doctor import doctor
+
     return doctor(nccl=_NCCL in words)
 
 
@@ -251,12 +302,14 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "stop": lambda line, _: sessions.stop(_session(line, "stop")),
     "restart": _restart,
     "status": _status,
+    "sessions": _sessions,
+    "attach": _attach,
     "push": _push,
     "pull": _pull,
     "inspect": _inspect,
     "debug": _debug,
     "stacks": lambda line, _: _session(line, "stacks").stacks(),
-    "interrupt": lambda line, _: _session(line, "interrupt").interrupt(),
+    "interrupt": _interrupt,
     "events": _events,
     "auto": lambda line, _: auto.switch(line),
     "run": _run,
@@ -280,6 +333,8 @@ def command_completions(text_so_far: str) -> list[str]:
             return _script_completions(text_so_far)
         case [*_, "--session"]:
             possible = sessions.opened()
+        case ["attach"]:
+            possible = (*directory.detached(), _TAKE)
         case ["doctor", *_]:
             possible = (_NCCL,)
         case ["export", *_]:

@@ -16,14 +16,14 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch.elastic.placement import Placement
+from nblaunch.client.session import LiveSession
 from nblaunch.export.imports import imports_in
 from nblaunch.export.writer import Cell, ExportedScript, Setting, bound_in, export, is_exported
-from nblaunch.group.session import LiveSession
 from nblaunch.magic import auto
 from nblaunch.options import kinds
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.options.line import split_words, torchrun_command
+from nblaunch.protocol.client import Placement
 
 FLAGS = ("--cells", "--force")
 _USAGE = "Write %distributed export [--cells 3-7] [--force] train.py."
@@ -56,7 +56,7 @@ def about_to_run(
     """Return what `remember` keeps of a cell."""
     kept = None
     if session is not None:
-        kept = (weakref.ref(session), session.group.attempt)
+        kept = (weakref.ref(session), session.attempt)
         options = within(session.options, options)
     return Ran(number, source, options, placement, kept)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -16,15 +17,14 @@ from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
-from nblaunch.elastic.placement import Placement
-from nblaunch.group import launcher
-from nblaunch.group.knowledge import own_name_notice
-from nblaunch.group.launcher import Launch, RankPayload
+from nblaunch.client.knowledge import own_name_notice
+from nblaunch.client.launch import Launch, RankPayload, place_launch, refuse_inside_rank
+from nblaunch.client.run import run_fresh
 from nblaunch.magic import auto, export, sessions
 from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept
-from nblaunch.nodes.members import connect_peers
-from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.launch import LaunchOptions, refuse_session_options
 from nblaunch.options.line import option_completions, options_help, parse_line
+from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import view_of
 
@@ -59,7 +59,8 @@ class DistributedMagics(Magics):
             print(options_help("%%distributed"))  # noqa: T201 - the user asked for it
             return None
         options = parsed.options
-        launcher.refuse_inside_rank()
+        refuse_session_options(options)
+        refuse_inside_rank()
         inserted = auto.take_inserted()
         if inserted and not auto.is_the_users():
             auto.run_here(self.shell, cell)
@@ -78,8 +79,9 @@ class DistributedMagics(Magics):
             flags=_notebook.future_flags(),
         )
         if session is None:
-            placement, environ = _place(options)
-            perform = self._prepare_fresh(job, options, placement, environ)
+            placement, environ, unheeded = _place(options)
+            launch = Launch(job, options, placement, environ, "cell", unheeded=unheeded)
+            perform = self._prepare_fresh(job, launch)
         else:
             placement = session.placement
             sessions.check_cell_options(session, options)
@@ -96,18 +98,16 @@ class DistributedMagics(Magics):
         claim = session.claim if session is not None else lambda: None
         return perform_job(perform, options, self.shell, claim)
 
-    def _prepare_fresh(
-        self, job: CellJob, options: LaunchOptions, placement: Placement, environ: dict[str, str]
-    ) -> Perform:
+    def _prepare_fresh(self, job: CellJob, launch: Launch) -> Perform:
         """Prepare a run on fresh ranks; raises all that can be wrong with it."""
         captured = self._captured(
             job, lambda plain, transform: capture_cell(plain, self.shell.user_ns, transform)
         )
         reached = captured.used | captured.packed.carried.keys()
         notices = tuple(map(own_name_notice, sorted(reached & RANK_NAMES & self.shell.user_ns.keys())))
-        launch = Launch(job, options, placement, environ, "cell", (RankPayload(captured),), notices=notices)
-        view = view_of("cell", launch.backend, placement.note)
-        return functools.partial(launcher.run_fresh, launch, view, connect_peers)
+        launch = replace(launch, payloads=(RankPayload(captured),), notices=notices)
+        view = view_of("cell", launch.backend, launch.placement.note)
+        return functools.partial(run_fresh, launch, view)
 
     def _expanded(self, line: str) -> str:
         try:
@@ -133,12 +133,12 @@ class DistributedMagics(Magics):
                 raise error.with_traceback(None) from None
 
 
-def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str]]:
+def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str], str]:
     """Decide where a cell on fresh ranks runs. Raises `OptionError` for `--ranks`."""
     if options.ranks is not None:
         msg = "--ranks chooses ranks of a session, and no session runs this cell. Leave it out."
         raise OptionError(msg)
-    return launcher.place_launch(options)
+    return place_launch(options)
 
 
 def register(shell: InteractiveShell) -> None:

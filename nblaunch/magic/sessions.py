@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 from nblaunch._errors import NblaunchError, OptionError
-from nblaunch.group.session import LiveSession
-from nblaunch.nodes.members import connect_peers
+from nblaunch.client import directory
+from nblaunch.client.session import LiveSession, attach_session, start_session
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
@@ -39,9 +42,33 @@ def start(options: LaunchOptions) -> LiveSession:
             msg = f"{option.flags[0]} is for a cell, not for %distributed start. Leave it out here."
             raise OptionError(msg)
     _lost.discard(name)
-    session = LiveSession(options, connect_peers, name=name, watch=view_of)
+    session = start_session(options, name=name, watch=view_of)
     _sessions[name] = session
     return session
+
+
+def attach(name: str | None, *, take: bool) -> LiveSession:
+    """Attach to a detached session, under its name, unless this notebook has or watches it already."""
+    entry = directory.find(name)
+    known = opened().get(entry.name)
+    if known is not None and known.detached and (known.gives or (known.held_by and not take)):
+        return known
+    if known is not None and not known.detached:
+        msg = f"session {entry.name!r}: this notebook has another one of that name. Stop it first."
+        raise OptionError(msg)
+    session = attach_session(entry, take=take, watch=view_of)
+    _sessions[entry.name] = session
+    return session
+
+
+def tell_of_detached() -> None:
+    """Print in one line which detached sessions there are, if there are any."""
+    with contextlib.suppress(NblaunchError, OSError):
+        for name, entry in directory.detached().items():
+            since = time.strftime("%b %d %H:%M", time.localtime(entry.started))
+            print(  # noqa: T201 - the user would not look for it
+                f"detached session {name!r} has been running since {since}: %distributed attach {name}"
+            )
 
 
 def session_for(options: LaunchOptions) -> LiveSession | None:
@@ -110,7 +137,11 @@ def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:
 def stop(session: LiveSession) -> str:
     """End a session; return what the line shows."""
     _sessions.pop(session.name, None)
+    # What it only watches, `close` leaves to others; the user has said what is to end.
+    elsewhere = session.detached and not session.gives
     session.close()
+    if elsewhere and session.name in directory.detached():
+        directory.stop(session.name)
     return f"session {session.name!r} has ended"
 
 

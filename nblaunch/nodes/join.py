@@ -23,10 +23,11 @@ import zmq
 from zmq.utils import monitor
 
 from nblaunch._errors import LaunchError, NblaunchError, OptionError
+from nblaunch._inherited import JOIN_KEY, check_start_method
 from nblaunch.elastic import rendezvous
 from nblaunch.elastic.placement import place_ranks
-from nblaunch.elastic.settings import JOIN_KEY, AgentSettings, RendezvousConfig
-from nblaunch.group import launcher
+from nblaunch.elastic.process_options import check_process_options, process_settings
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.group.runtime import LocalRuntime, local
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.key import KEY_FILE, read_key, versions
@@ -84,9 +85,8 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
     if options.rdzv_id is None:
         msg = "No --rdzv-id was given. Give the name that the notebook's run has."
         raise OptionError(msg)
-    launcher.check_process_options(
-        options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ
-    )
+    check_start_method(options.start_method)
+    check_process_options(options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ)
     return options
 
 
@@ -195,7 +195,8 @@ def _relay(
         shutdown_timeout=welcome.shutdown_timeout,
         run_id=options.rdzv_id or "",
         log_dir=directory,
-        processes=launcher.process_settings(options, environ),
+        private_logs=not options.log_dir,
+        processes=process_settings(options, environ, runtime.server.loaded_under()),
         rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
     )
     relay = NodeRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from nblaunch._errors import OptionError
-from nblaunch.elastic.settings import JOIN_KEY, AgentSettings, RendezvousConfig
+from nblaunch._inherited import JOIN_KEY
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.nodes.messages import Joining
 from nblaunch.protocol.messages import PROTOCOL_VERSION
 
@@ -84,14 +85,13 @@ def curve_secret(key: bytes, side: str) -> bytes:
     return hashlib.blake2b(key, digest_size=32, person=f"nblaunch-{side[:4]}".encode()).digest()
 
 
-def print_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> None:
-    """Print how to join the run with the key in this file."""
+def join_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> str:
+    """Return how to join the run with the key in this file."""
     static = " --rdzv-backend static --node-rank 1" if rdzv.backend == "static" else ""
-    print(  # noqa: T201 - no view is there yet, and the run waits for these nodes
+    return (
         f"To join from another terminal, or from a machine to which you copy the key file:\n"
         f"{KEY_FILE}={file} python -m nblaunch join --rdzv-endpoint {rdzv.host}:{rdzv.port} "
-        f"--rdzv-id {settings.run_id}{static} -n {settings.nproc}",
-        flush=True,
+        f"--rdzv-id {settings.run_id}{static} -n {settings.nproc}"
     )
 
 

@@ -6,9 +6,10 @@ so what reads logs or takes values treats all ranks alike.
 
 from __future__ import annotations
 
-import os
+import errno
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -19,7 +20,6 @@ from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
 from nblaunch.group.group import Peers
 from nblaunch.group.hub import Hub
-from nblaunch.group.runtime import local
 from nblaunch.nodes import key
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.listener import Listener
@@ -33,6 +33,7 @@ from nblaunch.protocol.messages import (
     Returned,
     Stream,
     ToRank,
+    Unwritten,
     decode_from_rank,
     encode,
 )
@@ -45,8 +46,8 @@ class NodeEvents(Protocol):
     log_directory: Path
     """For the logs of this attempt."""
 
-    def receive(self, message: FromRank) -> None:
-        """Handle a rank's message."""
+    def receive(self, message: FromRank, data: bytes | None = None) -> None:
+        """Handle a rank's message; `data` is what the rank has sent."""
 
     def node_started(self, workers: tuple[Worker, ...]) -> None:
         """Handle the start of a node's processes."""
@@ -64,22 +65,30 @@ class NodeEvents(Protocol):
         """
 
 
-def connect_peers(
-    hub: Hub, settings: AgentSettings, events: NodeEvents, directory: Path
+def connect_peers(  # noqa: PLR0913 - a group, and what the caller has for it
+    hub: Hub,
+    settings: AgentSettings,
+    events: NodeEvents,
+    directory: Path,
+    *,
+    environ: Mapping[str, str],
+    root: Callable[[], Path],
+    remark: Callable[[str], None],
 ) -> tuple[AgentSettings, Nodes | None]:
     """Return the settings with the run's key and, if other nodes may join, open a listener for them.
 
-    Prints the command that joins, if the key is a new one. Raises `OptionError` for a key that cannot be
-    used, and `LaunchError` if the listener has no address of this machine.
+    `environ` has the caller's key, or names its file. A new one is made below `root()`, and `remark` is
+    called with the command that joins. Raises `OptionError` for a key that cannot be used, and `LaunchError`
+    if the listener has no address of this machine.
     """
     if settings.rdzv is None:
         return settings, None
-    secret, file = key.read_or_make_key(os.environ, local().directory.root)
+    secret, file = key.read_or_make_key(environ, root)
     rdzv = replace(settings.rdzv, key=secret)
     if rdzv.most == 1:
         return replace(settings, rdzv=rdzv), None
     if file:
-        key.print_command(settings, rdzv, file)
+        remark(key.join_command(settings, rdzv, file))
     nodes = Nodes(hub, settings, rdzv, events, directory)
     return replace(settings, rdzv=replace(rdzv, listener=nodes.listener.address)), nodes
 
@@ -109,6 +118,8 @@ class Nodes(Peers):
         self._route: dict[int, bytes] = {}
         self._outgoing = OutgoingTransfer()
         self._files: dict[tuple[int, Stream], BinaryIO] = {}
+        self._unwritten: Counter[int] = Counter()
+        """How many bytes that a rank has printed a full disk has not taken here."""
 
     # --- to nodes: what the group asks of its peers --------------------------------------------------
 
@@ -201,9 +212,9 @@ class Nodes(Peers):
             case wire.Workers(workers=workers):
                 self._started(identity, node, workers)
             case wire.RankMessage(data=encoded):
-                self._rank_sent(identity, node, decode_from_rank(encoded, f"a rank of {node.name}"))
+                self._rank_sent(identity, node, encoded)
             case wire.Wrote(rank=rank, stream=stream) if rank in node.ranks:
-                self._files[rank, stream].write(data)
+                self._wrote(rank, self._files[rank, stream], data)
             case wire.Gone() if message.rank in node.ranks:
                 node.exited.add(message.rank)
                 exited = Exited(
@@ -215,6 +226,17 @@ class Nodes(Peers):
                     details=message.details,
                 )
                 self._events.rank_gone(exited)
+
+    def _wrote(self, rank: int, file: BinaryIO, data: memoryview) -> None:
+        """Write what a rank has printed; what a full disk does not take is dropped and counted, as there."""
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._unwritten[rank] += len(data)
+            self._events.receive(Unwritten(rank=rank, size=self._unwritten[rank]))
 
     def _join(self, identity: bytes, joining: wire.Joining) -> None:
         rdzv, settings = self._rdzv, self._settings
@@ -251,11 +273,12 @@ class Nodes(Peers):
             workers.append(Worker(record.rank, record.local_rank, record.pid, *map(str, paths.values())))
         self._events.node_started(tuple(workers))
 
-    def _rank_sent(self, identity: bytes, node: Node, message: FromRank) -> None:
+    def _rank_sent(self, identity: bytes, node: Node, data: bytes) -> None:
+        message = decode_from_rank(data, f"a rank of {node.name}")
         if self._route.get(message.rank) != identity:
             return
         if not isinstance(message, Returned):
-            self._events.receive(message)
+            self._events.receive(message, data)
             return
         try:
             value = node.incoming.claim(message.value)
@@ -288,4 +311,4 @@ class Nodes(Peers):
     def _close_files(self) -> None:
         for file in self._files.values():
             file.close()
-        self._files = {}
+        self._files, self._unwritten = {}, Counter()

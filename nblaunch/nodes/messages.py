@@ -1,4 +1,4 @@
-"""The messages between the kernel and a node that has joined, over TCP.
+"""The messages between the runtime and a node that has joined, over TCP.
 
 Each message is one MessagePack frame; `Wrote` and `Piece` have a second one with raw bytes. Messages from and
 to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
@@ -84,7 +84,7 @@ class Leaving(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeEnded(msgspec.Struct, frozen=True, tag=True):
-    """Its ranks have exited, and it is about to; `error` is the reason, if the kernel does not know it."""
+    """Its ranks have exited, and it is about to; `error` is the reason, if the runtime does not know it."""
 
     error: str = ""
 

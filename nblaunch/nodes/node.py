@@ -16,17 +16,18 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
+from nblaunch import _inherited
 from nblaunch._errors import LaunchError
 from nblaunch._results import Event
+from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic.agent import AgentThread
-from nblaunch.elastic.placement import Placement
-from nblaunch.elastic.runtime_dir import remove_tree
+from nblaunch.elastic.logs import MOST_BYTES, free
 from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group import inherited
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.stacks import ExitReasons
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer
+from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import (
     CellJob,
     Dispatch,
@@ -74,7 +75,8 @@ class NodeRelay:
         """The ticket of the present job's payload, and the payload."""
         self._titles: dict[str, str] = {}
         self._logs: dict[int, list[_Log]] = {}
-        self._early: list[FromRank] = []
+        self._private_logs = settings.private_logs
+        self._early: list[tuple[FromRank, bytes]] = []
         """Messages of an attempt whose processes the notebook does not know yet."""
         self._started = False
         self._finished = False
@@ -165,10 +167,10 @@ class NodeRelay:
 
     # --- from the ranks ----------------------------------------------------------------------------
 
-    def receive(self, message: FromRank) -> None:
+    def receive(self, message: FromRank, data: bytes) -> None:
         """Send a rank's message on, after the output that came before it."""
         if not self._started:
-            self._early.append(message)
+            self._early.append((message, data))
             return
         self._send_logs(message.rank)
         if isinstance(message, Returned):
@@ -176,10 +178,10 @@ class NodeRelay:
                 ticket, pieces = self._outgoing.pieces(message.value)
             except OSError:
                 return  # the process is gone, and its exit will be reported
-            for piece, data in pieces:
-                self._send(piece, data)
-            message = msgspec.structs.replace(message, value=ticket)
-        self._send(wire.RankMessage(attempt=self.attempt, data=encode(message)))
+            for piece, part in pieces:
+                self._send(piece, part)
+            data = encode(msgspec.structs.replace(message, value=ticket))
+        self._send(wire.RankMessage(attempt=self.attempt, data=data))
 
     def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
         """Send new output."""
@@ -228,13 +230,16 @@ class NodeRelay:
             records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
             self._send(wire.Workers(attempt=number, workers=records))
             self._logs = {
-                each.rank: [_Log(Stream.STDOUT, each.stdout), _Log(Stream.STDERR, each.stderr)]
+                each.rank: [
+                    _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
+                    _Log(Stream.STDERR, each.stderr, bounded=self._private_logs),
+                ]
                 for each in workers
             }
             self._started = True
             early, self._early = self._early, []
-            for message in early:
-                self.receive(message)
+            for message, data in early:
+                self.receive(message, data)
 
         self._hub.call(report)
 
@@ -295,8 +300,9 @@ class NodeRelay:
 class _Log:
     """A growing log file, sent up to `_position`."""
 
-    def __init__(self, stream: Stream, path: str) -> None:
+    def __init__(self, stream: Stream, path: str, *, bounded: bool) -> None:
         self.stream = stream
+        self._path, self._bounded, self._freed = path, bounded, 0
         self._fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)
         self._position = 0
 
@@ -304,6 +310,8 @@ class _Log:
         while data := os.pread(self._fd, _LOG_BYTES, self._position):
             self._position += len(data)
             yield data
+        if self._bounded:
+            self._freed = free(self._path, self._freed, self._position - MOST_BYTES)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -313,10 +321,10 @@ def of_this_machine(prepare: Prepare, env: dict[str, str], placement: Placement)
     """Return a `Prepare` with this machine's environment, directory and path."""
     return msgspec.structs.replace(
         prepare,
-        environ=inherited.encoded({**os.environ, **env}),
-        cwd=inherited.working_directory(),
-        path=tuple(os.fsencode(os.path.abspath(entry)) for entry in sys.path),  # noqa: PTH100 - resolve() follows links
-        umask=inherited.umask(),
-        limits=inherited.limits(placement.nproc),
+        environ=_inherited.encoded({**os.environ, **env}),
+        cwd=_inherited.working_directory(),
+        path=_inherited.search_path(sys.path),
+        umask=_inherited.umask(),
+        limits=_inherited.limits(placement.nproc),
         accelerators=placement.accelerators,
     )

@@ -106,6 +106,8 @@ class Kind:
     """Values to offer where one is typed; not always all there are."""
     switch: bool = False
     """The option is written without a value."""
+    default: Callable[[Any], str] = str
+    """Shows a default to the reader of a table."""
     join: Callable[[Any, Any], object] | None = None
     """Adds the value of an option that is given again; None where it replaces the one before."""
 
@@ -145,6 +147,26 @@ def seconds(*, or_zero: bool = False) -> Kind:
     lower = "from 0" if or_zero else "above 0"
     takes = f"a number of seconds {lower} (at most {LONGEST_SECONDS:.0f})"
     return Kind(takes, "SECONDS", check, _read_by(float))
+
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+
+def duration() -> Kind:
+    """Take seconds above 0, or a text with a unit: `90s`, `30m`, `8h`, `2d`; the value is a float."""
+    number = seconds()
+
+    def check(value: object) -> object:
+        found = _DURATION.fullmatch(value.strip().lower()) if isinstance(value, str) else None
+        return number.check(float(found[1]) * _UNITS[found[2]] if found is not None else value)
+
+    def shown(value: float) -> str:
+        unit = next((each for each in "dhms" if value % _UNITS[each] == 0), None)
+        return str(value) if unit is None else f"{int(value) // _UNITS[unit]}{unit}"
+
+    takes = "a time above 0: seconds, or with a unit as in 90s, 30m, 8h or 2d"
+    return Kind(takes, "TIME", check, _read_by(float), lambda value: (shown(value),), default=shown)
 
 
 def switch(*, given: bool) -> Kind:

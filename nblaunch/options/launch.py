@@ -74,6 +74,14 @@ class LaunchOptions:
         kinds.script_path, "Also write the cell as a script for torchrun, to this file.",
         default=None, scope="notebook", torchrun="omitted",
     )
+    detach: bool = option(
+        kinds.switch(given=True), "The session outlives the kernel; attach finds it.",
+        default=False, scope="session", torchrun="omitted",
+    )
+    linger: float = option(
+        kinds.duration(), "Longest time that a detached session is kept without a client or a running job.",
+        default=14400.0, scope="session", torchrun="omitted",
+    )
     ranks: tuple[int, ...] | None = option(
         kinds.ranks, "Ranks of a session that run the cell. None: all.",
         default=None, scope="notebook", torchrun="comment",
@@ -227,10 +235,12 @@ class LaunchOptions:
             object.__setattr__(self, each.name, each.check(each.name, getattr(self, each.name)))
 
     @classmethod
-    def from_keywords(cls, *, script: bool = False, **keywords: object) -> LaunchOptions:
+    def from_keywords(
+        cls, *, script: bool = False, of_session: bool = False, **keywords: object
+    ) -> LaunchOptions:
         """Return the options that `run()` or `Session` was given; `nproc` is `nproc_per_node`.
 
-        With `script` there are also the options that only a script has.
+        With `script` there are also the options that only a script has, with `of_session` those of a session.
 
         >>> LaunchOptions.from_keywords(nproc=2).nproc_per_node
         2
@@ -245,6 +255,12 @@ class LaunchOptions:
                 message = (
                     f"{keyword}= was asked for, but only a magic has this option ({found.flags[0]}). "
                     "Leave it out; in Python assign what the call returns."
+                )
+                raise OptionError(message)
+            if found.scope == "session" and not of_session:
+                message = (
+                    f"{keyword}= was asked for, but only a session has this option. Leave it out, or use "
+                    f"Session({keyword}=...)."
                 )
                 raise OptionError(message)
             if found.scope == "script" and not script:
@@ -290,7 +306,7 @@ OPTIONS: tuple[Option, ...] = tuple(each.metadata["row"](name=each.name) for eac
 """The table: one row for each field."""
 
 _BY_KEYWORD = {keyword: each for each in OPTIONS for keyword in each.keywords}
-_OF_RUN = [each for each in OPTIONS if each.scope != "notebook"]
+_OF_RUN = [each for each in OPTIONS if each.scope not in ("notebook", "session")]
 _KEYWORD_MEANINGS = {
     f"{spelling.lstrip('-').replace('-', '_')}=": f"{each.keywords[-1]}="
     for each in _OF_RUN
@@ -321,15 +337,28 @@ def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptio
     return _of_checked(everything)
 
 
+def refuse_session_options(options: LaunchOptions) -> None:
+    """Raise `OptionError` for an option that only a session has, on the line of a cell or a script."""
+    for each in OPTIONS:
+        if each.scope == "session" and getattr(options, each.name) != each.default:
+            message = f"{each.flags[0]} is for %distributed start. Leave it out here."
+            raise OptionError(message)
+
+
 def within(session: LaunchOptions, cell: LaunchOptions) -> LaunchOptions:
     """Return the options of a cell in a session: its own where it may have its own and asks for it."""
+    own = [
+        each for each in OPTIONS if each.per_cell and getattr(cell, each.name) != getattr(session, each.name)
+    ]
+    if not own:
+        return session
     # A `PET_` variable holds for fresh ranks; the cell itself has not asked for its value.
     unasked = LaunchOptions.from_keywords()
     values = {each.name: getattr(session, each.name) for each in OPTIONS}
-    for each in OPTIONS:
-        own = getattr(cell, each.name)
-        if each.per_cell and own != getattr(unasked, each.name):
-            values[each.name] = own
+    for each in own:
+        value = getattr(cell, each.name)
+        if value != getattr(unasked, each.name):
+            values[each.name] = value
     return _of_checked(values)
 
 

@@ -11,11 +11,12 @@ from typing import Any, Literal
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import Kind, brief
 
-Scope = Literal["notebook", "cell", "group", "node", "rendezvous", "script"]
+Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "script"]
 """What an option belongs to.
 
 * notebook: what a magic does with one cell and its result. `run()` and `Session` have no such keyword.
 * cell: one run. In a session a cell may have its own value; the session's holds otherwise.
+* session: how long a session is kept. A run has none of these.
 * group: the worker group, on all nodes alike, as long as it lives.
 * node: the processes of one node. `python -m nblaunch join` takes these and those of the rendezvous.
 * rendezvous: how the nodes find each other. torchrun's `--standalone` stands for all of their defaults.
@@ -84,7 +85,7 @@ class Option:
         """The default as a reader of flags takes it: `--no-init` is off unless it is given."""
         if self.default is True and any(flag.startswith("--no-") for flag in self.flags):
             return "off"
-        return "none" if self.default in ("", ()) else str(self.default)
+        return "none" if self.default in ("", ()) else self.kind.default(self.default)
 
     def read(self, spelling: str, text: str) -> object:
         """Return the value that `text` means; `spelling` is what the user wrote, or the variable."""

@@ -1,4 +1,4 @@
-"""The messages between the kernel and its ranks: one typed struct per noun.
+"""The messages between the runtime and its ranks: one typed struct per noun.
 
 Every message is a frozen, tagged struct in MessagePack. Decoding never unpickles: pickles travel as opaque
 bytes inside `Payload`, and are opened only after the hub has authenticated the sender (see
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 4
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -57,13 +58,15 @@ class Payload(msgspec.Struct, frozen=True):
 
     `sizes` are the byte lengths of the parts: the pickle stream first, then each out-of-band buffer.
     The parts lie one after the other, each start aligned to 64 bytes: in `inline`, in the memory
-    file `fd` of process `pid`, or in the file `path`.
+    file `fd` of process `pid`, or in the file `path`. `inode` is the memory file's: a descriptor's number is
+    used again once it is closed.
     """
 
     sizes: tuple[int, ...]
     inline: bytes | None = None
     pid: int = 0
     fd: int = -1
+    inode: int = 0
     path: str = ""
 
 
@@ -230,6 +233,12 @@ class Switched(_OfRank, frozen=True):
     moments: tuple[Offsets, ...]
 
 
+class Unwritten(_OfRank, frozen=True):
+    """A full disk has not taken all that the rank printed: `size` bytes are dropped since the job began."""
+
+    size: int
+
+
 class Returned(_OfRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
@@ -382,7 +391,7 @@ class Recovered(_OfRank, frozen=True):
     """CUDA's error, if this process cannot use CUDA any more."""
 
 
-# About a rank, from the kernel itself
+# About a rank, from the runtime itself
 
 
 class Printed(_OfRank, frozen=True):
@@ -411,6 +420,23 @@ class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     time: float
     reason: str = "started"
     pids: dict[int, int] = {}
+
+
+class RankPlace(msgspec.Struct, frozen=True):
+    """Where a rank runs, and how far it is."""
+
+    local_rank: int = -1
+    node: str = ""
+    device: str = ""
+    pid: int | None = None
+    phase: Phase = Phase.FORK
+
+
+class GivenTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The job has been given to a worker group in this attempt; `ranks` are those of the job that it has."""
+
+    ranks: dict[int, RankPlace]
+    attempt: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -458,25 +484,25 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The kernel no longer waits for ranks that have not ended: they are STOPPED, or else LOST."""
+    """The runtime no longer waits for ranks that have not ended: they are STOPPED, or else LOST."""
 
     time: float
     stopped: bool = True
 
 
 _Progress = Hello | Entered | Started | Arrived | Returned | Raised | Colored | Names
-_Output = Displayed | Cleared | Switched | Asked
+_Outputs = Displayed | Cleared | Switched | Unwritten | Asked
 _Answers = Where | Reached | InterruptSeen | Recovered | Aborted
-FromRank = _Progress | _Output | _Answers
-AboutRank = Printed | Exited | Unreadable | AttemptStarted | Measured | Noticed | Waiting | RunEnded
-Message = FromRank | AboutRank
+FromRank = _Progress | _Outputs | _Answers
+_OfAllRanks = AttemptStarted | GivenTo | Measured | Noticed | Waiting | RunEnded
+AboutRank = Printed | Exited | Unreadable | _OfAllRanks
 
 
 # To a rank
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Become a rank: the kernel's environment, directory and path as they are now, and a process group.
+    """Become a rank: the caller's environment, directory and path as they are now, and a process group.
 
     `environ` are `NAME=VALUE`. It and all paths are bytes, since they need not be text. `limits` are the
     name, soft and hard limit of resources.
@@ -558,6 +584,10 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sources: dict[str, tuple[str, str]] = {}
     internal: bool = False
     """Whether its output is not shown."""
+    tenure: int = 0
+    """How often a session has changed hands: a rank forgets the objects of those who had it before."""
+    look: bool = False
+    """Whether it changes nothing of what the notebook knows of the rank."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
@@ -622,8 +652,16 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 _Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort
 ToRank = Prepare | Dispatch | Proceed | Answer | Leave | _Requests
 
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    msg = f"{type(value).__name__} is no part of a message"
+    raise NotImplementedError(msg)
+
+
 _M = TypeVar("_M")
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -634,7 +672,7 @@ _ESCAPES = {code: 0x100000 + code for code in range(0xD800, 0xE000)}
 _UNESCAPES = {escaped: code for code, escaped in _ESCAPES.items()}
 
 
-def encode(message: FromRank | ToRank) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """Return `message` as MessagePack.
 
     Python represents file names that are not UTF-8 as text with lone surrogates, which UTF-8 cannot encode:
@@ -643,7 +681,7 @@ def encode(message: FromRank | ToRank) -> bytes:
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError:
-        plain = msgspec.to_builtins(message, builtin_types=(bytes,))
+        plain = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_plain)
         return _ESCAPED + _encoder.encode(_translated(plain, _ESCAPES))
 
 
@@ -660,15 +698,16 @@ def _translated(plain: Any, table: dict[int, int]) -> Any:
 
 def decode_from_rank(data: bytes, sender: str) -> FromRank:
     """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return _decoded(_from_rank, data, sender)
+    return decoded(_from_rank, data, sender)
 
 
 def decode_to_rank(data: bytes, sender: str) -> ToRank:
     """Return the message in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return _decoded(_to_rank, data, sender)
+    return decoded(_to_rank, data, sender)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_M], data: bytes, sender: str) -> _M:
+def decoded(decoder: msgspec.msgpack.Decoder[_M], data: bytes, sender: str) -> _M:
+    """Return what `encode` has made `data` of; raise `ProtocolError` naming `sender` if it is not that."""
     try:
         if data.startswith(_ESCAPED):
             plain = msgspec.msgpack.decode(data[len(_ESCAPED) :])

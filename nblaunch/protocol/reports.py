@@ -7,6 +7,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from nblaunch.protocol.messages import Collective, FrameRecord
 
 _Answer = TypeVar("_Answer", bound=Hashable)
@@ -76,6 +78,12 @@ class HangReport:
         if self.finished:
             lines.append(f"[{format_ranks(self.finished)}] had finished")
         return "\n".join(lines)
+
+
+class LocatedAll(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Where the ranks of a job were at the last look."""
+
+    report: HangReport
 
 
 def own_frame(frames: Sequence[FrameRecord]) -> FrameRecord | None:
@@ -208,3 +216,16 @@ def format_ranks(ranks: Iterable[int]) -> str:
         parts.append(str(first) if first == number else f"{first}-{number}")
         start = index + 1
     return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"
+
+
+def session_ended(name: str) -> str:
+    """Return the text of the error for a session whose ranks are gone."""
+    return f"session {name!r} has ended. Start another one (%distributed start)."
+
+
+def session_busy(name: str) -> str:
+    """Return the text of the error for a session that runs a job."""
+    return (
+        f"session {name!r} takes one job at a time, and is at work on another one. Wait for it "
+        "(handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."
+    )

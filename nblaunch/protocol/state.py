@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Mapping
-from typing import Protocol, assert_never
+from typing import Protocol, TypeAlias, assert_never
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from nblaunch.protocol.messages import (
+    AboutRank,
     AttemptStarted,
     Cleared,
     Colored,
@@ -23,24 +24,32 @@ from nblaunch.protocol.messages import (
     Entered,
     Exited,
     FailureRecord,
+    FromRank,
+    GivenTo,
     Hello,
     Measured,
-    Message,
     Noticed,
     Payload,
     Phase,
     Printed,
     Raised,
+    RankPlace,
     Reached,
     Returned,
     RunEnded,
     Started,
     Unreadable,
+    Unwritten,
     Usage,
     Waiting,
+    decoded,
+    encode,
 )
-from nblaunch.protocol.reports import HangReport, format_ranks
+from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
+
+Message: TypeAlias = FromRank | AboutRank | LocatedAll
+"""What `advance` folds."""
 
 
 class State(enum.StrEnum):
@@ -64,7 +73,6 @@ class State(enum.StrEnum):
 _FINAL = (State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST)
 
 
-_PLACE = ("local_rank", "node", "device", "pid", "phase")
 _NOTICES = 20
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
@@ -96,8 +104,15 @@ class RankState(msgspec.Struct, frozen=True):
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun then."""
+    unwritten: int = 0
+    """How many bytes that it printed a full disk did not take."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
+
+    @property
+    def place(self) -> RankPlace:
+        """Where it runs, and how far it is."""
+        return RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
 
 
 class AttemptState(msgspec.Struct, frozen=True):
@@ -134,15 +149,24 @@ class RunState(msgspec.Struct, frozen=True):
             attempt=AttemptState(0, world_size, "started", time),
         )
 
-    def given_to(self, members: Mapping[int, RankState], attempt: int = 0) -> RunState:
-        """Return the initial state of a job that is given to ranks which exist already."""
-        ranks = {}
-        for number, rank in self.ranks.items():
-            if number in members:
-                is_at = {name: getattr(members[number], name) for name in _PLACE}
-                state = _at_least_starting(rank.state) if members[number].node else rank.state
-                ranks[number] = replace(rank, state=state, **is_at)
-        return replace(self, ranks=ranks, attempt=replace(self.attempt, number=attempt))
+    @property
+    def began(self) -> float:
+        """When the first attempt started."""
+        return (*self.earlier, self.attempt)[0].started
+
+    @property
+    def begun(self) -> bool:
+        """Whether any rank exists."""
+        return any(rank.state is not State.INIT for rank in self.ranks.values())
+
+    @property
+    def where(self) -> str:
+        """Where the ranks are, in one line, as far as their messages tell."""
+        groups: dict[str, list[int]] = {}
+        for rank in self.ranks.values():
+            starting = rank.state in (State.INIT, State.STARTING)
+            groups.setdefault(f"phase '{rank.phase}'" if starting else rank.state.value, []).append(rank.rank)
+        return ", ".join(f"{format_ranks(ranks)} {word}" for word, ranks in groups.items())
 
     @property
     def finished(self) -> bool:
@@ -160,7 +184,15 @@ class RunState(msgspec.Struct, frozen=True):
         shown = [
             f"the value of {format_ranks(ranks)} is only shown: {why}" for why, ranks in not_sent.items()
         ]
-        return (*bad_ends, *shown)
+        return (*bad_ends, *shown, *filter(None, [self.unwritten]))
+
+    @property
+    def unwritten(self) -> str:
+        """How much of which rank's output a full disk did not take; empty if it took all."""
+        lost = {rank: known.unwritten for rank, known in sorted(self.ranks.items()) if known.unwritten}
+        parts = [f"{size:,} bytes of rank {rank}" for rank, size in lost.items()]
+        where = "the disk that takes what ranks print is full (TMPDIR, --log-dir)"
+        return f"{where}: {', '.join(parts)} were dropped" if parts else ""
 
     @property
     def failed(self) -> bool:
@@ -208,6 +240,10 @@ def advance(state: RunState, message: Message) -> RunState:
         case RunEnded():
             ranks = {rank: _give_up(known, message) for rank, known in state.ranks.items()}
             return replace(state, ranks=ranks)
+        case GivenTo():
+            return _given_to(state, message)
+        case LocatedAll():
+            return replace(state, hang=message.report)
         case _:
             known = state.ranks.get(message.rank)
             if known is None:
@@ -241,12 +277,23 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
 
 def _resized(state: RunState, world_size: int) -> RunState:
     """Return the state with as many ranks as the nodes of the rendezvous have: it is not known earlier."""
-    begun = any(rank.state is not State.INIT for rank in state.ranks.values())
-    if begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
+    if state.begun or world_size <= state.world_size or len(state.ranks) < state.world_size:
         return state
     ranks = {rank: state.ranks.get(rank, RankState(rank)) for rank in range(world_size)}
     attempt = replace(state.attempt, world_size=world_size)
     return replace(state, world_size=world_size, ranks=ranks, attempt=attempt)
+
+
+def _given_to(state: RunState, message: GivenTo) -> RunState:
+    """Return the initial state of a job whose ranks may exist already."""
+    if state.begun or message.attempt < state.attempt.number:
+        return state
+    ranks = {
+        rank: replace(known, state=State.STARTING if place.node else State.INIT, **asdict(place))
+        for rank, known in state.ranks.items()
+        if (place := message.ranks.get(rank)) is not None
+    }
+    return replace(state, ranks=ranks, attempt=replace(state.attempt, number=message.attempt))
 
 
 def _measured(state: RunState, message: Measured) -> RunState:
@@ -269,11 +316,6 @@ def _waiting(state: RunState, message: Waiting) -> RunState:
     return replace(state, ranks={**state.ranks, **news}) if news else state
 
 
-def looked_at(state: RunState, report: HangReport) -> RunState:
-    """Return the state with a report of where its ranks are."""
-    return replace(state, hang=report)
-
-
 def _at_least_starting(state: State) -> State:
     return State.STARTING if state is State.INIT else state
 
@@ -292,15 +334,15 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case Started() | Reached() | Returned() | Raised() if known.state.final:
+        case Started() | Reached() | Unwritten() | Returned() | Raised() if known.state.final:
             return known
         case Started():
             warning = _LATE if message.late else known.warning
             return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
         case Printed() | Displayed() | Cleared():
             return replace(known, transcript=_written(known.transcript, message))
-        case Reached():
-            return replace(known, collectives=message.collectives)
+        case Reached() | Unwritten():
+            return _counted(known, message)
         case Returned():
             return replace(
                 known,
@@ -331,6 +373,12 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
             return _exited(known, message)
         case _:
             return known  # of interest to the worker group only
+
+
+def _counted(known: RankState, message: Reached | Unwritten) -> RankState:
+    if isinstance(message, Reached):
+        return replace(known, collectives=message.collectives)
+    return replace(known, unwritten=message.size)
 
 
 def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> Transcript:
@@ -393,6 +441,29 @@ def describe_exit(exitcode: int) -> str:
     if exitcode == 0:
         return "ended with exit code 0 but returned no value (os._exit?)"
     return f"ended with exit code {exitcode}"
+
+
+# On their way to those who follow a run from another process: a whole state, and then each message that has
+# changed it. Both folds have the same states.
+
+_THE_RUNTIME = "nblaunch's runtime process"
+_run_state: msgspec.msgpack.Decoder[RunState] = msgspec.msgpack.Decoder(RunState)
+_message: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_state(state: RunState) -> bytes:
+    """Return a whole state as MessagePack; any text is kept, as `encode` does."""
+    return encode(state)
+
+
+def decode_state(data: bytes) -> RunState:
+    """Return the state in `data`; raise `ProtocolError` if it is none."""
+    return decoded(_run_state, data, _THE_RUNTIME)
+
+
+def decode_folded(data: bytes) -> Message:
+    """Return the message in `data` that has been folded into a job; raise `ProtocolError` if it is none."""
+    return decoded(_message, data, _THE_RUNTIME)
 
 
 class View(Protocol):

@@ -6,6 +6,7 @@ show. All functions return a new transcript and leave the old one alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,8 @@ _ENTRY_COST = 16
 _DISPLAY_COST = 320
 
 
-class Text(msgspec.Struct, frozen=True):
-    """Consecutive text of one stream."""
+class Text(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive text of one stream; an array when encoded, which tells it from a `Display`."""
 
     stream: Stream
     text: str
@@ -100,6 +101,22 @@ def cleared(transcript: Transcript, *, wait: bool) -> Transcript:
     if wait:
         return replace(transcript, clear_pending=True)
     return Transcript(written=transcript.written, lines=transcript.lines, clears=transcript.clears + 1)
+
+
+def without_displays(transcript: Transcript, count: int) -> Transcript:
+    """Return the transcript without its `count` oldest displays."""
+    left = itertools.count(1)
+
+    def kept(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+        return tuple(each for each in entries if not isinstance(each, Display) or next(left) > count)
+
+    head = kept(transcript.head)
+    return replace(
+        transcript,
+        head=head,
+        tail=kept(transcript.tail),
+        omitted_displays=transcript.omitted_displays + count,
+    )
 
 
 def _apply_pending_clear(transcript: Transcript) -> Transcript:

@@ -31,7 +31,8 @@ An interrupt: the control thread sends SIGINT to the main thread only while a jo
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective cannot be interrupted: the hub has it aborted (NCCL) or its connections shut (gloo); it raises.
 
-Output goes straight into two log files; what was written survives SIGKILL. Order between the two, and between
+Output goes straight into two log files; what was written survives SIGKILL. What a full disk does not take is
+dropped, and counted in `Unwritten`. Order between the two, and between
 text and displays, travels as `Switched` and as `Offsets` in messages.
 
 Invariants:

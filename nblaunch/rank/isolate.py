@@ -48,7 +48,7 @@ def isolate() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     _forget_inherited_servers()
-    _reseed()
+    reseed()
 
 
 def keep_sockets_in(directory: str) -> None:
@@ -80,8 +80,8 @@ def _forget_inherited_servers() -> None:
     tracker._pid = None  # noqa: SLF001
 
 
-def _reseed() -> None:
-    """Give this rank a random state of its own: a fork starts with the server's, the same in every rank."""
+def reseed() -> None:
+    """Give this process a random state of its own: each fork starts with the server's."""
     random.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

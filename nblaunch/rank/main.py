@@ -61,6 +61,7 @@ from nblaunch.protocol.messages import (
     Returned,
     ScriptJob,
     Started,
+    Unwritten,
 )
 from nblaunch.protocol.state import describe_exit
 from nblaunch.rank import (
@@ -160,7 +161,7 @@ class Rank:
         stacks.dump_on_signal(orders.spill, self.rank)
         self.link = Link(orders.address, identity, stacks.RankInspector(self.rank, self.titles))
         stdio.capture_descriptors()
-        stdio.install(self.link.switched)
+        stdio.install(self.link.switched, lambda size: self.link.send(Unwritten(rank=self.rank, size=size)))
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         self.link.on_answer = stdio.Questions(self.rank, self.link.send).install()
         self.link.start(
@@ -248,8 +249,10 @@ class Rank:
         for module in dispatch.imports:
             __import__(module)
         parts = shared_memory.get(dispatch.payload, private=True)
+        self.variables.given_in(dispatch.tenure)
         if dispatch.objects is None:
-            self.variables.release()
+            if not dispatch.look:
+                self.variables.release()
             loaded = pickling.loads(parts[0], parts[1:], str(self.device))
         else:
             loaded = self._arrived(parts, dispatch.objects, job)
@@ -264,7 +267,8 @@ class Rank:
     def _begin(self, dispatch: Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
         self.phase, self.raised = Phase.JOB, None
-        self._names_reported, self._internal = False, dispatch.internal
+        # A look reports nothing: objects that the notebook refers to at this moment stay.
+        self._names_reported, self._internal = dispatch.look, dispatch.internal
         if not dispatch.internal or isinstance(dispatch.job, PushJob):
             shell.free_gpu_memory()
         if not dispatch.internal:

@@ -67,6 +67,14 @@ class Variables:
         self._between_jobs: list[Any] = []
         """Objects that the notebook believes to be here: they stay until the next job has found them."""
         self._hidden = frozenset(shell.namespace()) | _GIVEN
+        self._tenure = 0
+
+    def given_in(self, tenure: int) -> None:
+        """Forget the objects of another client, which gives no jobs any more; its variables stay."""
+        if tenure != self._tenure:
+            self._tenure = tenure
+            self._objects.clear()
+            self.release()
 
     def found(self, key: int) -> Any:
         """Return an object that came earlier. Raises `UnpicklingError` if it is gone."""

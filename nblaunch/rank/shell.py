@@ -355,7 +355,7 @@ def namespace() -> dict[str, Any]:
     return main
 
 
-# Questions of the notebook between two cells (`elastic.preload.ask_shell`): %debug, help, completion.
+# Questions of the notebook between two cells (`_notebook.ask_shell`): %debug, help, completion.
 
 _MOST = 500
 

@@ -4,6 +4,9 @@ torchelastic has put two files under descriptors 1 and 2. Every write reaches th
 text survives SIGKILL; native code and forked processes write to the same files. Two files do not show which
 text came first, so the rank sends `Switched` when one stream takes over from the other.
 
+What a full disk does not take is dropped, and nothing fails: `Unwritten` says how much. What native code and
+forked processes write themselves is not counted.
+
 Programs that a rank starts write into pipes, which a thread copies to the files: a shell that opens
 /dev/stdout to write would empty the file.
 """
@@ -35,6 +38,9 @@ _MOST_KEPT = 1024 * 1024
 _HELD_SECONDS = 0.05
 """How long a line may wait for its end while other threads write; `print` writes both in one go."""
 _CHUNK = 64 * 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REPORT_SECONDS = 1.0
+"""How often a job reports what it has lost, until its end."""
 _NOT_THE_USERS = ("IPython.*", "nblaunch.*")
 
 
@@ -54,11 +60,15 @@ class _RankOutput:
 
     def __init__(self) -> None:
         self.announce: Callable[[Offsets], None] | None = None
+        self.report: Callable[[int], None] | None = None
+        """Called with how many bytes of this job a full disk has not taken."""
         self.between_jobs = False
         """Whether text of other threads than the main one is kept for the next job."""
         self._last = Stream.STDOUT
         self.kept: list[tuple[Stream, bytes]] = []
         """What threads have printed since the last job."""
+        self._unwritten = self._reported = 0
+        self._report_at = 0.0
         self._begin()
 
     def _begin(self) -> None:
@@ -71,7 +81,7 @@ class _RankOutput:
     def begin_in_child(self) -> None:
         """In a fork: text that other threads hold, and output of programs, is the parent's."""
         self._begin()
-        self.announce, self.between_jobs, self.kept = None, False, []
+        self.announce, self.report, self.between_jobs, self.kept = None, None, False, []
 
     def write(self, stream: Stream, text: bytes) -> None:
         """Write whole lines; write an unfinished line only if no other thread can break into it."""
@@ -130,12 +140,34 @@ class _RankOutput:
             self._open[stream] = time.monotonic()
         else:
             self._open.pop(stream, None)
-        _write_all(_DESCRIPTORS[stream], text)
+        self.write_all(_DESCRIPTORS[stream], text)
+
+    def write_all(self, fd: int, data: memoryview | bytes) -> None:
+        """Write to a file what its disk takes, and count the rest."""
+        view = memoryview(data)
+        with self.lock:
+            try:
+                while view:
+                    view = view[os.write(fd, view) :]
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._unwritten += len(view)
+                if not self.between_jobs and time.monotonic() >= self._report_at:
+                    self._report_unwritten()
+
+    def _report_unwritten(self) -> None:
+        if self._unwritten > self._reported and self.report is not None:
+            self._report_at = time.monotonic() + _REPORT_SECONDS
+            self._reported = self._unwritten
+            self.report(self._unwritten)
 
     def begin_job(self) -> None:
         """Write the text that was kept for this job; from now on threads write to the files."""
         with self.lock:
             self.between_jobs = False
+            self._unwritten = self._reported = 0
+            self._report_at = 0.0
             kept, self.kept = self.kept, []
             for stream, text in kept:
                 self._put(stream, text)
@@ -144,6 +176,8 @@ class _RankOutput:
         """Return `offsets()`; with `keep`, text that threads print from now on waits for the next job."""
         with self.lock:
             self.settle()
+            if not self.between_jobs:
+                self._report_unwritten()
             self.between_jobs = keep
             return _written()
 
@@ -167,15 +201,13 @@ output = _RankOutput()
 os.register_at_fork(after_in_child=output.begin_in_child)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(fd, view) :]
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.strerror = f"{error.strerror}: the disk that takes what ranks print (TMPDIR, --log-dir)"
-        raise
+class _RawStream(io.FileIO):
+    """The stream below a standard stream, for programs that write bytes."""
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        output.write_all(self.fileno(), view)
+        return len(view)
 
 
 class _RankStream(io.TextIOWrapper):
@@ -186,7 +218,7 @@ class _RankStream(io.TextIOWrapper):
     """
 
     def __init__(self, stream: Stream) -> None:
-        raw = io.FileIO(_DESCRIPTORS[stream], "wb", closefd=False)
+        raw = _RawStream(_DESCRIPTORS[stream], "wb", closefd=False)
         super().__init__(
             raw,  # for programs that use `.buffer`; text does not pass through it
             encoding="utf-8",
@@ -218,9 +250,9 @@ def capture_descriptors() -> None:
             os.close(file)
 
 
-def install(announce: Callable[[Offsets], None]) -> None:
+def install(announce: Callable[[Offsets], None], report: Callable[[int], None]) -> None:
     """Make descriptors 1 and 2 this process's `sys.stdout` and `sys.stderr`."""
-    output.announce = announce
+    output.announce, output.report = announce, report
     for name, stream in (("stdout", Stream.STDOUT), ("stderr", Stream.STDERR)):
         made = _RankStream(stream)
         setattr(sys, name, made)
@@ -276,7 +308,7 @@ def _copy(reading: int) -> None:
     waiting.register(reading, select.POLLIN)
     while True:
         waiting.poll()
-        # Output that cannot be written, to a full disk for example, is lost.
+        # Output that cannot be written is lost.
         with contextlib.suppress(OSError), output.lock:
             output.copy_pipes()
 

@@ -1,7 +1,7 @@
 """A run drawn as text, as static HTML, or as a live panel. Views draw the state; they decide nothing.
 
-The thread that called `run` (or the one of `--background`) owns the view. It opens the view before it gives
-the job to the group, draws about ten times a second while it waits, and closes the view with the final state.
+The thread that called `run` (or the one of `--background`) owns the view. It opens the view once the runtime
+has the job, draws about ten times a second while it waits, and closes the view with the final state.
 Each time it passes the `RunState` of that moment, a frozen snapshot, so a view needs no lock and no message.
 
     RunState ─┬─ output: lines and displays of each rank, equal ones of several ranks folded
@@ -37,6 +37,6 @@ Modules, each after those that it imports:
     text           a run as text
     panel_ranks    everything that the panel shows, as deltas: ranks, values, stragglers, report; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside
-    panel          the widget that sends them
+    panel          the widget that sends them, also to pages that come later
     display        chooses a view, and guards it
 """

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,8 +21,8 @@ from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch.protocol.state import RunState, View
-from nblaunch.view.html import render_html
-from nblaunch.view.output import folded
+from nblaunch.view.html import ROOT_STYLE, render_html
+from nblaunch.view.output import Folded, folded
 from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Terminal
@@ -40,6 +40,9 @@ BYTES_PER_SECOND = 500_000
 _STOPS = 2
 """Once to interrupt, once more to skip the grace period."""
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
+_UNFINISHED = "Running when this was saved; %distributed attach, or run the cell again."
+
+_LEFT = "Running when watching stopped: the job goes on. %distributed attach shows it again."
 
 _log = logging.getLogger("nblaunch.view")
 
@@ -55,10 +58,10 @@ class TextView:
         self._header = header
         self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
 
-    def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
+    def open(self, state: RunState) -> None:
         """Print nothing yet."""
         if self._terminal is not None:
-            self._terminal.open()
+            self._terminal.open(_age(state))
 
     def draw(self, state: RunState) -> None:
         """Print the lines that are new, in a terminal."""
@@ -111,9 +114,10 @@ class WidgetView:
         self._display_id: str | None = None
         self._stops = 0
 
-    def open(self, state: RunState) -> None:  # noqa: ARG002 - as every view
+    def open(self, state: RunState) -> None:
         """Start the clock."""
-        self._opened = self._drawn = self._clock()
+        self._drawn = self._clock()
+        self._opened = self._drawn - _age(state)
         self._drawing = Drawing(self._header, self._opened)
 
     def draw(self, state: RunState) -> None:
@@ -130,7 +134,7 @@ class WidgetView:
             return
         if now - self._drawn >= self._pause:
             self._drawn, self._pause = now, SECONDS_BETWEEN_DRAWS
-            delta = self._drawing.changes(state, now, stop=self._panel.reachable)
+            delta = self._drawing.changes(state, now)
             if delta is not None:
                 self._panel.show(delta)
                 size = len(msgspec.json.encode(delta))
@@ -150,6 +154,8 @@ class WidgetView:
                 from IPython.display import update_display
 
                 update_display(bundle, raw=True, display_id=self._display_id)
+            if self._panel is not None:
+                self._panel.bundle = bundle
         finally:
             if self._panel is not None:
                 self._panel.close()
@@ -159,12 +165,10 @@ class WidgetView:
 
         self._drawing.changes(state, now)
         self._panel = Panel(self._drawing, self._clock)
-        # The HTML and the text are for front ends without widgets; the output follows at the end.
-        placeholder: Bundle = {
-            _WIDGET_TYPE: {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id},
-            "text/html": render_html(state, self._header, outputs=()),
-            "text/plain": render_text(state, self._header, outputs=()),
-        }
+        # The HTML and the text are for front ends without widgets, and for a notebook that is saved now; the
+        # output follows at the end.
+        widget = {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id}
+        placeholder = {_WIDGET_TYPE: widget, **_bundle(state, self._header, (), _UNFINISHED)}
         display_id = uuid.uuid4().hex
         _display(placeholder, display_id=display_id)
         self._display_id = display_id
@@ -243,11 +247,20 @@ def _mode(mode: str | None) -> str:
 
 def html_and_text(state: RunState, header: Header) -> Bundle:
     """Return a run as a notebook shows it, with its text form for front ends without HTML."""
-    outputs = folded(state)
+    return _bundle(state, header, folded(state), "" if state.finished else _LEFT)
+
+
+def _bundle(state: RunState, header: Header, outputs: Sequence[Folded], note: str) -> Bundle:
     return {
-        "text/html": render_html(state, header, outputs=outputs),
-        "text/plain": render_text(state, header, outputs=outputs),
+        "text/html": render_html(state, header, outputs=outputs)
+        + (f'<p style="{ROOT_STYLE}">{note}</p>' if note else ""),
+        "text/plain": render_text(state, header, outputs=outputs) + (f"\n{note}" if note else ""),
     }
+
+
+def _age(state: RunState) -> float:
+    """Return since when a run goes on that began before its view was opened."""
+    return max(time.time() - state.began, 0.0) if state.begun else 0.0
 
 
 def _display(bundle: Bundle, display_id: str | None = None) -> None:
@@ -256,9 +269,9 @@ def _display(bundle: Bundle, display_id: str | None = None) -> None:
     display(bundle, raw=True, display_id=display_id)
 
 
-def view_of(title: str, backend: str, note: str = "") -> View:
+def view_of(title: str, backend: str, note: str = "", *, watched: bool = False) -> View:
     """Return the view that shows a run of `title` on `backend` here; raises `OptionError`.
 
-    `note` is why it runs on these devices.
+    `note` is why it runs on these devices; a run that is only `watched` goes on when the user stops that.
     """
-    return choose_view(Header(title, backend, node=platform.node(), note=note))
+    return choose_view(Header(title, backend, node=platform.node(), note=note, watched=watched))

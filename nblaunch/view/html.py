@@ -56,7 +56,7 @@ _LINES_OPEN = 40
 _MIXED_OPEN = 3 * _LINES_OPEN
 """Lines of several ranks in one part: each of them alone would have as much room as one output has."""
 
-_ROOT = (
+ROOT_STYLE = (
     "font-family:var(--jp-ui-font-family,system-ui,sans-serif);"
     "font-size:var(--jp-ui-font-size1,13px);line-height:1.4;text-align:left"
 )
@@ -87,7 +87,7 @@ def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Fo
     above = "".join(parts)
     shown = folded(state) if outputs is None else outputs
     budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(shown), OUTPUT_BUDGET)
-    return f'<div style="{_ROOT}">{above}{_outputs(shown, budget)}</div>'
+    return f'<div style="{ROOT_STYLE}">{above}{_outputs(shown, budget)}</div>'
 
 
 def _failures(found: Blame) -> Iterator[str]:

@@ -65,6 +65,10 @@ function prefixOf(entry) {
   return entry.prefix;
 }
 
+function lineOf(entry) {
+  return `${prefixOf(entry)} ${textOf(entry.piece)}`.trimStart();
+}
+
 function formatBytes(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), units.length - 1);
@@ -401,13 +405,12 @@ class Store {
     this.fold = new Fold();
     this.attempt = 0;
     this.sequence = -1;
-    this.stop = false;
+    this.heard = Boolean(whole?.heard?.includes(PAGE));
     this.missed = false;
     this.began = performance.now() - (whole?.age ?? 0) * 1000;
     this.drawn = performance.now();
     if (!whole || whole.sequence === undefined) return;
     this.sequence = whole.sequence;
-    this.stop = whole.stop;
     this.takeRanks({ header: whole.header, rows: whole.rows, removed: [], values: whole.values });
     this.report = whole.report;
     this.takeOutput(whole.output, false);
@@ -415,9 +418,11 @@ class Store {
 
   // Starts again from everything, unless all of it is known.
   begin(whole) {
-    if (whole?.sequence === undefined || (!this.missed && whole.sequence <= this.sequence)) return;
-    const { listeners, drawn } = this;
-    Object.assign(this, new Store(whole), { listeners, drawn });
+    if (whole?.sequence === undefined) return;
+    this.heard ||= Boolean(whole.heard?.includes(PAGE));
+    if (!this.missed && whole.sequence <= this.sequence) return;
+    const { listeners, drawn, heard, model, timers } = this;
+    Object.assign(this, new Store(whole), { listeners, drawn, heard, model, timers });
     for (const listener of this.listeners) listener();
   }
 
@@ -425,7 +430,6 @@ class Store {
     if (delta?.sequence === undefined || delta.sequence <= this.sequence) return;
     this.missed ||= delta.sequence > this.sequence + 1;
     this.sequence = delta.sequence;
-    this.stop = delta.stop;
     if (delta.ranks) this.takeRanks(delta.ranks);
     if (delta.report) this.report = delta.report;
     if (delta.output) this.takeOutput(delta.output, true);
@@ -504,15 +508,14 @@ class Head {
     this.elapsed.title = "time since the run began";
     this.bar = labelled("div", "nblaunch-bar", "", "img");
     this.counts = element("span", "nblaunch-counts");
-    this.hint = element("span", "nblaunch-hint", "interrupt the kernel to stop");
-    this.button = element("button", "nblaunch-button nblaunch-stop", "■ Stop");
+    this.hint = element("span", "nblaunch-hint");
+    this.button = element("button", "nblaunch-button nblaunch-stop");
     this.button.type = "button";
-    this.button.setAttribute("aria-label", "Stop");
     this.stopped = element("span", "nblaunch-hint");
     this.stopped.setAttribute("role", "status");
     this.button.addEventListener("click", () => {
       stop();
-      setText(this.stopped, "stopping … press again to end the ranks at once");
+      if (this.store.header.stop === "Stop") setText(this.stopped, "stopping … press again to end the ranks at once");
     });
     const line = element("div", "nblaunch-line");
     line.append(this.word, this.what, this.elapsed, this.stopped, this.hint, this.button);
@@ -528,6 +531,10 @@ class Head {
       this.word.replaceChildren(stateWord(header.state ?? "", header.icon ?? ""));
       setText(this.what, [header.what, header.node, header.restarts, header.logs, header.note].filter(Boolean).join(" · "));
       this.what.title = header.magic ?? "";
+      const stop = header.stop ?? "Stop";
+      setText(this.hint, `interrupt the kernel to ${stop.toLowerCase()}`);
+      setText(this.button, `■ ${stop}`);
+      setAttribute(this.button, "aria-label", stop);
     }
     this.drawCounts();
     this.tick();
@@ -560,8 +567,8 @@ class Head {
   // What changes with time alone.
   tick() {
     setText(this.elapsed, formatSeconds(this.store.seconds));
-    this.button.hidden = !this.store.stop;
-    this.hint.hidden = this.store.stop || performance.now() - this.store.drawn < 1500;
+    this.button.hidden = !this.store.heard;
+    this.hint.hidden = this.store.heard || performance.now() - this.store.drawn < 1500;
   }
 }
 
@@ -1005,7 +1012,7 @@ class Output {
   }
 
   async copyText() {
-    const lines = this.entries().map((each) => `${prefixOf(each)} ${textOf(each.piece)}`.trimStart());
+    const lines = this.entries().map(lineOf);
     const done = await copied(`${lines.join("\n")}\n`, this.element);
     setText(this.note, done ? `copied ${plural(lines.length, "line")}` : "this page may not copy");
     setTimeout(() => setText(this.note, ""), 2000);
@@ -1107,40 +1114,106 @@ class Choice {
 
 // --- what anywidget calls ----------------------------------------------------------------------------------
 
-// One store for all views of a model; a view that is opened later finds everything in it.
-const stores = new Map();
+// One store for all views of a panel; a view that is opened later finds everything in it. A page that has the
+// panel gets it once more when another page comes: a new model, which goes on with the store. Every model has a
+// copy of this script, so the page itself holds the stores.
+const shared = (globalThis.nblaunch ??= { name: Math.random().toString(36).slice(2), stores: new Map() });
+const PAGE = shared.name;
 
 function initialize({ model }) {
   const name = model.get("name");
-  const store = new Store(model.get("whole"));
-  stores.set(name, store);
+  const store = shared.stores.get(name) ?? new Store(model.get("whole"));
+  shared.stores.set(name, store);
+  // The last model has the comm that is open.
+  store.model = model;
+  store.timers ??= result(model) ? [] : calls(store);
   const take = () => store.take(model.get("delta"));
   const begin = () => store.begin(model.get("whole"));
+  const end = () => settle(model, () => result(model));
+  // The kernel that ran the cell has ended, and the panel with it.
+  const left = (_, word) => {
+    if (["restarting", "autorestarting", "dead"].includes(word)) settle(model, (data) => withOutput(data, store));
+  };
+  const status = model.widget_manager?.context?.sessionContext?.statusChanged;
+  status?.connect(left);
   model.on("change:delta", take);
   model.on("change:whole", begin);
+  model.on("change:final", end);
+  begin();
   take();
-  // A kernel that receives this while it is busy can be stopped from here. JupyterLab only now opens the channel
-  // that a busy kernel reads; what is sent before it is open arrives after the run.
-  const calls = HELLO_AFTER.map((milliseconds) =>
-    setTimeout(() => store.stop || model.send("hello"), milliseconds),
-  );
-  // A page that missed a delta asks for everything until it comes.
-  const asking = setInterval(() => store.missed && store.stop && model.send("again"), ASK_EVERY);
   return () => {
-    calls.forEach(clearTimeout);
-    clearInterval(asking);
     model.off("change:delta", take);
     model.off("change:whole", begin);
-    stores.delete(name);
+    model.off("change:final", end);
+    status?.disconnect(left);
+    if (store.model !== model) return;
+    store.timers.forEach(clearInterval);
+    shared.stores.delete(name);
   };
 }
 
+// Nobody reads it once the kernel has been restarted, and the front end raises.
+function send(store, text) {
+  try {
+    store.model.send(text);
+  } catch {}
+}
+
+function calls(store) {
+  // A kernel that receives this while it is busy can be stopped from here. JupyterLab only now opens the channel
+  // that a busy kernel reads; what is sent before it is open arrives after the run.
+  const hello = () => store.heard || send(store, `hello ${PAGE}`);
+  // A page that missed a delta asks for everything until it comes.
+  const again = () => store.missed && store.heard && send(store, "again");
+  return [...HELLO_AFTER.map((milliseconds) => setTimeout(hello, milliseconds)), setInterval(again, ASK_EVERY)];
+}
+
+function result(model) {
+  const data = model.get("final");
+  return data?.["text/plain"] === undefined ? null : data;
+}
+
+const OUTPUT_STYLE = "margin:4px 0;padding:0;font-size:var(--jp-code-font-size,13px)";
+
+function escaped(text) {
+  return text.replace(/[&<]/g, (sign) => `&#${sign.charCodeAt(0)};`);
+}
+
+// What the cell shows where there are no widgets, with the output that this page has.
+function withOutput(data, store) {
+  const text = store.entries("all").map(lineOf).join("\n");
+  return {
+    "text/html": `${data["text/html"]}<pre style="${OUTPUT_STYLE}">${escaped(text)}</pre>`,
+    "text/plain": `${data["text/plain"]}\n${text}`,
+  };
+}
+
+// Puts what stays of the run in the panel's place, in the notebook that the page shows and saves. The page that ran
+// the cell has it already; one that was loaded later does not know where a display update goes.
+function settle(model, dataFor) {
+  for (const cell of model.widget_manager?.context?.model?.cells ?? []) {
+    for (let index = 0; index < (cell.outputs?.length ?? 0); index += 1) {
+      const old = cell.outputs.get(index).data ?? {};
+      if (!Object.values(old).some((form) => form?.model_id === model.get("name"))) continue;
+      const data = dataFor(old);
+      if (data) cell.outputs.set(index, { output_type: "display_data", data, metadata: {} });
+    }
+  }
+}
+
 function render({ model, el }) {
-  const store = stores.get(model.get("name"));
+  if (result(model)) {
+    // Where this page has no notebook.
+    el.append(element("pre", "nblaunch-pre", result(model)["text/plain"]));
+    // Not before this view is in the page.
+    setTimeout(() => settle(model, () => result(model)));
+    return undefined;
+  }
+  const store = shared.stores.get(model.get("name"));
   const panel = labelled("section", "nblaunch-panel", "Distributed run");
   const present = element("div");
   const choice = new Choice(() => draw());
-  const head = new Head(store, () => model.send("stop"));
+  const head = new Head(store, () => send(store, "stop"));
   const below = [new Ranks(store, choice), new Output(store, choice), new Values(store)];
   const attempts = new Attempts(store, present);
   const parts = [head, new Failure(store), new Hang(store), attempts, ...below];

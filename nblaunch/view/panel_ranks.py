@@ -357,6 +357,7 @@ def _header(state: RunState, header: summary.Header) -> dict[str, str]:
         "restarts": plural(restarts, "restart") if restarts else "",
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
         "note": plain(header.note),
+        "stop": "Stop watching" if header.watched else "Stop",
     }
 
 
@@ -364,10 +365,9 @@ def _header(state: RunState, header: summary.Header) -> dict[str, str]:
 
 
 class Delta(TypedDict):
-    """One tick; None where nothing has changed. `stop` says whether the page can stop the run."""
+    """One tick; None where nothing has changed."""
 
     sequence: int
-    stop: bool
     ranks: RankNews | None
     report: PanelReport | None
     output: News | None
@@ -377,7 +377,6 @@ class Snapshot(TypedDict):
     """Everything, for a page that starts now; `age` is the run's, in seconds."""
 
     sequence: int
-    stop: bool
     age: float
     header: dict[str, str]
     rows: dict[str, Row]
@@ -396,27 +395,25 @@ class Drawing:
         self._feed = Feed()
         self._reporter = Reporter()
         self._sequence = 0
-        self._stop = False
         # A page that is loaded again asks for everything while the run's own thread draws.
         self._lock = threading.Lock()
 
-    def changes(self, state: RunState, now: float, *, stop: bool = False) -> Delta | None:
+    def changes(self, state: RunState, now: float) -> Delta | None:
         """Return what has changed since the last call, or None."""
         with self._lock:
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)
-            if ranks is None and report is None and output is None and stop == self._stop:
+            if ranks is None and report is None and output is None:
                 return None
-            self._sequence, self._stop = self._sequence + 1, stop
-            return Delta(sequence=self._sequence, stop=stop, ranks=ranks, report=report, output=output)
+            self._sequence += 1
+            return Delta(sequence=self._sequence, ranks=ranks, report=report, output=output)
 
     def whole(self, now: float) -> Snapshot:
         """Return everything."""
         with self._lock:
             return Snapshot(
                 sequence=self._sequence,
-                stop=self._stop,
                 age=now - self._opened,
                 header=self._rows.header,
                 rows=self._rows.rows,

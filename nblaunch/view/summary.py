@@ -32,6 +32,8 @@ class Header:
     log_dir: str | None = None
     magic: str = ""
     note: str = ""
+    watched: bool = False
+    """Whether the run goes on when the user stops: only watching ends."""
 
 
 # The lines.

@@ -159,8 +159,12 @@ class Terminal:
         self._drawn = False
         self._aside: StepAside | None = None
 
-    def open(self) -> None:
-        """Begin; from now on, the status line is erased before the program's other threads print."""
+    def open(self, age: float = 0.0) -> None:
+        """Begin; from now on, the status line is erased before the program's other threads print.
+
+        `age` is how long the run has gone on, in seconds.
+        """
+        self._began -= age
         if _width(self._stream):
             self._aside = StepAside(self._erase)
 

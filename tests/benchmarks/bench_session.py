@@ -1,6 +1,6 @@
-"""What ranks that stay cost: a cell, a call, data there and back, memory, and many of them.
+"""What ranks that stay cost: a cell, a call, data there and back, coming back, memory, and many of them.
 
-    python tests/benchmarks/bench_session.py [--parts cells,calls,data,memory,many] [--repeats 30]
+    python tests/benchmarks/bench_session.py [--parts cells,calls,data,attach,memory,many] [--repeats 30]
 
 Every figure is a ratio to something measured in the same run, beside it; but for a call's milliseconds
 and a rank's megabytes, which are what is promised.
@@ -126,6 +126,31 @@ def data(_: str, repeats: int) -> None:
     line("2 memory copies of 256 MB / pull from 2 ranks", 2 * copy / pull)
 
 
+START = "session = nblaunch.Session(nproc=2, name='bench', detach=True, linger='1m')"
+ATTACH = "session = nblaunch.Session.attach('bench')"
+END = "print(time.perf_counter() - began)"
+
+
+def attach(directory: str, repeats: int) -> None:
+    """Compare coming back to a session, each time from another Python, with starting it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": directory, "XDG_RUNTIME_DIR": directory}
+
+    def seconds(statement: str) -> float:
+        program = f"import time, nblaunch\nbegan = time.perf_counter()\n{statement}\n{END}"
+        command = [sys.executable, "-c", program]
+        return float(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+
+    start = seconds(START)
+    try:
+        line(
+            "attach from another Python / start of the session",
+            statistics.median(seconds(ATTACH) for _ in range(max(repeats // 3, 3))) / start,
+        )
+    finally:
+        stop = [sys.executable, "-m", "nblaunch", "stop", "bench"]
+        subprocess.run(stop, env=environment, check=True, capture_output=True)
+
+
 def private(pids: list[int]) -> list[float]:
     """Return the megabytes that belong to each process alone."""
     return [psutil.Process(pid).memory_full_info().uss / MEGABYTE for pid in pids]
@@ -183,7 +208,7 @@ def line(name: str, figure: float) -> None:
     print(f"  {name:48s}{figure:8.2f}", flush=True)
 
 
-PARTS = {"cells": cells, "calls": calls, "data": data, "memory": memory, "many": many}
+PARTS = {"cells": cells, "calls": calls, "data": data, "attach": attach, "memory": memory, "many": many}
 
 
 def main() -> None:

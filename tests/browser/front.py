@@ -46,6 +46,16 @@ _RUN = """(sources) => {
   notebook.activeCellIndex = 0;
   app.commands.execute('notebook:run-all-cells');   // not awaited: the cell may block
 }"""
+_ADD = """(sources) => {
+  const app = window.jupyterapp;
+  const notebook = app.shell.currentWidget.content;
+  const shared = notebook.model.sharedModel;
+  const first = shared.cells.length;
+  const cells = sources.map((source) => ({ cell_type: 'code', source, metadata: { trusted: true } }));
+  shared.insertCells(first, cells);
+  notebook.activeCellIndex = first;
+  app.commands.execute('notebook:run-all-below');
+}"""
 _COMMAND = "([name, options]) => window.jupyterapp.commands.execute(name, options)"
 
 
@@ -133,6 +143,18 @@ class Front:
         shown = self.start(*cells)
         self.finished()
         return shown
+
+    def add(self, *cells: str) -> Locator:
+        """Add these cells at the notebook's end and begin to run them; return the last one's output."""
+        self.page.evaluate(_ADD, [_tidy(each) for each in cells])
+        return self.outputs.last
+
+    def restart_kernel(self) -> None:
+        """Restart the kernel from the menu, and wait until the new one is there."""
+        self.page.get_by_role("menuitem", name="Kernel", exact=True).click()
+        self.page.get_by_role("menuitem", name=re.compile("^Restart Kernel…")).click()
+        self.page.get_by_role("dialog").get_by_role("button", name="Confirm Kernel Restart").click()
+        self.page.wait_for_function(_KERNEL_READY, timeout=PATIENCE_WITH_PAGES)
 
     def finished(self, timeout: float = 60_000) -> None:
         """Wait until the last cell has run, whatever came of it."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nblaunch
+from nblaunch.client.inherited import prepare_of
 from nblaunch.group.usage import GpuMeter, SeenGpus
 
 GPUS = torch.cuda.device_count()
@@ -33,7 +34,9 @@ def test_the_gpu_is_measured_that_a_ranks_environment_gives_it(virtual):
     with nblaunch.Session(nproc=2, env=environ, virtual_local_rank=virtual) as session:
         used = session.cell(HOLD, namespace={}).values
         ranks = session.status().ranks
-        gpus = GpuMeter(SeenGpus.by(session._live._prepare, alone=virtual))
+        live = session._live
+        prepare = prepare_of(live.options, live.placement, {**os.environ, **environ})
+        gpus = GpuMeter(SeenGpus.by(prepare, alone=virtual))
         gpus._by_pid = {}  # what a driver says that knows none of these processes
         found = [gpus.of(each.pid or 0, each.device, each.rank).memory or 0 for each in ranks]
         gpus.close()

@@ -63,8 +63,8 @@ def test_what_the_driver_says_of_each_gpu_is_what_its_own_module_reads(nvml, nam
     assert [gpu.get(name) for gpu in said["gpus"]] == expected
 
 
-def test_torchs_architectures_are_asked_in_another_process():
-    found = checks.torchs_architectures(time.monotonic() + 30)
+def test_torchs_architectures_are_asked_in_another_process(own):
+    found = checks.torchs_architectures(own, time.monotonic() + 30)
     ask = "import torch; print(*torch.cuda.get_arch_list())"
     told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, check=True)
     assert found == told.stdout.split()
@@ -72,8 +72,8 @@ def test_torchs_architectures_are_asked_in_another_process():
     assert not torch.cuda.is_initialized()
 
 
-def test_gpus_that_compute_here_have_no_problem():
-    found = {each.name: each for each in checks.health()}
+def test_gpus_that_compute_here_have_no_problem(own):
+    found = {each.name: each for each in checks.health(own)}
     assert [each for each in found.values() if each.level is Level.PROBLEM] == []
     if GPUS > 1 and checks.ask_nvml()["pairs"]:
         assert re.fullmatch(
@@ -81,8 +81,8 @@ def test_gpus_that_compute_here_have_no_problem():
         )
 
 
-def test_the_gpus_reduce_together_and_say_how_fast():
-    found = only(nccl.all_reduce())
+def test_the_gpus_reduce_together_and_say_how_fast(own):
+    found = only(nccl.all_reduce(own))
     assert found.level is Level.OK, found
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if GPUS == 1:
@@ -96,23 +96,23 @@ def test_the_gpus_reduce_together_and_say_how_fast():
 
 
 @pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
-def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(monkeypatch):
+def test_gpus_that_do_not_come_to_an_end_are_a_problem_in_time(own, monkeypatch):
     """As with a broken link: here they are only given no time."""
     monkeypatch.setattr(nccl, "_SECONDS", 0.5)
     monkeypatch.setattr(nccl, "_AGAIN_SECONDS", 0.5)
-    found = only(nccl.all_reduce())
+    found = only(nccl.all_reduce(own))
     assert found.level is Level.PROBLEM
     assert found.summary.startswith(f"{GPUS} GPUs: no answer within 0.5 s: rank 0 in ")
     assert "NCCL_DEBUG=INFO" in found.advice
 
 
 @pytest.mark.skipif(GPUS < 2, reason="takes two GPUs")
-def test_a_gpu_that_is_not_there_is_named_with_the_error(monkeypatch):
+def test_a_gpu_that_is_not_there_is_named_with_the_error(own, monkeypatch):
     from nblaunch.elastic import placement
 
     monkeypatch.setattr(placement, "visible_gpus", lambda _environ, **_: GPUS + 1)
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")  # so it is tried once
-    found = only(nccl.all_reduce())
+    found = only(nccl.all_reduce(own))
     assert found.level is Level.PROBLEM
     assert f"rank {GPUS} in initialising CUDA: " in found.summary
 
@@ -131,7 +131,7 @@ def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel
     kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
     kernel.ok("import torch")
     before = kernel.ok("%distributed doctor").result
-    assert re.search(r"^warning +compute mode +GPUs? 0", before, re.MULTILINE)
+    assert re.search(r"^warning +compute mode +GPUs? 0", before, re.MULTILINE), before
     kernel.ok("mine = torch.ones(1, device='cuda')")
     after = kernel.ok("%distributed doctor").result
     assert re.search(
@@ -139,11 +139,11 @@ def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel
     )
 
 
-def test_a_gpu_that_this_torch_has_no_code_for_is_a_problem(monkeypatch):
+def test_a_gpu_that_this_torch_has_no_code_for_is_a_problem(own, monkeypatch):
     monkeypatch.setenv("FAKE_NVML_CAPABILITY", "35")
     if checks.ask_nvml()["gpus"][0].get("capability") != [3, 5]:
         pytest.skip("these GPUs cannot be told their architecture")
-    lacking = [each for each in checks.health() if each.name == "architecture"]
+    lacking = [each for each in checks.health(own) if each.name == "architecture"]
     assert len(lacking) == len(checks.ask_nvml()["gpus"])
     assert all(each.level is Level.PROBLEM for each in lacking)
     assert "is sm_35; this torch has code for sm_" in lacking[0].summary

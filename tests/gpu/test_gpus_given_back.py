@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
+import poked
 import psutil
 import pytest
 import torch
@@ -52,12 +53,10 @@ def filled(kernel, line=""):
 def standing_by(start_kernel, small, eventually):
     """Give a kernel that makes the next ranks ready, and `idle()`: its processes once these wait."""
     kernel = start_kernel(**small, NBLAUNCH_STANDBY="1")
+    poke = poked.of_kernel(kernel)
 
     def waits():
-        return kernel.value(
-            "(lambda seat: seat is not None and seat.group.waiting)"
-            "(__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group)"
-        )
+        return poke("(lambda seat: seat is not None and seat.group.waiting)(local.standby._standby_group)")
 
     def idle():
         eventually(waits, "the next ranks are ready")
@@ -77,7 +76,7 @@ def test_nobody_but_the_ranks_of_a_run_initialises_cuda(standing_by, simulated):
     first = filled(kernel)
     kernel.ok("%distributed doctor")
     waiting = idle()
-    assert len(waiting) >= 3 + GPUS  # kernel, keeper, fork server, and the next ranks
+    assert len(waiting) >= 4 + GPUS  # kernel, keeper, fork server, runtime, and the next ranks
     there = initialised(simulated / "log")
     assert first <= there
     assert waiting & there == set()

@@ -79,11 +79,12 @@ def test_the_session_benchmark_prints_its_figures():
 
 @pytest.mark.slow
 def test_ranks_that_stay_cost_what_is_promised():
-    figures = session_figures("--parts", "cells,data,memory")
+    figures = session_figures("--parts", "cells,data,attach,memory")
     assert figures["session cell, 2 ranks / plain cell"] <= 2.5
     assert figures["session cell, 8 ranks / plain cell"] <= 6
     assert figures["memory copy of 256 MB / push of it to 8 ranks"] >= 0.5
     assert figures["2 memory copies of 256 MB / pull from 2 ranks"] >= 0.5
+    assert figures["attach from another Python / start of the session"] <= 0.3
     assert figures["private MB of an idle rank, the largest of 8"] < 15
     assert figures["8 idle ranks / 8 spawned ranks"] < 0.2
 

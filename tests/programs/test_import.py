@@ -14,6 +14,11 @@ import pytest
 import nblaunch
 
 HEAVY = {"IPython", "anywidget", "ipykernel", "ipywidgets", "numpy", "torch", "zmq"}
+RUNTIME = (
+    *("torch", "zmq", "nblaunch.elastic", "nblaunch.group", "nblaunch.nodes", "nblaunch.rank"),
+    "nblaunch.runtime",
+)
+"""What runs in the runtime and in ranks, by the beginning of its modules' names."""
 ROUNDS = 9
 
 
@@ -107,13 +112,37 @@ def test_a_script_that_runs_ranks_imports_neither_their_code_nor_ipython():
     assert fresh(code) == "[]\n"
 
 
+NOTEBOOK = (
+    "import sys\n"
+    "from IPython.core.interactiveshell import InteractiveShell\n"
+    "shell = InteractiveShell.instance()\n"
+    "shell.run_line_magic('load_ext', 'nblaunch')\n"
+)
+
+
+@pytest.mark.quick
+def test_a_notebook_loads_neither_torch_nor_zmq_nor_what_runs_in_the_runtime():
+    """A kernel has zmq of its own; this shell has none, so it would be ours."""
+    code = (
+        f"{NOTEBOOK}"
+        "shell.run_cell_magic('distributed', '-n 2', 'rank + 3')\n"
+        "print(shell.user_ns['_'].values)\n"
+        f"print([name for name in sys.modules if name.startswith({RUNTIME!r})])"
+    )
+    assert fresh(code).endswith("[3, 4]\n[]\n")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("module", ["nblaunch.client.run", "nblaunch.client.session", "nblaunch._api"])
+def test_importing_a_client_loads_nothing_that_the_runtime_needs(module):
+    code = f"import sys, {module}\nprint([name for name in sys.modules if name.startswith({RUNTIME!r})])"
+    assert fresh(code) == "[]\n"
+
+
 @pytest.mark.quick
 def test_a_notebook_with_cells_and_a_session_imports_nothing_of_the_ranks():
     code = (
-        "import sys\n"
-        "from IPython.core.interactiveshell import InteractiveShell\n"
-        "shell = InteractiveShell.instance()\n"
-        "shell.run_line_magic('load_ext', 'nblaunch')\n"
+        f"{NOTEBOOK}"
         "shell.run_cell_magic('distributed', '-n 1', 'x = 1')\n"
         "shell.run_line_magic('distributed', 'start -n 1')\n"
         "shell.run_cell_magic('distributed', '', 'x = 1')\n"

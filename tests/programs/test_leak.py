@@ -11,6 +11,7 @@ PROGRAM = """
     import gc, json, os, signal, sys, threading, time
     import psutil
     import nblaunch
+    from nblaunch.client.local import local
 
     KINDS = 5
 
@@ -42,7 +43,9 @@ PROGRAM = """
     def processes():
         me = psutil.Process()
         (keeper,) = me.children()
-        return {"kernel": me, "keeper": keeper, "server": keeper.children()[0]}
+        runtime = psutil.Process(local().runtime.welcome.pid)
+        (server,) = {*keeper.children()} - {runtime}
+        return {"kernel": me, "keeper": keeper, "server": server, "runtime": runtime}
 
     def counted():
         return {

@@ -80,11 +80,21 @@ class World:
         ]
         return keepers[0] if keepers else None
 
-    def ranks(self, pid: int) -> list[int]:
-        """Return the children of the fork server of process `pid`."""
+    def parts(self, pid: int) -> dict[str, int]:
+        """Return those of keeper, fork server and runtime of process `pid` that are there."""
         keeper = self.keeper(pid)
-        servers = self.below(keeper) if keeper is not None else []
-        return self.below(servers[0]) if servers else []
+        found = {} if keeper is None else {"keeper": keeper}
+        for child in self.below(keeper or 0):
+            # All three have one command line.
+            with contextlib.suppress(OSError):
+                log = Path(f"/proc/{child}/fd/1").readlink().name
+                found["runtime" if log == "runtime.log" else "server"] = child
+        return found
+
+    def ranks(self, pid: int) -> list[int]:
+        """Return the children of the fork server of process `pid`, once it has forked the runtime."""
+        parts = self.parts(pid)
+        return self.below(parts["server"]) if len(parts) == 3 else []
 
     def left(self) -> list[str]:
         """Return one line for whatever there still is."""
@@ -188,13 +198,10 @@ def job():
 SETTLED = """
 def settled():
     # Ranks that have succeeded leave while the program goes on.
-    import psutil, threading, time
+    import psutil, time
     deadline = time.monotonic() + 30
-    def leaving():
-        threads = [each.name for each in threading.enumerate()]
-        return len(psutil.Process().children(recursive=True)) > 2 or any(
-            name.startswith(("nblaunch-agent", "RendezvousKeepAlive")) for name in threads)
-    while leaving() and time.monotonic() < deadline:
+    # The keeper, the fork server and the runtime stay.
+    while len(psutil.Process().children(recursive=True)) > 3 and time.monotonic() < deadline:
         time.sleep(0.005)
 """
 
@@ -253,12 +260,12 @@ for attempt in range(2):
     looks.append(look())
 print(json.dumps(looks))
 """)
-    # The hub and the fork server live as long as the process: a thread, and sockets and pipes.
+    # The runtime lives as long as the process: two connections to it, and the logs of its last words.
     new = {fd: to for fd, to in second["descriptors"].items() if first["descriptors"].get(fd) != to}
-    assert [to for to in new.values() if not to.startswith(("socket:", "pipe:", "anon_inode:"))] == []
-    assert set(second["threads"]) - set(first["threads"]) == {"nblaunch-hub"}
+    kinds = sorted("socket" if to.startswith("socket:") else Path(to).name for to in new.values())
+    assert kinds == ["forkserver.log", "runtime.log", "socket", "socket"]
     for later in (second, third):
-        for name in first.keys() - {"threads", "descriptors"}:
+        for name in first.keys() - {"descriptors"}:
             assert later[name] == first[name], name
     assert third == second
 
@@ -320,16 +327,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
 STUCK = """
-import os, pathlib, secrets
+import os, pathlib
 os.umask(0)
-make_secret = secrets.token_hex
-def recorded(size=None):
-    made = make_secret(size)
-    with open("secrets", "a") as file:
-        file.write(made + "\\n")
-    return made
-secrets.token_hex = recorded
-
 import nblaunch
 
 def job():
@@ -344,6 +343,18 @@ nblaunch.run(job, nproc=2)
 """
 
 
+RECORDS_SECRETS = """
+import os, secrets
+make_secret = secrets.token_hex
+def recorded(size=None):
+    made = make_secret(size)
+    with open(os.path.join(os.path.dirname(__file__), "secrets"), "a") as file:
+        file.write(made + "\\n")
+    return made
+secrets.token_hex = recorded
+"""
+
+
 def stuck(directory: Path) -> bool:
     """Return whether both ranks have come to where they stay."""
     return all((directory / f"at-{rank}").exists() for rank in range(2))
@@ -352,19 +363,22 @@ def stuck(directory: Path) -> bool:
 class Running:
     """A script whose two ranks are stuck in a collective, under a umask that protects nothing."""
 
-    def __init__(self, world: World, directory: Path) -> None:
+    def __init__(self, world: World, directory: Path, site: Path) -> None:
         self.world = world
         self.directory = directory
-        self.program = Program(world, directory, STUCK)
+        self.secrets = site / "secrets"
+        (site / "sitecustomize.py").write_text(RECORDS_SECRETS)
+        path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+        self.program = Program(world, directory, STUCK, PYTHONPATH=path)
         self.pid = self.program.pid
 
     def wait(self) -> None:
         wait_until(lambda: stuck(self.directory), "both ranks run their job")
         self.processes = set(self.world.processes())
         self.ranks = set(self.world.ranks(self.pid))
-        self.keeper = self.world.keeper(self.pid)
-        (self.server,) = self.processes - self.ranks - {self.pid, self.keeper}
-        assert len(self.ranks) == 2
+        self.parts = self.world.parts(self.pid)
+        assert self.processes - self.ranks == {self.pid, *self.parts.values()}
+        assert (len(self.parts), len(self.ranks)) == (3, 2)
         (self.private,) = self.world.temporary.iterdir()
 
 
@@ -372,7 +386,7 @@ class Running:
 def the_running(tmp_path_factory):
     """Start one such script for all tests that only look at it."""
     temporary = Path(tempfile.mkdtemp(prefix="w-"))
-    started = Running(World(temporary), tmp_path_factory.mktemp("running"))
+    started = Running(World(temporary), tmp_path_factory.mktemp("running"), tmp_path_factory.mktemp("site"))
     try:
         started.wait()
         yield started
@@ -399,6 +413,9 @@ def listening(pids: set[int]) -> list[tuple[int, str]]:
     ]
 
 
+SOCKETS = ("hub", "client", "notes")
+
+
 def unix_sockets(pids: set[int]) -> list[str]:
     """Return the names of the unix sockets that these processes hold; an abstract one begins with `@`."""
     inodes = set()
@@ -417,19 +434,19 @@ def test_all_that_listens_is_loopback_or_a_socket_in_a_private_directory(running
     assert addresses  # the store of the ranks' process group
     assert [(pid, ip) for pid, ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     names = set(unix_sockets(running.processes))
-    assert names == {f"{running.private}/hub"}
+    assert names == {f"{running.private}/{name}" for name in SOCKETS}
     assert stat.S_IMODE(running.private.stat().st_mode) == 0o700
 
 
 def test_all_that_is_written_lies_in_the_private_directory(running):
     names = {path.name for path in running.directory.iterdir()}
-    assert names == {"program.py", "secrets", "at-0", "at-1"}
+    assert names == {"program.py", "at-0", "at-1"}
     assert shared_memory() - running.world.shared == set()
     assert [path for path in running.world.temporary.iterdir() if path != running.private] == []
 
 
 def test_no_secret_is_on_a_command_line_or_in_an_environment(running):
-    secrets = [line for line in (running.directory / "secrets").read_text().split() if len(line) >= 32]
+    secrets = [line for line in running.secrets.read_text().split() if len(line) >= 32]
     assert secrets
     for pid in running.processes:
         for name in ("cmdline", "environ", "comm"):
@@ -442,8 +459,8 @@ def test_no_rank_shares_a_session_or_a_process_group(running):
     assert {(os.getpgid(rank), os.getsid(rank)) for rank in running.ranks} == {
         (rank, rank) for rank in running.ranks
     }
-    for helper in (running.keeper, running.server):
-        assert os.getpgid(helper) != os.getpgid(running.pid)
+    for part in running.parts.values():
+        assert os.getpgid(part) != os.getpgid(running.pid)
 
 
 def test_the_hub_refuses_a_stranger_that_has_no_token(running):
@@ -550,10 +567,7 @@ def test_kill_9_of_a_kernel_leaves_nothing(phase, host, world, tmp_path):
 
 
 def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
-    started = host(
-        "import time\nfrom nblaunch.group.runtime import local\n"
-        "local().server.ensure_running()\ntime.sleep(100)"
-    )
+    started = host("import time\nfrom nblaunch.client.local import local\nlocal().runtime\ntime.sleep(100)")
     wait_until(lambda: len(world.processes()) > 1, "the keeper has been started")
     started.kill()
     world.must_be_clean()
@@ -624,28 +638,86 @@ def test_a_program_that_ends_with_a_session_starts_nothing_anew(program, world):
     world.must_be_clean()
 
 
+TAKES_LONG = """
+def live(*arguments):
+    from datetime import timedelta
+    from torch import distributed
+    from nblaunch.elastic import rendezvous
+    from nblaunch.runtime import main
+
+    shut_down = rendezvous.LoopbackRendezvous.shutdown
+
+    def takes_long(self):
+        try:
+            distributed.HashStore().wait(["never"], timedelta(seconds=0.5))
+        except Exception:
+            return shut_down(self)
+
+    rendezvous.LoopbackRendezvous.shutdown = takes_long
+    main.live(*arguments)
+"""
 STILL_LEAVING = """
-from datetime import timedelta
 import nblaunch
-from torch import distributed
-from nblaunch.elastic import rendezvous
-
-shut_down = rendezvous.LoopbackRendezvous.shutdown
-
-def takes_long(self):
-    try:
-        distributed.HashStore().wait(["never"], timedelta(seconds=0.5))
-    except Exception:
-        return shut_down(self)
-
-rendezvous.LoopbackRendezvous.shutdown = takes_long
+from nblaunch.client import boot
+boot.LIVE = "takes_long:live"
 print(nblaunch.run(int, nproc=2).values)
 """
 
 
-def test_a_program_that_ends_while_its_agent_is_inside_torch_ends_well(program, world):
+def test_a_program_that_ends_while_its_agent_is_inside_torch_ends_well(program, world, tmp_path):
     """A thread that comes back from C++ to an interpreter that has ended takes the process along."""
+    (tmp_path / "takes_long.py").write_text(TAKES_LONG)
     assert program(STILL_LEAVING).finish() == (0, "[0, 0]\n", "")
+    world.must_be_clean()
+
+
+BREAKS = """
+def live(*arguments):
+    import os
+    from nblaunch.group.hub import Hub
+    from nblaunch.runtime import main
+
+    tick = Hub._tick
+
+    def breaks(self, now):
+        if os.path.exists(os.environ["BREAKS"]):
+            raise OSError("no such luck")
+        tick(self, now)
+
+    Hub._tick = breaks
+    main.live(*arguments)
+"""
+BROKEN = """
+import json, os, time
+import nblaunch
+from nblaunch.client import boot
+boot.LIVE = "breaks:live"
+
+def job():
+    import os, time
+    open(os.environ["BREAKS"], "w").close()
+    time.sleep(1000)
+
+session = nblaunch.Session(nproc=1)
+began = time.monotonic()
+try:
+    session.run(job)
+except nblaunch.LaunchError as error:
+    seconds = time.monotonic() - began
+    os.unlink(os.environ["BREAKS"])
+    print(json.dumps([str(error), seconds, nblaunch.run(int, nproc=2).values]))
+"""
+
+
+def test_a_runtime_whose_thread_breaks_ends_and_says_why(program, world, tmp_path):
+    """It would answer nobody any more."""
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    code, out, err = program(BROKEN, BREAKS=str(tmp_path / "broken")).finish()
+    assert (code, err) == (0, "")
+    error, seconds, values = json.loads(out)
+    assert error.startswith("nblaunch's runtime has ended, and all ranks with it. Its last words:")
+    assert "OSError: no such luck" in error
+    assert (seconds < 2, values) == (True, [0, 0])
     world.must_be_clean()
 
 
@@ -700,7 +772,7 @@ for end in ("returns", "raises", "is killed", "goes without a word"):
     alive.append(len(psutil.Process().children(recursive=True)))
 print(json.dumps(alive))
 """)
-    assert alive == [2, 2, 2, 2]  # the keeper and the fork server
+    assert alive == [3, 3, 3, 3]  # the keeper, the fork server and the runtime
     world.must_be_clean()
 
 
@@ -725,12 +797,12 @@ def test_a_notebooks_kernel_and_its_ranks_listen_on_loopback_only(start_kernel, 
     kernel.submit(STUCK)
     wait_until(lambda: stuck(tmp_path), "both ranks run their job")
     pids = set(world.processes())
-    assert len(pids) == 5
+    assert len(pids) == 6
     addresses = {ip for _, ip in listening(pids)}
     assert addresses
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
     (private,) = world.temporary.iterdir()
-    assert set(unix_sockets(pids)) == {f"{private}/hub"}
+    assert set(unix_sockets(pids)) == {f"{private}/{name}" for name in SOCKETS}
     kernel.kill()
     world.must_be_clean()
 
@@ -744,7 +816,7 @@ def test_a_temporary_directory_too_long_for_a_socket_is_replaced_by_another_priv
     runtime = world.temporary / "run"
     runtime.mkdir()
     code, out, err = program(
-        f"{JOB}\nfrom nblaunch.group.runtime import local\nroot = local().directory.root\n"
+        f"{JOB}\nfrom nblaunch.client.local import local\nroot = local().directory.root\n"
         "print(nblaunch.run(job, nproc=2).values, root().parent, oct(root().stat().st_mode & 0o777))",
         TMPDIR=str(long),
         XDG_RUNTIME_DIR=str(runtime),
@@ -772,7 +844,7 @@ def test_a_directory_that_is_removed_between_runs_is_made_again(finished, world)
     assert finished(f"""
 {JOB}
 import json, shutil
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 kept = nblaunch.run(job, nproc=2)
 shutil.rmtree(local().directory.root())
 print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
@@ -785,10 +857,10 @@ print(json.dumps([nblaunch.run(job, nproc=2).values for _ in range(2)]))
 FORK = """
 {JOB}
 import gc, json, os, sys
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 kept = nblaunch.run(job, nproc=2)
 def ours():
-    return [local().server.pid, str(local().directory.root())]
+    return [local().runtime.keeper.pid, str(local().directory.root())]
 before = ours()
 outcome = []
 for action in {ACTIONS}:
@@ -866,14 +938,16 @@ os._exit(0)
 def test_the_death_of_the_fork_server_costs_no_result(finished, world):
     assert finished(f"""
 {JOB}
-import json, os, signal
+import json
 import psutil
+from nblaunch.client.local import local
 def printing():
     print("kept")
 result = nblaunch.run(printing, nproc=2)
 (keeper,) = psutil.Process().children()
-os.kill(keeper.children()[0].pid, signal.SIGKILL)
-psutil.wait_procs([keeper])
+(server,) = [each for each in keeper.children() if each.pid != local().runtime.welcome.pid]
+server.kill()
+psutil.wait_procs([server])
 values = nblaunch.run(job, nproc=2).values
 print(json.dumps([values, (result.log_dir / "attempt_0" / "0" / "stdout.log").read_text()]))
 """) == [[0, 1], "kept\n"]
@@ -886,6 +960,7 @@ DEATH = """
 import json, os, signal, threading, time
 import psutil
 import nblaunch
+from nblaunch.client.local import local
 
 def job(seconds=0):
     import os, pathlib, time
@@ -895,20 +970,23 @@ def job(seconds=0):
 
 def pids():
     (keeper,) = psutil.Process().children()
-    (server, *ranks) = keeper.children()
-    return {"keeper": keeper.pid, "server": server.pid}
+    runtime = local().runtime.welcome.pid
+    (server,) = {each.pid for each in keeper.children()} - {runtime}
+    return {"keeper": keeper.pid, "server": server, "runtime": runtime}
 """
 
 
-@pytest.mark.parametrize("who", ["keeper", "server"])
+@pytest.mark.parametrize("who", ["keeper", "server", "runtime"])
 def test_the_next_run_works_after_the_death_of_the(who, finished, world):
     """At once, when its end may not have been noticed yet, and later."""
     outcome = finished(f"""
 {DEATH}
 values = [nblaunch.run(job, nproc=2).values]
 for wait in (True, False):
-    victims = [psutil.Process(pid) for pid in pids().values()]
-    os.kill(pids()[{who!r}], signal.SIGKILL)
+    victim = pids()[{who!r}]
+    # The runtime outlives the fork server.
+    victims = [psutil.Process(pid) for pid in ([victim] if {who!r} == "server" else pids().values())]
+    os.kill(victim, signal.SIGKILL)
     if wait:
         psutil.wait_procs(victims)
     values += [nblaunch.run(job, nproc=2).values for _ in range(2)]
@@ -918,7 +996,7 @@ print(json.dumps(values))
     world.must_be_clean()
 
 
-@pytest.mark.parametrize("who", ["keeper", "server"])
+@pytest.mark.parametrize("who", ["keeper", "server", "runtime"])
 def test_a_run_ends_when_it_loses_its(who, finished, world):
     error, states, again = finished(f"""
 {DEATH}

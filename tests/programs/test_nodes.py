@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -28,6 +27,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 import nblaunch
 from nblaunch import LaunchError, OptionError, RunFailedError
+from nblaunch._keeper import RUNTIME_LOG
+from nblaunch.client.local import local
 from nblaunch.nodes import listener
 from nblaunch.nodes import messages as _node_protocol
 from nblaunch.options.launch import LaunchOptions
@@ -445,7 +446,7 @@ def knock(address, **keys):
     return answered
 
 
-def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
+def test_strangers_are_refused_and_the_run_is_unharmed(meeting):
     answered = []
 
     def disturb():
@@ -476,11 +477,12 @@ def test_strangers_are_refused_and_the_run_is_unharmed(meeting, caplog):
         )
         meeting.join()
 
-    with caplog.at_level(logging.WARNING, "nblaunch"), once(opened(meeting), disturb):
+    with once(opened(meeting), disturb):
         result = nblaunch.run(who_am_i, args=(torch.ones(1),), **meeting.options)
     assert len(result.values) == 4
     assert answered == [False, False, False]
-    refusals = [each.getMessage() for each in caplog.records if "refused" in each.getMessage()]
+    log = (local().directory.root() / RUNTIME_LOG).read_text()
+    refusals = [line for line in log.splitlines() if "refused" in line and "join key" in line]
     assert len(refusals) == 1
     assert "join key" in refusals[0]
 
@@ -528,6 +530,17 @@ def test_bytes_that_are_no_message_of_a_node_are_refused_by_name(data):
     for decode in (_node_protocol.decode_from_node, _node_protocol.decode_to_node):
         with contextlib.suppress(ProtocolError):
             assert decode(data) is not None
+
+
+@pytest.mark.quick
+def test_a_key_file_is_found_from_the_callers_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBLAUNCH_JOIN_KEY_FILE", "made-here")
+    assert nblaunch.run(lambda: 1, nproc=1, rdzv_endpoint="127.0.0.1:0").values == [1]
+    assert (tmp_path / "made-here").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "made-here").write_text("too short")
+    with pytest.raises(nblaunch.OptionError, match=f"{tmp_path}/made-here holds a key of 9 characters"):
+        nblaunch.run(lambda: 1, nproc=1, rdzv_endpoint="127.0.0.1:0")
 
 
 def test_the_key_does_not_reach_the_ranks(meeting, monkeypatch):

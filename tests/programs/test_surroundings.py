@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lanes import left_out
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,11 +66,11 @@ def test_without_pidfd_and_memfd_runs_work_and_a_killed_kernel_leaves_nothing(
             "-c",
             SETTING
             + """
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 with nblaunch.Session(nproc=2) as session:
     big = session.run(lambda data: data * 2, args=(bytes(2_000_000),)).values
     missing = [hasattr(os, "pidfd_open"), hasattr(os, "memfd_create")]
-    show(missing=missing, lengths=[len(each) for each in big], keeper=local().server.pid)
+    show(missing=missing, lengths=[len(each) for each in big], keeper=local().runtime.keeper.pid)
     os.kill(os.getpid(), signal.SIGKILL)
 """,
         ],
@@ -92,7 +93,7 @@ def test_a_session_outlives_a_cleaned_temporary_directory(found, temporary):
         """
 from pathlib import Path
 from nblaunch.elastic import keeper
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 with nblaunch.Session(nproc=2) as session:
     session.cell("x = 1", namespace={})
     root = local().directory.root()
@@ -101,7 +102,8 @@ with nblaunch.Session(nproc=2) as session:
         os.utime(path, (old, old))
     keeper.freshen(str(root))
     young = all(path.lstat().st_mtime > old for path in [root, *root.rglob("*")])
-    os.unlink(root / "hub")
+    for name in ("hub", "client", "notes"):
+        os.unlink(root / name)
     fresh = nblaunch.run(lambda: 2, nproc=2).values
     first = session.cell("x", namespace={}).values
     shutil.rmtree(root)
@@ -189,7 +191,7 @@ def test_a_read_only_working_directory_is_no_hindrance(tmp_path):
         check=False,
     )
     if "unshare:" in ended.stderr or "mount:" in ended.stderr:
-        pytest.skip(f"needs a mount namespace: {ended.stderr.strip()}")
+        left_out(f"needs a mount namespace: {ended.stderr.strip()}")
     assert json.loads(ended.stdout) == {"values": [str(there)] * 2}, ended
 
 
@@ -198,7 +200,7 @@ def test_a_temporary_directory_that_is_not_utf8_is_passed_over(found, tmp_path):
     strange.mkdir()
     shown = found(
         """
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 show(values=nblaunch.run(lambda: 1, nproc=2).values, root=str(local().directory.root()))
 """,
         TMPDIR=str(strange),

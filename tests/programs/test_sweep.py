@@ -14,11 +14,11 @@ kill = os.kill
 # No test can put a process into uninterruptible sleep: the signal is held back instead.
 os.kill = lambda pid, number: None if pid == stuck.pid else kill(pid, number)
 started = time.monotonic()
-keeper._sweep(spare=0)
+keeper._sweep(spare=set())
 took = time.monotonic() - started
 alive = os.path.exists(f"/proc/{stuck.pid}")
 os.kill = kill
-keeper._sweep(spare=0)
+keeper._sweep(spare=set())
 print(json.dumps([took, alive, os.path.exists(f"/proc/{stuck.pid}"), os.path.exists(f"/proc/{other.pid}")]))
 """
 

@@ -17,7 +17,7 @@ NODE = shutil.which("node")
 pytestmark = [pytest.mark.quick, pytest.mark.skipif(NODE is None, reason="node is missing")]
 
 HARNESS = """
-const whole = { sequence: 0, stop: false, age: 0, header: {}, rows: {}, values: {}, report: null,
+const whole = { sequence: 0, age: 0, header: {}, rows: {}, values: {}, report: null,
   output: { attempt: 0, pieces: [], tails: {} } };
 const made = () => new Store(structuredClone(whole));
 // Tells a store `{rank: [[number, piece], ...]}`.
@@ -26,7 +26,7 @@ function tell(store, lines, attempt = 0) {
   for (const [rank, told] of Object.entries(lines)) {
     tails[rank] = { sent: told.flatMap(([number, piece]) => [number, pieces.push(piece) - 1]) };
   }
-  store.take({ sequence: store.sequence + 1, stop: false, ranks: null, report: null,
+  store.take({ sequence: store.sequence + 1, ranks: null, report: null,
     output: { attempt, pieces, tails } });
 }
 const folded = (store) =>
@@ -157,3 +157,44 @@ def test_memory_and_time_are_written_for_people():
     ]
     assert run("say([0, 61.9, 3725].map(formatSeconds))") == ["0:00", "1:01", "1:02:05"]
     assert run("say([[3], [0, 2, 3, 4], [1, 0]].map(formatRanks))") == ["rank 3", "ranks 0,2-4", "ranks 0-1"]
+
+
+NOTEBOOK = """
+const output = (data) => ({ data });
+const widget = (name) => output({ "application/vnd.jupyter.widget-view+json": { model_id: name } });
+const listOf = (...items) => ({
+  items, get length() { return items.length; }, get: (at) => items[at], set: (at, item) => (items[at] = item),
+});
+const cells = [{ outputs: undefined }, { outputs: listOf(output({}), widget("ours"), widget("another")) }];
+const modelOf = (values) => ({ get: (name) => values[name], on() {}, off() {}, send() {},
+  widget_manager: { context: { model: { cells } } } });
+"""
+
+
+def test_the_result_takes_the_panels_place_in_the_notebook_and_no_other():
+    code = f"""{NOTEBOOK}
+const ended = (model) => settle(model, () => result(model));
+ended(modelOf({{ name: "ours", final: {{}} }}));
+const before = cells[1].outputs.items.filter((each) => each.output_type).length;
+ended(modelOf({{ name: "ours", final: {{ "text/plain": "done" }} }}));
+ended({{ get: () => ({{ "text/plain": "no notebook" }}) }});
+say([before, cells[1].outputs.items.map((each) => each.data["text/plain"] ?? null)]);
+"""
+    assert run(code) == [0, [None, "done", None]]
+
+
+def test_a_panel_that_is_opened_once_more_goes_on_where_it_was():
+    code = f"""{NOTEBOOK}
+const first = modelOf({{ name: "ours", whole, delta: {{}} }});
+const closeFirst = initialize({{ model: first }});
+const store = shared.stores.get("ours");
+tell(store, {{ 0: [[0, "a"]] }});
+const second = modelOf({{ name: "ours", whole: {{ ...whole, heard: [PAGE] }}, delta: {{}} }});
+const closeSecond = initialize({{ model: second }});
+const same = shared.stores.get("ours") === store && store.model === second;
+closeFirst();
+const kept = shared.stores.has("ours");
+closeSecond();
+say([same, folded(store), store.heard, kept, shared.stores.has("ours")]);
+"""
+    assert run(code) == [True, ["[rank 0] a"], True, True, False]

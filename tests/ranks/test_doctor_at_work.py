@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
+from patience import PATIENCE, eventually
 
 import nblaunch
-from nblaunch.checks import processes
+from nblaunch.checks import nccl, processes, runtime
+from nblaunch.checks.doctor import Check, examine
 from nblaunch.checks.report import Level
+from nblaunch.checks.runtime import DoctorRuntime
+from nblaunch.client.local import local
 
 BOUND = 5.0
 
@@ -27,12 +35,6 @@ def only(findings):
 
 def named(name, found):
     return only([level, summary, advice] for each, level, summary, advice in found if each == name)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def warm():
-    """Start the fork server before the tests: on a busy machine that takes longer than the doctor waits."""
-    assert only(processes.fork_server()).level is not Level.PROBLEM
 
 
 def test_a_real_run_names_every_check_and_advises_wherever_something_is_wrong():
@@ -72,10 +74,95 @@ def test_in_a_rank_the_doctor_says_that_it_is_one_and_starts_nothing():
     assert summary == "it is rank 0 of a run, and a rank cannot start ranks of its own"
 
 
-def test_the_fork_server_is_measured_by_forking_a_process():
+def test_the_fork_server_is_measured_by_forking_a_process(own):
     assert re.fullmatch(
-        r"(started|ready) after \d+\.\d\d s; a rank is forked in \d+ ms",
-        only(processes.fork_server()).summary,
+        r"started after \d+\.\d\d s; a rank is forked in \d+ ms",
+        only(processes.fork_server(own)).summary,
     )
-    # It runs by now.
-    assert only(processes.fork_server()).summary.startswith("ready after ")
+
+
+# --- what it starts ends with it ------------------------------------------------------------------------
+
+
+def keepers():
+    return [each for each in psutil.Process().children() if "keeper" in " ".join(each.cmdline())]
+
+
+def looking():
+    return [each for each in threading.enumerate() if each.name.startswith("nblaunch-doctor")]
+
+
+@pytest.fixture
+def nothing_more():
+    """Check that the doctor has left neither a keeper nor a private directory, at once."""
+    there = set(Path(tempfile.gettempdir()).iterdir()), keepers()
+    yield
+    assert (set(Path(tempfile.gettempdir()).iterdir()), keepers()) == there
+
+
+@pytest.mark.usefixtures("nothing_more")
+def test_nothing_is_left_of_a_doctor_that_has_done():
+    assert nblaunch.doctor().findings
+
+
+@pytest.mark.usefixtures("nothing_more")
+def test_nothing_is_left_where_a_check_raises_or_the_user_interrupts(monkeypatch):
+    def fail(own):
+        own.fork(os.getpid, seconds=PATIENCE)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nccl, "all_reduce", fail)
+    with pytest.raises(KeyboardInterrupt):
+        nblaunch.doctor(nccl=True)
+
+
+@pytest.mark.usefixtures("nothing_more")
+def test_a_check_that_outlasts_the_doctor_leaves_nothing_either():
+    own, goes_on = DoctorRuntime(), threading.Event()
+
+    def slow(own):
+        goes_on.wait(PATIENCE)
+        own.directory.make("late-")
+        own.fork(os.getpid, seconds=PATIENCE)
+        return []
+
+    (found,) = examine([Check("slow", own.of(slow), seconds=0.1)]).findings
+    assert found.summary.startswith("no answer within 0.1 s")
+    own.close()
+    goes_on.set()
+    eventually(lambda: not looking(), "the end of the check")
+
+
+@pytest.mark.usefixtures("nothing_more")
+def test_a_check_that_waits_for_a_fork_server_goes_on_no_longer_than_the_doctor():
+    own = DoctorRuntime()
+
+    def stuck(own):
+        own.start().close()
+        keeper = psutil.Process(own.server.pid)
+        eventually(keeper.children, "the fork server's start")
+        keeper.children()[0].suspend()
+        own.fork(os.getpid, seconds=PATIENCE)
+        return []
+
+    (found,) = examine([Check("stuck", own.of(stuck), seconds=1.5)]).findings
+    assert found.summary.startswith("no answer within 1.5 s")
+    started = time.monotonic()
+    own.close()
+    assert time.monotonic() - started < BOUND
+    eventually(lambda: not looking(), "the end of the check")
+
+
+# --- the runtime of this process ------------------------------------------------------------------------
+
+
+def test_a_runtime_that_is_up_is_described_and_none_is_started():
+    local().close()
+    assert list(runtime.of_this_process()) == []
+    assert local().started is None
+    with nblaunch.Session(nproc=1, init_process_group=False):
+        found = only(runtime.of_this_process())
+    pid = local().runtime.welcome.pid
+    assert found.level is Level.OK
+    assert re.fullmatch(rf"process {pid}, \d+ MiB of its own, 1 session", found.summary), found.summary
+    assert only(runtime.of_this_process()).summary.endswith("0 sessions")

@@ -10,10 +10,9 @@ import sys
 
 import pytest
 from torch.distributed.elastic import events as torch_events
-from torch.distributed.elastic import metrics
-from torch.distributed.elastic.events import handlers
 
 import nblaunch
+from nblaunch.client.local import local
 
 STATUS = "torchelastic.worker.status"
 
@@ -106,45 +105,37 @@ def test_events_survive_pickling():
     assert pickle.loads(pickle.dumps(result)).events == result.events
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
+REGISTER = """
+import logging
+from torch.distributed.elastic.events import handlers
 
+class Kept(logging.Handler):
+    lines = []
     def emit(self, record):
         self.lines.append(record.getMessage())
 
+class Broken(logging.Handler):
+    def emit(self, record):
+        raise RuntimeError(f"{record.name}: this handler is broken")
 
-@pytest.fixture
-def register(monkeypatch):
-    """Give `register(name, handler)`: what a user's own code does with torch's table, undone at the end."""
-
-    def add(name, handler):
-        monkeypatch.setitem(handlers._log_handlers, name, handler)
-        return handler
-
-    yield add
-    torch_events._events_loggers.pop("mine", None)
-    logging.getLogger("torchelastic-events-mine").handlers.clear()
+"""
+"""What a user's own code does with torch's table, in the process of the agents."""
 
 
-def test_events_also_go_to_a_handler_that_the_user_has_registered(register):
-    mine = register("mine", Kept())
+def test_events_also_go_to_a_handler_that_the_user_has_registered(poke):
+    poke(f"{REGISTER}handlers._log_handlers['mine'] = Kept()")
     result = nblaunch.run(rank_number, nproc=2, event_log_handler="mine")
-    assert mine.lines
-    assert mine.lines == [event.json for event in result.events]
+    lines = [event.json for event in result.events]
+    assert lines
+    assert poke("Kept.lines") == lines
 
 
-def test_a_handler_that_fails_does_not_end_the_run(register, caplog):
-    class Broken(logging.Handler):
-        def emit(self, record):
-            raise RuntimeError(f"{record.name}: this handler is broken")
-
-    register("mine", Broken())
+def test_a_handler_that_fails_does_not_end_the_run(poke):
+    poke(f"{REGISTER}handlers._log_handlers['mine'] = Broken()")
     result = nblaunch.run(rank_number, nproc=2, event_log_handler="mine")
     assert result.values == [0, 1]
     assert len(of_workers(result)) == 4
-    assert "this handler is broken" in caplog.text
+    assert "this handler is broken" in (local().runtime.root / "runtime.log").read_text()
 
 
 def test_the_console_handler_prints_what_torchrun_prints(script):
@@ -162,26 +153,24 @@ def test_the_console_handler_prints_what_torchrun_prints(script):
 
 
 def test_an_unknown_handler_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("nblaunch.group.launcher.run_fresh", None)  # nothing may come that far
+    monkeypatch.setattr("nblaunch._api.run_fresh", None)  # nothing may come that far
     with pytest.raises(nblaunch.OptionError, match=r"event_log_handler='nosuch'.* console, .*null"):
         nblaunch.run(rank_number, nproc=1, event_log_handler="nosuch")
 
 
-def test_metrics_go_to_the_handler_that_the_user_has_configured(eventually):
-    class Handler(metrics.MetricHandler):
-        def __init__(self):
-            self.names = []
+def test_metrics_go_to_the_handler_that_the_user_has_configured(poke, eventually):
+    poke("""
+from torch.distributed.elastic import metrics
 
-        def emit(self, metric_data):
-            self.names.append(metric_data.name)
+class Handler(metrics.MetricHandler):
+    names = []
+    def emit(self, metric_data):
+        self.names.append(metric_data.name)
 
-    mine = Handler()
-    metrics.configure(mine, group="torchelastic")
-    try:
-        nblaunch.run(rank_number, nproc=1)
-        eventually(lambda: any("success" in name for name in mine.names), "a metric of success")
-    finally:
-        metrics.configure(metrics.NullMetricHandler(), group="torchelastic")
+metrics.configure(Handler(), group="torchelastic")
+""")
+    nblaunch.run(rank_number, nproc=1)
+    eventually(lambda: any("success" in name for name in poke("Handler.names")), "a metric of success")
 
 
 def test_the_notebook_shows_the_last_runs_events_with_times_from_its_start(kernel):

@@ -282,7 +282,7 @@ def test_a_cell_that_hangs_is_reported_in_lines_of_the_cell(kernel):
 
 
 @SIZES
-def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path):
+def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path, poke):
     flag = tmp_path / "reported"
 
     def job():
@@ -293,18 +293,18 @@ def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path):
         return "done"
 
     usual(nproc)
-    watch = nblaunch.group.wait.HangWatch
-    original = watch.look
-
-    def look(self, state):
-        told = original(self, state)
-        if told is not None:
-            flag.touch()
-        return told
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "look", look)
-        result = nblaunch.run(job, nproc=nproc, hang_after=0.5)
+    poke(f"""
+from pathlib import Path
+from nblaunch.group.ending import HangWatch
+original = HangWatch.look
+def look(self, state):
+    told = original(self, state)
+    if told is not None:
+        Path({str(flag)!r}).touch()
+    return told
+HangWatch.look = look
+""")
+    result = nblaunch.run(job, nproc=nproc, hang_after=0.5)
     assert result.values == ["done"] * nproc
     (warning,) = result.warnings
     assert warning.startswith("nothing heard for 0.5 s\n")

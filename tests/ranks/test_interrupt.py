@@ -29,15 +29,16 @@ print("value")
 torch.full((3_000_000,), rank)
 """
 
+# All below the kernel but the keeper, the fork server and the runtime.
+RANKS_LEFT = "[each.pid for each in __import__('psutil').Process().children(recursive=True)][3:]"
+
 
 def works_again(kernel):
     kernel.ok("%%distributed -n 2 --out again\nrank + 1")
     assert kernel.value("again.values") == [1, 2]
     # Ranks that have succeeded leave while the notebook goes on.
     deadline = time.monotonic() + 30
-    while kernel.value(
-        "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch-agent')]"
-    ):
+    while kernel.value(RANKS_LEFT):
         assert time.monotonic() < deadline
 
 
@@ -85,8 +86,8 @@ def job():
     return 1
 
 def left():
-    found = [each.pid for each in psutil.Process().children(recursive=True)][2:]
-    found += [each.name for each in threading.enumerate() if each.name.startswith("nblaunch-agent")]
+    found = [each.pid for each in psutil.Process().children(recursive=True)][3:]
+    found += [each.name for each in threading.enumerate() if each.name.startswith("nblaunch-")]
     return found
 
 run()
@@ -119,8 +120,8 @@ print("done")
     [
         (0, 6, "/nblaunch/"),
         full((1, 12, "/nblaunch/")),
-        full((0, 15, "/nblaunch/group/wait.py")),
-        full((0, 15, "/nblaunch/group/launcher.py")),
+        full((0, 15, "/nblaunch/client/wait.py")),
+        full((0, 15, "/nblaunch/client/run.py")),
         pytest.param(1, 600, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -184,7 +185,7 @@ def test_while_the_fork_server_starts(start_kernel, eventually):
     """It imports torch: the cell does not wait for the end of that, nor for the grace period."""
     kernel = start_kernel()
     # Loading the extension has started it.
-    kernel.ok("from nblaunch.group import runtime\nruntime.local().close()")
+    kernel.ok("from nblaunch.client.local import local\nlocal().close()")
 
     def keeper():
         return psutil.Process(kernel.pid).children()

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import nblaunch
-from nblaunch.group.job import OutputFilter
+from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.messages import Stream
 
 SPEAK = """
@@ -138,6 +138,17 @@ def test_a_stream_is_shown_unless_it_is_redirected_and_not_teed():
 
 
 @pytest.mark.full
+def test_a_log_directory_is_below_the_callers_own_and_made_as_it_makes_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o027)
+    try:
+        result = nblaunch.run(speak, nproc=1, log_dir="some/logs")
+    finally:
+        os.umask(before)
+    assert result.log_dir.is_relative_to(tmp_path / "some" / "logs")
+    assert (tmp_path / "some" / "logs").stat().st_mode & 0o777 == 0o750
+
+
 def test_the_log_directory_is_laid_out_as_torchruns(tmp_path):
     """Both with one rank that fails in the first attempt, and a second attempt."""
     program = tmp_path / "program.py"

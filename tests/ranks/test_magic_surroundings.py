@@ -76,20 +76,21 @@ def test_a_magic_of_the_notebook_is_refused_by_name_and_with_what_to_do(kernel):
 
 def test_where_a_fresh_cell_runs_is_decided_once(kernel):
     kernel.ok("""
-        from nblaunch.group import launcher
-        counted, placed = [], launcher.place_launch
-        def count(options):
-            counted.append(options)
-            return placed(options)
-        launcher.place_launch = count
+        from nblaunch.client import launch
+        from nblaunch.client.local import Client
+        counted, asked = [], Client.ask
+        def count(client, request):
+            counted.append(type(request))
+            return asked(client, request)
+        Client.ask = count
     """)
     try:
         kernel.ok("%%distributed --fresh -n 1\nrank")
-        assert kernel.ok("len(counted)").result == "1"
+        assert kernel.ok("counted == [launch.PlaceRun]").result == "True"
         error = kernel.fails("%%distributed --fresh -n 1 --ranks 0\nrank")
         assert "--ranks" in error.evalue
     finally:
-        kernel.ok("launcher.place_launch = placed")
+        kernel.ok("Client.ask = asked")
 
 
 def test_the_panel_says_why_there_are_as_many_ranks_as_there_are(start_kernel):

@@ -6,12 +6,13 @@ import gc
 import json
 import os
 import pathlib
-import shutil
+import re
 import subprocess
 import sys
 import textwrap
 from typing import Any
 
+import disks
 import numpy as np
 import psutil
 import pytest
@@ -261,11 +262,7 @@ SMALL_SHM = """
 
 def in_a_namespace(mounts: str, path: pathlib.Path, **environment: str):
     """Run a script where file systems are mounted as `mounts` says, for it alone."""
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("mounting a file system for one process needs root and unshare")
-    possible = subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True, text=True)
-    if possible.returncode:
-        pytest.skip(f"this container may not mount anything: {possible.stderr.strip()}")
+    disks.need_mounts_of_its_own()
     return subprocess.run(
         ["unshare", "-m", "sh", "-c", f'set -e; {mounts}; exec "$0" "$1"', sys.executable, str(path)],
         check=False,
@@ -291,7 +288,7 @@ NO_MEMORY_FILES = """
     del os.memfd_create
     import numpy
     import nblaunch
-    from nblaunch.group.runtime import local
+    from nblaunch.client.local import local
 
     array = numpy.ones(10_000_000)
 
@@ -299,7 +296,7 @@ NO_MEMORY_FILES = """
         import os
         del os.memfd_create
         maps = open("/proc/self/maps").read()
-        return array + 1, [line.split()[-1] for line in maps.splitlines() if "payload-" in line]
+        return array + 1, [word for word in maps.split() if "payload-" in word]
 
     def fails():
         import os
@@ -378,35 +375,72 @@ def test_where_neither_has_room_the_error_says_how_much_was_needed_and_where(tmp
 
 
 FULL_DISK = """
-    import json, os
+    import gc, json, os, shutil, time
     import nblaunch
 
-    def prints():
+    def prints(fails=False):
+        import subprocess, sys, threading
+        from torch import distributed
         if os.environ["RANK"] == "1":
             for _ in range(50_000):
                 print("x" * 1000)
+        distributed.barrier()
+        if os.environ["RANK"] == "0":
+            sys.stdout.buffer.write(b"y" * 100_000)
+            sys.stdout.buffer.flush()
+            subprocess.run("yes | head -c 100000; yes | head -c 100000 >&2", shell=True, check=True)
+            thread = threading.Thread(target=lambda: print("z" * 99_999))
+            thread.start()
+            thread.join()
+        if fails:
+            raise ValueError("its own")
         return "kept"
 
-    def small():
-        return 1
+    def lengths(result):
+        return [len(each.stdout) + len(each.stderr) for each in result.ranks]
 
-    result = nblaunch.run(prints, nproc=2, check=False)
-    first = [result.values, result.ranks[1].failure.reason]
+    result = nblaunch.run(prints, nproc=2)
+    whole = [result.values, lengths(result), result.warnings]
     del result
-    print(json.dumps([*first, nblaunch.run(small, nproc=2).values]))
+    try:
+        nblaunch.run(prints, (True,), nproc=2)
+    except nblaunch.RunFailedError as error:
+        failed = [str(error), lengths(error.result)]
+    while shutil.disk_usage("/mnt").free < 8 << 20:    # both logs go with their results
+        gc.collect()
+        time.sleep(0.01)
+    again = nblaunch.run(print, ("room",), nproc=2)
+    print(json.dumps([whole, failed, [again.ranks[0].stdout, again.warnings]]))
 """
 
 
+def dropped(text: str) -> list[int]:
+    """Return how many bytes of the two ranks a text says were dropped."""
+    found = re.search(
+        r"the disk that takes what ranks print is full \(TMPDIR, --log-dir\): "
+        r"([\d,]+) bytes of rank 0, ([\d,]+) bytes of rank 1 were dropped$",
+        text,
+        flags=re.MULTILINE,
+    )
+    assert found is not None, text
+    return [int(number.replace(",", "")) for number in found.groups()]
+
+
+PRINTED = [400_000, 50_000 * 1001]
+
+
 @pytest.mark.full
-def test_a_disk_that_ranks_have_printed_full_is_the_failure_of_those_ranks(tmp_path):
+def test_what_a_full_disk_does_not_take_is_dropped_and_counted_and_the_run_goes_on(tmp_path):
     path = tmp_path / "full.py"
     path.write_text(textwrap.dedent(FULL_DISK))
     done = in_a_namespace("mount -t tmpfs -o size=16m tmpfs /mnt", path, TMPDIR="/mnt")
     assert (done.returncode, done.stderr) == (0, "")
-    values, reason, again = json.loads(done.stdout)
-    assert values == ["kept", None]
-    assert "No space left on device" in reason
-    assert again == [1, 1]
+    (values, lengths, (warning,)), (error, failed_lengths), again = json.loads(done.stdout)
+    assert values == ["kept", "kept"]
+    assert [sum(each) for each in zip(lengths, dropped(warning), strict=True)] == PRINTED
+    assert error.startswith("ranks 0-1 of 2 failed: ValueError: its own")
+    assert [sum(each) for each in zip(failed_lengths, dropped(error), strict=True)] == PRINTED
+    assert again == ["room\n", []]
 
 
 def test_a_disk_that_fills_up_while_a_payload_is_written_is_an_error_and_leaves_nothing(

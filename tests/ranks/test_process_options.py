@@ -8,12 +8,14 @@ import sys
 import threading
 from pathlib import Path
 
+import poked
 import psutil
 import pytest
 import torch
 
 import nblaunch
 from nblaunch import _devices
+from nblaunch._inherited import check_start_method
 from nblaunch.elastic import placement
 
 
@@ -150,7 +152,7 @@ def test_fork_once_cuda_is_initialised_says_so(monkeypatch):
     # There is no GPU here to initialise; what torch then says is all that counts.
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(nblaunch.OptionError, match="CUDA is initialised in this process"):
-        placement.check_start_method("fork")
+        check_start_method("fork")
 
 
 # --- NUMA, signals, shutdown -----------------------------------------------------------------------
@@ -205,13 +207,14 @@ def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel
 
 def test_a_group_that_was_made_ready_is_taken_only_where_its_processes_are_as_asked(start_kernel, eventually):
     kernel = start_kernel(NBLAUNCH_STANDBY="1")
-    seat = "__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group"
+    poke = poked.of_kernel(kernel)
+    seat = "local.standby._standby_group"
 
     def run(options):
         """Return the values of a cell, and whether a group that waited for it has run it."""
         waiting = f"(lambda seat: seat is not None and seat.group.waiting)({seat})"
-        eventually(lambda: kernel.value(waiting), "a group is ready", 30)
-        ready = kernel.value(f"[each.pid for each in {seat}.group.state.ranks.values()]")
+        eventually(lambda: poke(waiting), "a group is ready", 30)
+        ready = poke(f"[each.pid for each in {seat}.group.state.ranks.values()]")
         kernel.ok(
             f"%%distributed -n 2 --out res {options}\nimport os\nos.environ.get('TORCHELASTIC_TIMER_FILE')"
         )

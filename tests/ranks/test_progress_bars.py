@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from nblaunch.group.launcher import prepare_call, run_fresh
-from nblaunch.group.wait import SilentView
-from nblaunch.nodes.members import connect_peers
+from nblaunch.client.launch import prepare_call
+from nblaunch.client.run import run_fresh
+from nblaunch.client.wait import SilentView
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.view.output import items_of, last_line
 from nblaunch.view.screen import Line
@@ -48,7 +48,7 @@ def lines_of(known):
 
 def watched(job, *args):
     view = Watching()
-    run_fresh(prepare_call(job, args, None, LaunchOptions(nproc_per_node=2)), view, connect_peers).unwrap()
+    run_fresh(prepare_call(job, args, None, LaunchOptions(nproc_per_node=2)), view).unwrap()
     return view
 
 
@@ -124,17 +124,18 @@ def test_a_bar_in_a_cell_makes_no_widget_and_no_warning(kernel, statement):
     ran = kernel.ok(
         f"""
         %%distributed -n 2 --out res
-        import ipykernel.zmqshell, ipywidgets, warnings
+        import ipykernel.zmqshell, ipywidgets, os, warnings
         warnings.simplefilter("always")
         {statement}
-        for _ in tqdm(range(3), desc="epoch", leave=True):
+        for _ in tqdm(range(3), desc="epoch of " + os.environ["RANK"], leave=True):
             pass
         """
     )
     assert kernel.value("[len(rank.displays) for rank in res.ranks]") == [0, 0]
     assert WIDGET not in str(ran.displays)
     lines = ran.displays[0]["text/plain"].splitlines()
-    assert [line.partition("|")[0] for line in lines] == [f"[rank {rank}] epoch: 100%" for rank in (0, 1)]
+    shown = [line.partition("|")[0] for line in lines]
+    assert shown == [f"[rank {rank}] epoch of {rank}: 100%" for rank in (0, 1)]
     assert "arning" not in str(ran)
 
 

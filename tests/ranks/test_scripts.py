@@ -415,7 +415,7 @@ def test_what_cannot_be_run_is_refused_before_any_process_starts(write, monkeypa
     (where / "tool").chmod(0o700)
     zipfile.ZipFile(where / "empty.zip", "w").close()
     arguments, options, said = REFUSED[case]
-    monkeypatch.setattr("nblaunch.group.launcher.run_fresh", pytest.fail)
+    monkeypatch.setattr("nblaunch._api.run_fresh", pytest.fail)
     with pytest.raises(nblaunch.OptionError, match=said):
         nblaunch.run(*arguments, nproc=2, **options)
 

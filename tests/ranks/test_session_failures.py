@@ -14,7 +14,6 @@ import sys
 import textwrap
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from sources import INTERRUPTER, must_not_grow, said_by
 from test_chaos import DEATHS, SIZES, fail, grow_a_tree
 
 import nblaunch
-from nblaunch.group.recovery import Recovery
 
 GONE = "the ranks were started anew: all of their variables are gone"
 REFORMED = (
@@ -402,7 +400,7 @@ print("done")
     [
         (0, 6, "/nblaunch/"),
         full((0, 25, "/nblaunch/")),
-        full((0, 40, "/nblaunch/group/session.py")),
+        full((0, 40, "/nblaunch/client/session.py")),
         pytest.param(1, 150, "/nblaunch/", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
@@ -562,8 +560,7 @@ BREAK = """
     import os, sys, time
     import psutil
     import nblaunch
-    from nblaunch.elastic.agent import RankAgent
-    from nblaunch.group.runtime import local
+    from nblaunch.client.local import local
 
     GONE = "the ranks were started anew: all of their variables are gone"
 
@@ -575,8 +572,8 @@ BREAK = """
 
     session = nblaunch.Session(2)
     session.cell("kept = rank")
-    keeper = psutil.Process(local().server.pid)
-    server = min(keeper.children(), key=lambda each: each.create_time())
+    keeper = psutil.Process(local().runtime.keeper.pid)
+    (server,) = (each for each in keeper.children() if each.pid != local().runtime.welcome.pid)
 """
 
 SURVIVES = """
@@ -595,11 +592,9 @@ SURVIVES = """
 """
 
 ENDS = """
-    handle = session.submit(time.sleep, (1000,))
-    {blow}
-    print(said(lambda: handle.result(30)))
+    victim.kill()
     print(said(lambda: session.cell("1")))
-    {repair}
+    print(said(lambda: session.cell("1")))
     with nblaunch.Session(2) as another:
         print(another.run(int).values)
 """
@@ -607,44 +602,56 @@ ENDS = """
 
 @pytest.mark.parametrize("who", ["server", "keeper"])
 def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, who):
-    """In a program of its own: all sessions of a process share them."""
-    program = script(f"{textwrap.dedent(BREAK)}\nvictim = {who}\n{textwrap.dedent(SURVIVES)}")
-    assert (program.returncode, program.stdout) == (0, "done\n"), program.stderr
-
-
-@pytest.mark.parametrize(
-    ("blow", "repair", "said"),
-    [
-        (
-            "whole = RankAgent._monitor_workers; RankAgent._monitor_workers = lambda *_: 1 / 0",
-            "RankAgent._monitor_workers = whole",
-            "LaunchError: phase 'job' broke: ZeroDivisionError",
-        ),
-        (
-            "broken = local().hub; broken.call(broken._socket.close)",
-            "",
-            "RunFailedError: lost the connection to the ranks",
-        ),
-    ],
-    ids=["agent", "hub"],
-)
-def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(script, blow, repair, said):
-    program = script(textwrap.dedent(BREAK) + textwrap.dedent(ENDS.format(blow=blow, repair=repair)))
+    """In a program of its own: all sessions of a process share them. The keeper takes the session along."""
+    rest = SURVIVES if who == "server" else ENDS
+    program = script(f"{textwrap.dedent(BREAK)}\nvictim = {who}\n{textwrap.dedent(rest)}")
     assert program.returncode == 0, program.stderr
+    if who == "server":
+        assert program.stdout == "done\n"
+        return
     first, *_, second, third = program.stdout.splitlines()
-    assert first.startswith(said)
+    assert first.startswith(
+        ("LaunchError: nblaunch's runtime has ended", "LaunchError: session 'default' has")
+    )
     assert second.startswith("LaunchError: session 'default' has ended")
     assert third == "[0, 0]"
 
 
 @pytest.mark.full
-def test_a_group_that_cannot_be_formed_again_is_replaced(open_session, monkeypatch):
-    session = open_session(2)
+@pytest.mark.parametrize(
+    ("blow", "said"),
+    [
+        (
+            "from nblaunch.elastic.agent import RankAgent\nRankAgent._monitor_workers = lambda *_: 1 / 0",
+            "phase 'job' broke: ZeroDivisionError",
+        ),
+        ("local.hub.call(local.hub._socket.close)", "nblaunch's runtime has ended, and all ranks with it"),
+    ],
+    ids=["agent", "hub"],
+)
+def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(poke, blow, said):
+    session = nblaunch.Session(2)
+    handle = session.submit(time.sleep, (1000,))
+    poke(f"whole = __import__('nblaunch.elastic.agent', fromlist=['x']).RankAgent._monitor_workers\n{blow}")
+    with pytest.raises(nblaunch.LaunchError, match=said):
+        handle.result(30)
+    with pytest.raises(nblaunch.LaunchError, match="session 'default' has ended"):
+        session.cell("1")
+    if "Agent" in blow:
+        poke("RankAgent._monitor_workers = whole")
+    with nblaunch.Session(2) as another:
+        assert another.run(int).values == [0, 0]
+    session.close()
+
+
+@pytest.mark.full
+def test_a_group_that_cannot_be_formed_again_is_replaced(poke, open_session):
+    session = open_session(2, grace=0.2)
     # As if a rank never came back.
-    monkeypatch.setattr(Recovery, "recovered", lambda recovery, _: (recovery, None))
-    session._live.group.adopt(replace(session._live.group.settings, grace=0.2))
+    poke("from nblaunch.group.recovery import Recovery\nwhole = Recovery.recovered")
+    poke("Recovery.recovered = lambda recovery, _: (recovery, None)\n")
     result = session.run(on_ranks({1}, fail), check=False)
-    monkeypatch.undo()
+    poke("Recovery.recovered = whole")
     assert result.warnings[0] == "ranks did not come back within the grace period"
     assert result.warnings[-1] == GONE
     works_with_empty_ranks(session)

@@ -292,6 +292,36 @@ def test_a_push_changes_the_object_that_the_ranks_have(notebook):
     )
 
 
+@pytest.mark.parametrize(
+    ("made", "changed"),
+    [
+        ("import types\nit = types.SimpleNamespace(a=1)", "it.a = 7"),
+        (
+            "import types\nclass Own(types.SimpleNamespace): pass\nit = Own(a=1, old=2)",
+            "it.a = 7\ndel it.old",
+        ),
+        ("import argparse\nit = argparse.Namespace(a=1)", "it.a = 7"),
+        (
+            "class Own(dict): __getattr__ = dict.__getitem__\nit = Own(a=1, old=2)",
+            "it['a'] = 7\ndel it['old']",
+        ),
+        ("class Own(list): pass\nit = Own([1, 2])\nit.a = 1", "it[:] = [7]\nit.a = 7"),
+        ("import collections\nclass Own(collections.deque): a = 7\nit = Own([1])", "it.append(2)"),
+    ],
+    ids=["SimpleNamespace", "subclass of it", "argparse.Namespace", "dict's", "list's", "deque's"],
+)
+def test_a_push_of_settings_is_seen_by_all_that_refers_to_them(notebook, made, changed):
+    notebook(f"{made}\nother = it\nwithin = {{'it': it}}")
+    notebook.ranks("kept = [it, other, within]; None")
+    notebook(changed)
+    it = notebook.variables["it"]
+    notebook.session.push({"it": it})
+    content = list(it) if hasattr(it, "__iter__") else vars(it)
+    shown = "[(each.a, list(each) if hasattr(each, '__iter__') else vars(each))"
+    assert notebook.both(f"{shown} for each in (it, kept[0], other, within['it'])]") == [(7, content)] * 4
+    assert notebook.both("it is kept[0] is other is within['it']") is True
+
+
 def test_a_push_that_cannot_be_taken_changes_nothing_and_says_why(notebook):
     notebook("import numpy\na = numpy.zeros(3)\nb = [1]")
     notebook.ranks("a.shape = 3, 1; b.append(2); None")

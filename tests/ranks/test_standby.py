@@ -6,6 +6,7 @@ import os
 import signal
 import time
 
+import poked
 import psutil
 import pytest
 
@@ -17,9 +18,10 @@ class Watched:
 
     def __init__(self, kernel):
         self.kernel = kernel
+        self.poke = poked.of_kernel(kernel)
 
     def ranks(self):
-        """Return the processes that the fork server has forked."""
+        """Return the processes that the fork server has forked; the runtime has none."""
         found = []
         for keeper in psutil.Process(self.kernel.pid).children():
             for server in keeper.children():
@@ -46,9 +48,8 @@ def waiting(watched, eventually):
 
         def ready():
             pids = {each.pid for each in watched.ranks()}
-            connected = watched.kernel.value(
-                "(lambda seat: seat is not None and seat.group.waiting)"
-                "(__import__('nblaunch.group.runtime', fromlist=['x']).local().standby._standby_group)"
+            connected = watched.poke(
+                "(lambda seat: seat is not None and seat.group.waiting)(local.standby._standby_group)"
             )
             return connected and len(pids) == size and not pids & ran
 
@@ -125,9 +126,9 @@ def test_while_it_waits_it_takes_next_to_no_memory_and_no_time(waiting):
 
 def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
     waiting()
-    watched.kernel.ok(
-        "from nblaunch.group import runtime, standby\nstandby.STANDBY_SECONDS = 0.1\n"
-        "with runtime.local().standby._lock:\n    runtime.local().standby._changed.notify_all()"
+    watched.poke(
+        "from nblaunch.group import standby\nstandby.STANDBY_SECONDS = 0.1\n"
+        "with local.standby._lock:\n    local.standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
     assert watched.run(body="rank") == [0, 1]
@@ -135,9 +136,9 @@ def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
 
 def test_it_goes_where_memory_is_short(watched, waiting, eventually):
     waiting()
-    watched.kernel.ok(
-        "from nblaunch.group import runtime, standby\nstandby._LEAST_FREE = 2.0\n"
-        "with runtime.local().standby._lock:\n    runtime.local().standby._changed.notify_all()"
+    watched.poke(
+        "from nblaunch.group import standby\nstandby._LEAST_FREE = 2.0\n"
+        "with local.standby._lock:\n    local.standby._changed.notify_all()"
     )
     eventually(lambda: watched.ranks() == [], "the group has been dropped")
 
@@ -146,17 +147,13 @@ def test_it_can_be_turned_off(start_kernel, eventually):
     watched = Watched(start_kernel(NBLAUNCH_STANDBY="0"))
     watched.run()
     eventually(lambda: watched.ranks() == [], "the ranks have left")
-    assert (
-        watched.kernel.value(
-            "[each.name for each in __import__('threading').enumerate() if 'standby' in each.name]"
-        )
-        == []
-    )
+    running = "[each.name for each in __import__('threading').enumerate() if 'standby' in each.name]"
+    assert watched.poke(running) == watched.kernel.value(running) == []
 
 
 def test_a_script_prepares_nothing():
     """It may never run anything again; nothing is to be started only to be ended."""
-    from nblaunch.group.launcher import standby_wanted
+    from nblaunch.client.launch import standby_wanted
 
     assert os.environ["NBLAUNCH_STANDBY"] == "0"
     with pytest.MonkeyPatch.context() as environment:

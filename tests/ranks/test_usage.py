@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import nblaunch
+from nblaunch.client.launch import prepare_call
+from nblaunch.client.run import run_fresh
+from nblaunch.client.wait import SilentView
 from nblaunch.group import usage
-from nblaunch.group.launcher import prepare_call, run_fresh
 from nblaunch.group.usage import GpuMeter, Meter, SeenGpus
-from nblaunch.group.wait import SilentView
-from nblaunch.nodes.members import connect_peers
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import Measured
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State
@@ -45,7 +45,7 @@ class Watching(SilentView):
 
 def watched(view, job, *args, nproc=2, **options):
     chosen = LaunchOptions(nproc_per_node=nproc, **options)
-    return run_fresh(prepare_call(job, args, None, chosen), view, connect_peers).unwrap()
+    return run_fresh(prepare_call(job, args, None, chosen), view).unwrap()
 
 
 def wait_for(path):

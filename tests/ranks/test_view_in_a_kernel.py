@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
@@ -213,3 +215,63 @@ def test_the_environment_variable_chooses_in_a_kernel_too(kernel):
     finally:
         kernel.execute("del os.environ['NBLAUNCH_DISPLAY']")
     assert set(content["data"]) == {"text/plain"}
+
+
+notices_pages = pytest.mark.skipif(
+    int(version("ipykernel").split(".")[0]) < 7, reason="ipykernel 6 does not notice that a page has come"
+)
+
+
+@pytest.fixture
+def page(kernel):
+    """Give another client of the kernel; it connects when it is used."""
+    client = BlockingKernelClient(connection_file=kernel.manager.connection_file)
+    client.load_connection_file()
+    yield client
+    client.stop_channels()
+
+
+def received(client, until):
+    """Return what a client of the kernel receives, up to a message of type `until`."""
+    messages: list[tuple[str, dict[str, Any]]] = []
+    while not messages or messages[-1][0] != until:
+        message = client.get_iopub_msg(timeout=60)
+        messages.append((message["msg_type"], message["content"]))
+    return messages
+
+
+@notices_pages
+def test_a_page_that_connects_during_a_run_is_sent_the_panel_and_its_end(kernel, page):
+    kernel.client.execute("run(2.5)")
+    shown = received(kernel.client, "display_data")[-1][1]["data"][WIDGET]["model_id"]
+    page.start_channels()
+    messages = received(page, "comm_close")
+    received(kernel.client, "comm_close")
+    opened = [content for kind, content in messages if kind == "comm_open" and content["comm_id"] == shown]
+    assert opened[0]["target_name"] == "jupyter.widget"
+    assert sorted(opened[0]["data"]["state"]["whole"]["rows"]) == ["0", "1"]
+    ended = [content["data"]["state"] for kind, content in messages if kind == "comm_msg"][-1]
+    assert "the end" in ended["final"]["text/html"]
+    assert set(ended["final"]) == {"text/html", "text/plain"}
+    assert kernel.execute("print(comms())") == [("stream", {"name": "stdout", "text": "0\n"})]
+
+
+@notices_pages
+def test_a_page_that_comes_after_the_end_finds_the_last_results_without_a_comm(kernel, page):
+    ran = kernel.execute("for _ in range(10):\n    run(0.2)")
+    shown = [content["data"][WIDGET]["model_id"] for kind, content in ran if kind == "display_data"]
+    page.start_channels()
+    about = {"comm_id": "control", "target_name": "jupyter.widget.control", "data": {}}
+    for kind, content in (
+        ("comm_open", about),
+        ("comm_msg", {"comm_id": "control", "data": {"method": "request_states"}}),
+        ("comm_close", {"comm_id": "control", "data": {}}),
+    ):
+        page.shell_channel.send(page.session.msg(kind, content, metadata={"version": "1.0.0"}))
+    found = received(page, "comm_msg")[-1][1]["data"]
+    assert found["method"] == "update_states"
+    assert list(found["states"]) == shown[-8:], "of more runs than that it has been saved since"
+    last = found["states"][shown[-1]]["state"]
+    assert "the end" in last["final"]["text/html"]
+    assert (last["whole"], last["delta"], "layout" in last) == ({}, {}, False)
+    assert kernel.execute("print(comms())") == [("stream", {"name": "stdout", "text": "0\n"})]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nblaunch
-from nblaunch.group.runtime import local
+from nblaunch.client.local import local
 
 SWITCH = "TORCHELASTIC_ENABLE_FILE_TIMER"
 

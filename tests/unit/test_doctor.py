@@ -17,13 +17,14 @@ from types import SimpleNamespace
 import pytest
 
 import nblaunch
-from nblaunch import _notebook
+from nblaunch import _notebook, _runtime_dir
 from nblaunch.checks import gpu, machine, notebook
 from nblaunch.checks import processes as checks
-from nblaunch.checks.doctor import CHECKS, Check, examine
+from nblaunch.checks.doctor import Check, examine
+from nblaunch.checks.doctor import checks as all_checks
 from nblaunch.checks.report import DoctorReport, Level, ok, problem, warning
-from nblaunch.elastic import runtime_dir
-from nblaunch.group.runtime import local
+from nblaunch.checks.runtime import DoctorRuntime
+from nblaunch.client.local import local
 
 ROOT = Path(__file__).parents[2]
 BOUND = 5.0
@@ -32,6 +33,9 @@ GIB = 1 << 30
 
 # How long these take depends on what else the machine does: in time, or "no answer within ...".
 TIMED = {"torch", "NCCL", "GPU", "fork server"}
+
+
+CHECKS = all_checks(DoctorRuntime())
 
 
 def only(findings):
@@ -386,49 +390,48 @@ def test_a_system_without_shared_memory_has_a_problem(monkeypatch):
     assert only(machine.shared_memory()).level is Level.PROBLEM
 
 
-def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch):
+def test_a_full_disk_is_a_problem_before_a_run_finds_out(monkeypatch, own):
     for free, level in ((1 * MIB, Level.PROBLEM), (500 * MIB, Level.WARNING), (50 * GIB, Level.OK)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        assert only(machine.temporary_directory()).level is level
+        assert only(machine.temporary_directory(own)).level is level
 
 
-def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch):
-    monkeypatch.setattr(local().directory, "_root", None)
+def test_no_place_for_a_runtime_directory_is_a_problem(monkeypatch, own):
     gone = Path(tempfile.gettempdir()) / "gone"  # a short path, as a socket needs
-    monkeypatch.setattr(runtime_dir, "_candidates", lambda: [str(gone)])
-    found = only(machine.temporary_directory())
+    monkeypatch.setattr(_runtime_dir, "_candidates", lambda: [str(gone)])
+    found = only(machine.temporary_directory(own))
     assert found.level is Level.PROBLEM
     assert "No such file or directory" in found.summary
 
 
-def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, tmp_path):
-    monkeypatch.setattr(local().directory, "root", lambda: tmp_path / ("y" * 120))
+def test_a_disk_that_refuses_sockets_is_a_problem(monkeypatch, own, tmp_path):
+    monkeypatch.setattr(own.directory, "root", lambda: tmp_path / ("y" * 120))
     (tmp_path / ("y" * 120)).mkdir()
-    found = only(machine.temporary_directory())
+    found = only(machine.temporary_directory(own))
     assert found.level is Level.PROBLEM
     assert "unix socket" in found.summary
 
 
-def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not():
-    list(checks.fork_server())
-    dead = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
-    bound = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
-    young = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
-    others = Path(tempfile.mkdtemp(prefix=runtime_dir.PREFIX))
+def test_directories_of_dead_kernels_are_named_and_those_of_living_ones_are_not(own):
+    ours = [local().directory.root(), own.directory.root()]
+    dead = Path(tempfile.mkdtemp(prefix=_runtime_dir.PREFIX))
+    bound = Path(tempfile.mkdtemp(prefix=_runtime_dir.PREFIX))
+    young = Path(tempfile.mkdtemp(prefix=_runtime_dir.PREFIX))
+    others = Path(tempfile.mkdtemp(prefix=_runtime_dir.PREFIX))
     others.chmod(0o755)
     an_hour_ago = time.time() - 3600
     try:
         with socket.socket(socket.AF_UNIX) as hub:
             hub.bind(str(bound / "hub"))
-            for each in (dead, bound, others, local().directory.root()):
+            for each in (dead, bound, others, *ours):
                 os.utime(each, (an_hour_ago, an_hour_ago))
-            found = only(machine.leftovers())
+            found = only(machine.leftovers(own))
     finally:
         for each in (dead, bound, young, others):
             shutil.rmtree(each)
     assert found.level is Level.WARNING
     assert found.summary == f"1 directory of dead kernels: {dead}"
-    assert only(machine.leftovers()).level is Level.OK
+    assert only(machine.leftovers(own)).level is Level.OK
 
 
 def cgroup(tmp_path, own, **files):

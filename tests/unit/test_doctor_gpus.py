@@ -229,18 +229,18 @@ def test_a_kernel_log_that_may_not_be_read_is_empty(tmp_path):
     assert nvml.xids(nvml.kernel_log(str(tmp_path / "log"))) == [("0000:0f:00", 48)]
 
 
-def test_a_driver_that_hangs_is_a_warning_in_time(tmp_path, monkeypatch):
+def test_a_driver_that_hangs_is_a_warning_in_time(own, tmp_path, monkeypatch):
     stuck = tmp_path / "stuck.py"
     stuck.write_text("import time\ntime.sleep(60)\n")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(health, "_ASK_NVML", stuck)
     monkeypatch.setattr(health, "_SECONDS", 0.3)
     started = time.monotonic()
-    found = only(health.health())
+    found = only(health.health(own))
     assert time.monotonic() - started < 5
     assert (found.level, found.name) == (Level.WARNING, "GPU health")
 
 
-def test_a_torch_for_the_cpu_has_no_gpus_to_judge(monkeypatch):
+def test_a_torch_for_the_cpu_has_no_gpus_to_judge(own, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert list(health.health()) == []
+    assert list(health.health(own)) == []

@@ -13,7 +13,6 @@ from nblaunch.checks import doctor, nccl
 from nblaunch.checks.nccl import all_reduce
 from nblaunch.checks.report import DoctorReport, Level, ok
 from nblaunch.elastic import placement
-from nblaunch.group.runtime import local
 from nblaunch.magic import commands
 
 FAST = """
@@ -38,14 +37,23 @@ def ranks(tmp_path, monkeypatch):
     return install
 
 
-def found():
-    """Return the one finding; no file and no process of it is left."""
-    (finding,) = all_reduce()
-    assert list(local().directory.root().glob("doctor-*")) == []
-    return finding
+@pytest.fixture
+def found(own):
+    """Give `found()`: the one finding; no file and no process of it is left."""
+
+    def find():
+        (finding,) = all_reduce(own)
+        assert left_in(own) == []
+        return finding
+
+    return find
 
 
-def test_the_slowest_rank_is_what_counts(ranks):
+def left_in(own):
+    return [] if own.directory.made is None else list(own.directory.made.iterdir())
+
+
+def test_the_slowest_rank_is_what_counts(ranks, found):
     ranks(FAST)
     finding = found()
     assert finding.level is Level.OK
@@ -55,25 +63,23 @@ def test_the_slowest_rank_is_what_counts(ranks):
     )
 
 
-def test_one_gpu_has_nobody_to_talk_to(ranks):
+def test_one_gpu_has_nobody_to_talk_to(ranks, found):
     ranks(FAST, gpus=1)
     assert found().summary == "1 GPU: NCCL 2.27.3 works; there is no other GPU to talk to"
 
 
-def test_without_gpus_it_is_left_out(ranks):
+def test_without_gpus_it_is_left_out(ranks, found):
     ranks("1 / 0", gpus=0)
     assert (found().level, found().summary.partition(":")[0]) == (Level.OK, "left out")
 
 
-def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, monkeypatch):
-    ranks(
-        f"open({str(local().directory.root())!r} + '/doctor-pids', 'a').write(f'{{os.getpid()}} ')\n{STUCK}"
-    )
+def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, monkeypatch, own, tmp_path):
+    pids = tmp_path / "pids"
+    ranks(f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\n{STUCK}")
     monkeypatch.setattr(nccl, "_SECONDS", 1.0)
     monkeypatch.setattr(nccl, "_AGAIN_SECONDS", 1.0)
-    pids = local().directory.root() / "doctor-pids"
     started = time.monotonic()
-    (finding,) = all_reduce()
+    (finding,) = all_reduce(own)
     assert time.monotonic() - started < 10
     assert finding.level is Level.PROBLEM
     assert finding.summary == (
@@ -83,10 +89,9 @@ def test_ranks_that_are_stuck_are_ended_in_time_and_say_where_they_were(ranks, m
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
-    pids.unlink()
 
 
-def test_what_works_without_peer_to_peer_is_said(ranks, monkeypatch):
+def test_what_works_without_peer_to_peer_is_said(ranks, found, monkeypatch):
     monkeypatch.setattr(nccl, "_SECONDS", 1.0)
     ranks(f"if 'NCCL_P2P_DISABLE' not in os.environ:\n    {STUCK.replace(chr(10), chr(10) + '    ')}\n{FAST}")
     finding = found()
@@ -94,7 +99,7 @@ def test_what_works_without_peer_to_peer_is_said(ranks, monkeypatch):
     assert "give the ranks --env NCCL_P2P_DISABLE=1" in finding.advice
 
 
-def test_an_error_is_told_with_what_nccl_says_of_it(ranks, monkeypatch):
+def test_an_error_is_told_with_what_nccl_says_of_it(ranks, found, monkeypatch):
     monkeypatch.setattr(nccl, "_OTHERS_SECONDS", 0.5)
     ranks(
         "print('vm:1:2 [0] transport.cc:1 NCCL WARN Cuda failure 217')\n"
@@ -106,17 +111,17 @@ def test_an_error_is_told_with_what_nccl_says_of_it(ranks, monkeypatch):
     )
 
 
-def test_a_rank_that_dies_without_a_word_is_named(ranks):
+def test_a_rank_that_dies_without_a_word_is_named(ranks, found):
     ranks(f"if rank == 1:\n    os.kill(os.getpid(), 11)\n{FAST}")
     assert found().summary == "2 GPUs: ended without a word: rank 1 in starting"
 
 
-def test_a_sum_that_is_wrong_is_a_problem(ranks):
+def test_a_sum_that_is_wrong_is_a_problem(ranks, found):
     ranks(FAST.replace('"wrong": 0', '"wrong": rank'))
     assert found().summary == "2 GPUs: the sum is wrong in 1 places"
 
 
-def test_an_interrupt_ends_the_ranks(ranks, monkeypatch):
+def test_an_interrupt_ends_the_ranks(ranks, monkeypatch, own):
     ranks(STUCK)
 
     def interrupt(*_):
@@ -124,8 +129,8 @@ def test_an_interrupt_ends_the_ranks(ranks, monkeypatch):
 
     monkeypatch.setattr(nccl, "_wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(all_reduce())
-    assert list(local().directory.root().glob("doctor-*")) == []
+        list(all_reduce(own))
+    assert left_in(own) == []
 
 
 # --- the three doors --------------------------------------------------------------------------------------
@@ -136,11 +141,11 @@ def test_each_door_asks_for_it_only_when_told_to(monkeypatch, capsys):
 
     asked = []
 
-    def all_reduce():
+    def all_reduce(_):
         asked.append(1)
         yield ok("NCCL all_reduce", "so")
 
-    monkeypatch.setattr(doctor, "examine", lambda: DoctorReport((ok("fine", "so"),)))
+    monkeypatch.setattr(doctor, "examine", lambda _: DoctorReport((ok("fine", "so"),)))
     monkeypatch.setattr(nccl, "all_reduce", all_reduce)
     for without in (doctor.doctor, lambda: commands.command("doctor", {}), lambda: main(["doctor"])):
         without()
@@ -155,10 +160,10 @@ def test_each_door_asks_for_it_only_when_told_to(monkeypatch, capsys):
 
 
 def test_an_all_reduce_that_cannot_be_tried_is_a_warning(monkeypatch):
-    def fail():
+    def fail(_):
         raise IndexError
 
-    monkeypatch.setattr(doctor, "examine", lambda: DoctorReport(()))
+    monkeypatch.setattr(doctor, "examine", lambda _: DoctorReport(()))
     monkeypatch.setattr(nccl, "all_reduce", fail)
     (finding,) = doctor.doctor(nccl=True).findings
     assert finding.level is Level.WARNING

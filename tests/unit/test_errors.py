@@ -114,9 +114,13 @@ def test_the_public_names_are_these():
         "RunResult",
         "RunTimeoutError",
         "Session",
+        "SessionInfo",
+        "SessionJob",
         "SessionStatus",
+        "StoppedWatchingError",
         "doctor",
         "run",
+        "sessions",
     ]
 
 

@@ -20,15 +20,24 @@ PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
     *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose"),
-    *("group", "nodes", "view", "export", "checks", "magic", "door"),
+    *("group", "nodes", "runtime", "client", "view", "export", "checks", "magic", "door"),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
 DOORS = {"nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._demo"}
 """Where users come in; these may import anything, `nblaunch` itself only inside functions."""
 
+RUNTIME = {"rank", "elastic", "group", "nodes", "runtime"}
+"""What runs in a runtime's process, in those that it has forked, and on nodes that join."""
+
+CLIENTS = {"client", "view", "export", "magic", "door"}
+"""What runs in a kernel, a script or a command line; `checks` looks at both sides."""
+
+MAY_BE_A_NODE = {"nblaunch.__main__"}
+"""`python -m nblaunch join` has a runtime of its own."""
+
 THIRD_PARTY = {
-    "data": {"msgspec"},
+    "data": {"msgspec", "psutil"},
     "options": set(),
     "protocol": set(),
     "capture": {"cloudpickle", "numpy", "psutil", "safetensors", "torch"},
@@ -36,16 +45,27 @@ THIRD_PARTY = {
 }
 """What the lowest layers may import from outside, over and above the layers below them."""
 
+OUTSIDE_A_CLIENT = {"msgspec", "psutil"}
+"""What a client may import from outside: it starts in a moment, beside the runtime that loads torch."""
+
+TORCH_IN_A_KERNEL = {"nblaunch.capture.tensors", "nblaunch.export.files"}
+"""Where a kernel may load torch: for a value that is torch's, which is sent, or written for a script."""
+
 A_LIST = 3
 """So many names of options in one literal are a list of options."""
-STATE_OF_THE_KERNEL = {"nblaunch.group.runtime", "nblaunch.magic.sessions", "nblaunch.magic.auto"}
-"""What a process has once, a notebook's sessions, and its switch: the modules that keep what changes."""
+
+STATE_OF_THE_KERNEL = {"nblaunch.client.local", "nblaunch.magic.sessions", "nblaunch.magic.auto"}
+"""What a client has once, a notebook's sessions, and its switch: the modules that keep what changes."""
+
+STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
+"""What a process has once to run ranks."""
 
 OTHER_STATE = {
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
     "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
     "nblaunch.elastic.keeper": "a program of its own: the queues that it waits on",
+    "nblaunch.view.panel": "how many pages came to this kernel, and the last panels for those that come back",
     "nblaunch.magic.export": "the cells that this notebook has run, by number",
 }
 """Other modules that keep what changes, and why."""
@@ -134,6 +154,8 @@ def imported_by(node: ast.ImportFrom, package: str) -> Iterator[str]:
         parts = package.split(".")
         base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
     for alias in node.names:
+        if (base, alias.name) == ("nblaunch", "__version__"):
+            continue  # a word that is there before any module is loaded
         inner = f"{base}.{alias.name}"
         yield inner if base.split(".")[0] == "nblaunch" and exists(inner) else base
 
@@ -179,7 +201,43 @@ def test_what_runs_in_a_rank_never_imports_what_runs_in_the_kernel():
     assert [str(each) for each in below if layer_of(each.imported) in kernel] == []
 
 
-GIVES_PEERS = {"nblaunch._api", "nblaunch.magic.magics", "nblaunch.magic.commands", "nblaunch.magic.sessions"}
+def test_a_client_knows_nothing_of_what_runs_in_the_runtime():
+    """Nor does that know its clients; between the two is the protocol."""
+    sides = [
+        each
+        for each in OURS
+        if (layer_of(each.importer) in CLIENTS and layer_of(each.imported) in RUNTIME)
+        or (layer_of(each.importer) in RUNTIME and layer_of(each.imported) in CLIENTS)
+    ]
+    across = {each.importer for each in sides if each.imported != "nblaunch"}
+    assert across == MAY_BE_A_NODE
+
+
+def loaded_by(module: str) -> set[str]:
+    """Return our modules that `module` loads, at once or later, and those that they load.
+
+    But for the checks that a user starts: these look at what the runtime is made of.
+    """
+    found, new = set(), {module}
+    while new:
+        found |= new
+        loads = [each for each in OURS if each.importer in new and not each.only_types]
+        new = {
+            each.imported for each in loads if not (each.lazy and layer_of(each.imported) == "checks")
+        } - found
+    return found
+
+
+def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs():
+    loaded = loaded_by("nblaunch.magic.magics") | loaded_by("nblaunch._api")
+    users = [each for each in IMPORTS if each.importer in loaded and not each.only_types]
+    assert {each.importer for each in users if each.imported.split(".")[0] == "zmq"} == set()
+    torch = [each for each in users if each.imported.split(".")[0] == "torch"]
+    assert {each.importer for each in torch} == TORCH_IN_A_KERNEL
+    assert all(each.lazy for each in torch)
+
+
+GIVES_PEERS = {"nblaunch.runtime.launch"}
 """What starts worker groups hands each of them the function that connects its peers."""
 
 
@@ -191,18 +249,14 @@ def test_a_worker_group_knows_other_nodes_only_as_its_peers():
     assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
 
 
-CAPTURES = {"nblaunch.group.launcher", "nblaunch.group.session"}
-"""Modules of `group` that bring what a notebook holds to the ranks."""
-
-
 def test_a_worker_group_does_not_know_whether_a_notebook_runs_it():
     notebook = {"IPython", "ipykernel", "nblaunch._notebook"}
     users = {
         each.importer
         for each in IMPORTS
-        if layer_of(each.importer) in {"elastic", "group", "nodes"} and each.imported in notebook
+        if layer_of(each.importer) in {"elastic", "group", "nodes", "runtime"} and each.imported in notebook
     }
-    assert users == CAPTURES
+    assert users == set()
 
 
 def test_the_lowest_layers_import_little_from_outside():
@@ -216,6 +270,27 @@ def test_the_lowest_layers_import_little_from_outside():
             if layer_of(each.importer) == layer and each.imported.split(".")[0] not in allowed
         ]
     assert outside == []
+
+
+def test_a_client_knows_the_runtime_by_the_protocol_alone():
+    """What it is made of, and what that needs, is loaded in the runtime's process and not in the kernel."""
+    of_client = [each for each in IMPORTS if layer_of(each.importer) == "client"]
+    allowed = {"nblaunch", *OUTSIDE_A_CLIENT, *sys.stdlib_module_names} - {"asyncio"}
+    assert [str(each) for each in of_client if each.imported.split(".")[0] not in allowed] == []
+    assert [str(each) for each in of_client if each.imported == "psutil" and not each.lazy] == []
+
+
+def test_what_is_a_callers_comes_with_its_requests():
+    """A runtime has another environment and directory than the process that it works for."""
+    own = {"os.environ", "os.getcwd", "os.getpid", "sys.argv", "Path.cwd"}
+    used = [
+        f"{name}:{node.lineno} {ast.unparse(node)}"
+        for name in ("place", "launch")
+        for node in ast.walk(ast.parse((PACKAGE / "runtime" / f"{name}.py").read_text()))
+        if isinstance(node, ast.Attribute)
+        and (ast.unparse(node) in own or node.attr in {"absolute", "resolve"})
+    ]
+    assert used == []
 
 
 def test_what_decides_on_the_life_of_a_group_has_no_clock_no_thread_and_no_io():
@@ -327,7 +402,7 @@ def test_no_function_is_too_long_to_read():
 # What each layer may touch; who else may has the reason beside it.
 
 RANKS_DOORS = {
-    "nblaunch.elastic.preload",  # the fork server, and what kernels have ranks call by name
+    "nblaunch.elastic.preload",  # the fork server
 }
 
 SOCKETS = {
@@ -342,8 +417,8 @@ SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
     "nblaunch.nodes.join",
-    "nblaunch.group.wait",  # what ranks ask is answered while the run waits
-    "nblaunch.nodes.key",  # the command by which other nodes join, for which the run waits
+    "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
+    "nblaunch.client.wait",  # what ranks ask is answered while the run waits
 }
 
 TORCHS_PRIVATE = {
@@ -437,7 +512,7 @@ KERNEL = {
 
 def test_modules_keep_state_in_few_places_and_for_a_reason():
     keeping = {module for module, tree in KERNEL.items() if set(state_of(tree))}
-    assert keeping == STATE_OF_THE_KERNEL | OTHER_STATE.keys()
+    assert keeping == STATE_OF_THE_KERNEL | STATE_OF_A_RUNTIME | OTHER_STATE.keys()
 
 
 @pytest.mark.parametrize(
@@ -518,7 +593,10 @@ def may_change(value: ast.expr) -> bool:
 
 
 def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
-    """There the order is decided in which things end; a rank's own hook is in `rank`."""
+    """One on either side: there the order is decided in which things end; a rank's own hook is in `rank`.
+
+    The doctor waits for a check that is loading torch: Python would end while that is half loaded.
+    """
     hooks = [
         (module, ast.unparse(node.func))
         for module, tree in KERNEL.items()
@@ -526,6 +604,9 @@ def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"atexit.register", "os.register_at_fork"}
     ]
     assert sorted(hooks) == [
+        ("nblaunch.checks.doctor", "atexit.register"),
+        ("nblaunch.client.local", "atexit.register"),
+        ("nblaunch.client.local", "os.register_at_fork"),
         ("nblaunch.group.runtime", "atexit.register"),
         ("nblaunch.group.runtime", "os.register_at_fork"),
     ]

@@ -105,7 +105,7 @@ class Group:
             self.state, more = step(before, event, self.now)
             assert (self.state, more) == step(before, event, self.now), "the same every time"
             self.check(before, event, more)
-            actions += more
+            actions += (each for each in more if not isinstance(each, life.Publish))
             for each in more:
                 if isinstance(each, life.Explain):
                     why = "" if each.exited.expected else "was killed by SIGKILL"

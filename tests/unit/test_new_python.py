@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.runtime_dir import RuntimeDirectory
-from nblaunch.group.inherited import needs_new_python
+from nblaunch.elastic.process_options import needs_new_python
 
 ASYNC = "backend:cudaMallocAsync"
 
@@ -32,4 +32,4 @@ def test_ranks_are_new_pythons_where_torch_must_be_loaded_under_their_environmen
 
 def test_the_fork_server_is_started_without_what_has_torch_initialise_cuda(monkeypatch):
     monkeypatch.setenv("KINETO_USE_DAEMON", "1")
-    assert "KINETO_USE_DAEMON" not in Server(RuntimeDirectory()).loaded_under()
+    assert "KINETO_USE_DAEMON" not in Server.own(RuntimeDirectory()).loaded_under()

@@ -32,6 +32,8 @@ DEFAULTS = {
     "fresh": False,
     "background": False,
     "export": None,
+    "detach": False,
+    "linger": 14400.0,
     "ranks": None,
     "env": {},
     "timeout": None,
@@ -79,6 +81,8 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "fresh": ("true", True, "false", False),
     "background": ("true", True, "false", False),
     "export": ("train.py", "train.py", "runs/go.py", "runs/go.py"),
+    "detach": ("true", True, "false", False),
+    "linger": ("8h", 28_800.0, "90", 90.0),
     "ranks": ("0,2-4", (0, 2, 3, 4), "1", (1,)),
     "env": ("A=1", {"A": "1"}, "A=2", {"A": "2"}),
     "timeout": ("60", 60.0, "1.5", 1.5),
@@ -125,6 +129,8 @@ WRONG: dict[str, list[object]] = {
     "fresh": [0, 1, "no", None],
     "background": [0, 1, "no", None],
     "export": ["", "train", "a\nb.py", ".py", "\0.py", 3, True, "~no such user/train.py"],
+    "detach": [0, 1, "no", None],
+    "linger": [0, -1, True, None, "", "h", "8 weeks", "-1h", "0s", "1h30m", "60", math.inf, math.nan],
     "ranks": ["", "0,1", "a", "3-1", "0-99999999", 3, [-1], [True], [1.5], [], range(200_000)],
     "env": [None, "A=1", [("A", "1")], {"A": 1}, {"A": None}, {1: "1"}, {"": "1"}, {"A B": "1"}, {"A=B": "1"},
             {"A\0": "1"}, {"A": "\0"}, {"A": "\ud800"}],
@@ -165,7 +171,8 @@ WRONG: dict[str, list[object]] = {
 
 WITH_VARIABLE = [option for option in OPTIONS if option.variable]
 OF_MAGIC = [option for option in OPTIONS if option.scope != "script"]
-OF_RUN = [option for option in OPTIONS if option.scope != "notebook"]
+OF_RUN = [option for option in OPTIONS if option.scope not in {"notebook", "session"}]
+OF_SESSION = [option for option in OPTIONS if option.scope == "session"]
 ALL_WRONG = [(name, value) for name, values in WRONG.items() for value in values]
 
 
@@ -388,6 +395,8 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "fresh": st.booleans(),
     "background": st.booleans(),
     "export": st.none() | st.from_regex(r"[a-zé/ .]*[a-z]\.py", fullmatch=True),
+    "detach": st.booleans(),
+    "linger": _numbers | st.integers(1, 100).map(lambda hours: 3600.0 * hours),
     "ranks": st.none() | st.sets(st.integers(0, 5000), min_size=1).map(lambda ranks: tuple(sorted(ranks))),
     "env": st.dictionaries(_names, _env_texts),
     "timeout": st.none() | _numbers,
@@ -462,12 +471,13 @@ def test_a_line_holds_only_what_is_not_the_default_in_torchruns_spelling() -> No
 # Keywords
 
 
-@pytest.mark.parametrize("option", OF_RUN, ids=_id)
+@pytest.mark.parametrize("option", [*OF_RUN, *OF_SESSION], ids=_id)
 def test_every_keyword_takes_its_value(option: Any) -> None:
     _, value, _, other = SAMPLES[option.name]
     for keyword in option.keywords:
         for each in (value, other):
-            assert _value(LaunchOptions.from_keywords(script=True, **{keyword: each}), option.name) == each
+            options = LaunchOptions.from_keywords(script=True, of_session=True, **{keyword: each})
+            assert _value(options, option.name) == each
 
 
 def test_nproc_and_nproc_per_node_together_are_refused() -> None:
@@ -491,6 +501,21 @@ def test_only_a_script_has_the_options_of_a_script(name: str, monkeypatch: pytes
     assert LaunchOptions.from_keywords() == parse_line("").options == LaunchOptions()
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds", "line"),
+    [
+        ("90s", 90, "90s"),
+        ("30m", 1800, "30m"),
+        ("8h", 28800, "8h"),
+        ("48H", 172_800, "2d"),
+        (1.5, 1.5, "1.5"),
+    ],
+)
+def test_a_duration_may_have_a_unit(text: object, seconds: float, line: str) -> None:
+    options = LaunchOptions.from_keywords(of_session=True, linger=text)
+    assert (options.linger, options.to_line()) == (seconds, f"--linger={line}")
+
+
 @pytest.mark.parametrize(("name", "value"), ALL_WRONG, ids=_id)
 def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: object) -> None:
     wrong: dict[str, Any] = {name: value}
@@ -499,10 +524,10 @@ def test_a_wrong_value_is_refused_by_name_however_it_is_given(name: str, value: 
     with pytest.raises(OptionError):
         dataclasses.replace(LaunchOptions(), **wrong)
     option = next(option for option in OPTIONS if option.name == name)
-    if option in OF_RUN:
+    if option.scope != "notebook":
         for keyword in option.keywords:
             with pytest.raises(OptionError, match=f"^{keyword}="):
-                LaunchOptions.from_keywords(script=True, **{keyword: value})
+                LaunchOptions.from_keywords(script=True, of_session=True, **{keyword: value})
     assert len(str(caught.value)) < 1000
     assert isinstance(caught.value, ValueError)
 
@@ -650,9 +675,8 @@ def test_an_explicit_option_beats_its_variable_which_beats_the_default(
     line = f"{option.flags[0]}={explicit_text}"
     assert _value(parse_line(line, script=True).options, option.name) == explicit
     for keyword in option.keywords:
-        assert (
-            _value(LaunchOptions.from_keywords(script=True, **{keyword: explicit}), option.name) == explicit
-        )
+        given_here: dict[str, Any] = {keyword: explicit}
+        assert _value(LaunchOptions.from_keywords(script=True, **given_here), option.name) == explicit
     assert _value(LaunchOptions(), option.name) == option.default
 
 
@@ -678,7 +702,8 @@ def test_a_wrong_variable_is_named_unless_the_option_is_given(
             ask()
     name = variable.removeprefix("PET_").lower()
     parse_line(f"--{name}={SAMPLES[name][0]}", script=True)
-    LaunchOptions.from_keywords(script=True, **{name: SAMPLES[name][1]})
+    given_here: dict[str, Any] = {name: SAMPLES[name][1]}
+    LaunchOptions.from_keywords(script=True, **given_here)
 
 
 # Suggestions

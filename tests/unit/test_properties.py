@@ -18,7 +18,6 @@ from nblaunch.protocol.messages import (
     Entered,
     FailureRecord,
     FrameRecord,
-    Message,
     Noticed,
     Payload,
     Phase,
@@ -29,7 +28,7 @@ from nblaunch.protocol.messages import (
     Stream,
 )
 from nblaunch.protocol.reports import format_ranks
-from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Transcript, printed
 from nblaunch.view.html import render_html
 from nblaunch.view.markup import clipped, cost_of_text

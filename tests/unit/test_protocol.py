@@ -18,7 +18,7 @@ import zmq
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nblaunch.elastic.runtime_dir import RuntimeDirectory
+from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.group.hub import Hub
 from nblaunch.protocol import messages
 from nblaunch.protocol.messages import (
@@ -219,7 +219,8 @@ class Group:
         self.received = []
         self.ticks = 0
 
-    def receive(self, message):
+    def receive(self, message, data):
+        assert decode_from_rank(data, "a rank") == message
         self.received.append(message)
 
     def tick(self, now):
@@ -413,7 +414,7 @@ def test_a_defect_in_one_group_does_not_end_the_thread_that_serves_all(
     class Broken(Group):
         group = "broken00"
 
-        def receive(self, message):
+        def receive(self, message, _data):
             1 / message.rank
 
     broken = Broken()

@@ -57,6 +57,13 @@ def test_the_first_40_lines_show_the_live_panel(first_lines):
     assert len(picture) < MOST_PICTURE_BYTES
 
 
+def test_the_limits_say_what_ends_a_detached_session_beside_its_user():
+    limits = README.read_text().partition("## Limits\n")[2].partition("\n## ")[0]
+    (of_sessions,) = re.findall(r"(?ms)^\* A detached session ends .*?(?=^\* )", limits)
+    for word in ("control group", "batch job", "container", "JupyterHub", "%distributed doctor"):
+        assert word in of_sessions
+
+
 def test_the_options_table_is_the_one_in_the_code():
     text = README.read_text()
     assert text == with_table(text), "run: python tests/unit/test_readme.py"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import nblaunch
-from nblaunch.group import session as live
-from nblaunch.group.runtime import local
+from nblaunch._errors import OptionError
+from nblaunch._results import SessionInfo, sessions_table
+from nblaunch.client.local import Client
 from nblaunch.magic import auto, commands, sessions
-from nblaunch.options.launch import OPTIONS, LaunchOptions, within
+from nblaunch.options.launch import OPTIONS, LaunchOptions, refuse_session_options, within
 from nblaunch.options.line import parse_line
 
 
@@ -22,8 +25,7 @@ def nothing_starts(monkeypatch):
     def refused(*_: object, **__: object) -> None:
         pytest.fail("a process was to be started")
 
-    monkeypatch.setattr(local().server, "ensure_running", refused)
-    monkeypatch.setattr(live, "new_group", refused)
+    monkeypatch.setattr(Client, "runtime", property(refused))
 
 
 # --- Session(...) ----------------------------------------------------------------------------------
@@ -51,12 +53,6 @@ def nothing_starts(monkeypatch):
 def test_a_wrong_option_of_a_session_is_an_option_error(keywords, said):
     with pytest.raises(nblaunch.OptionError, match=said):
         nblaunch.Session(**keywords)
-
-
-def test_a_session_that_needs_gpus_where_there_are_none_says_so(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(nblaunch.OptionError, match="gpu"):
-        nblaunch.Session("gpu")
 
 
 # --- a cell in a session ---------------------------------------------------------------------------
@@ -122,7 +118,7 @@ def test_what_is_decided_with_the_session_cannot_be_changed_by_a_cell(option):
 
 def test_every_option_is_either_of_the_cell_or_of_the_group():
     """A new option must not be forgotten here."""
-    of_cells = {option.name for option in OPTIONS if option.scope != "script"}
+    of_cells = {option.name for option in OPTIONS if option.scope not in {"script", "session"}}
     assert of_cells == OF_THE_GROUP.keys() | {option.name for option in OPTIONS if option.per_cell}
 
 
@@ -255,3 +251,61 @@ def test_which_cells_auto_sends_to_the_ranks(cell, sent, monkeypatch):
         assert auto.take_inserted() is sent
     finally:
         sessions._sessions.clear()
+
+
+def test_only_a_session_can_be_detached():
+    """A run ends with its job, a cell with its cell: nothing of them could be found later."""
+    with pytest.raises(OptionError, match=r"only a session has this option.*Session\(detach=\.\.\.\)"):
+        nblaunch.run(print, detach=True)
+    with pytest.raises(OptionError, match="only a session has this option"):
+        nblaunch.run("train.py", linger="8h")
+    with pytest.raises(OptionError, match="--detach is for %distributed start"):
+        refuse_session_options(parse_line("-n 2 --detach").options)
+    with pytest.raises(OptionError, match="--linger is for %distributed start"):
+        refuse_session_options(parse_line("--linger 8h").options)
+    refuse_session_options(parse_line("-n 2").options)
+
+
+def test_sessions_are_listed_in_columns():
+    now = time.time()
+    train = SessionInfo(
+        name="train",
+        detached=True,
+        started=now,
+        kernel=12345,
+        pid=2,
+        notebook="/home/ann/train.ipynb",
+        world_size=2,
+        backend="gloo",
+        devices=("cpu",),
+        memory=231_000_000,
+        running="cell",
+        running_since=now - 12.2,
+    )
+    idle = SessionInfo(
+        name="a",
+        detached=False,
+        started=now,
+        kernel=7,
+        pid=2,
+        world_size=16,
+        backend="nccl",
+        linger_left=1300,
+    )
+    away = SessionInfo(name="b", detached=True, started=now, kernel=8, pid=2, problem="on node7")
+    since = time.strftime("since %b %d %H:%M", time.localtime(now))
+    lines = sessions_table([train, idle, away]).splitlines()
+    assert [re.split(" {2,}", line) for line in lines] == [
+        [
+            "train",
+            "detached",
+            "2 ranks (gloo), cpu, 231 MB",
+            "runs cell for 12 s",
+            f"{since}, train.ipynb",
+        ],
+        ["a", "16 ranks (nccl)", "idle, ends in 22 min unless it is used", f"{since}, kernel 7"],
+        ["b", "detached", "on node7", f"{since}, kernel 8"],
+    ]
+    assert len({line.index("since") for line in lines}) == 1
+    assert str(idle) == f"a  16 ranks (nccl)  idle, ends in 22 min unless it is used  {since}, kernel 7"
+    assert sessions_table([]) == ""

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nblaunch.diagnose.failures import blame, blames_a_peer, explain
-from nblaunch.group.wait import silent_between
+from nblaunch.group.ending import silent_between
 from nblaunch.protocol.messages import (
     Aborted,
     Arrived,
@@ -25,10 +25,10 @@ from nblaunch.protocol.messages import (
     Exited,
     FailureRecord,
     FrameRecord,
+    GivenTo,
     Hello,
     InterruptSeen,
     Measured,
-    Message,
     Names,
     Noticed,
     Offsets,
@@ -36,6 +36,7 @@ from nblaunch.protocol.messages import (
     Phase,
     Printed,
     Raised,
+    RankPlace,
     Reached,
     Recovered,
     Returned,
@@ -44,11 +45,13 @@ from nblaunch.protocol.messages import (
     Stream,
     Switched,
     Unreadable,
+    Unwritten,
     Usage,
     Waiting,
     Where,
 )
-from nblaunch.protocol.state import RunState, State, advance
+from nblaunch.protocol.reports import HangReport, LocatedAll
+from nblaunch.protocol.state import Message, RunState, State, advance
 from nblaunch.protocol.transcript import (
     CHUNK_CHARACTERS,
     HEAD_CHARACTERS,
@@ -80,6 +83,17 @@ FAILURES = st.builds(
     phase=st.sampled_from(Phase),
 )
 PAYLOADS = st.builds(Payload, sizes=st.just((1,)), inline=st.binary(max_size=2))
+PLACES = st.builds(
+    RankPlace,
+    local_rank=RANKS,
+    node=TEXTS,
+    device=TEXTS,
+    pid=st.integers(1, 99),
+    phase=st.sampled_from(Phase),
+)
+REPORTS = st.builds(
+    HangReport, groups=st.just(()), collectives=st.just({}), silent=st.dictionaries(RANKS, TEXTS, max_size=2)
+)
 USAGES = st.builds(Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
 STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Hello: st.builds(
@@ -101,6 +115,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Aborted: st.builds(Aborted, rank=RANKS),
     Reached: st.builds(Reached, rank=RANKS, collectives=st.integers(0, 99)),
     Arrived: st.builds(Arrived, rank=RANKS),
+    Unwritten: st.builds(Unwritten, rank=RANKS, size=st.integers(1, 99)),
     Names: st.builds(Names, rank=RANKS, names=st.just(("x",))),
     Asked: st.builds(Asked, rank=RANKS, number=st.integers(0, 3), prompt=TEXTS, password=st.booleans()),
     Recovered: st.builds(Recovered, rank=RANKS, number=st.integers(0, 3), error=TEXTS),
@@ -113,6 +128,10 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
         AttemptStarted, number=st.integers(-1, 3), world_size=st.integers(-1, 5), time=TIMES, reason=TEXTS,
         pids=st.dictionaries(RANKS, st.integers(1, 99), max_size=2),
     ),
+    GivenTo: st.builds(
+        GivenTo, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
+    ),
+    LocatedAll: st.builds(LocatedAll, report=REPORTS),
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
     Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
@@ -149,13 +168,14 @@ ENDINGS = [Returned, Raised, Exited, RunEnded, Started, Hello, Colored]
 
 @given(st.lists(st.one_of([STRATEGIES[kind] for kind in ENDINGS]), min_size=10, max_size=40), HISTORIES)
 def test_a_final_state_is_final_until_the_next_attempt(endings, messages):
-    for before, after in itertools.pairwise(folded([*endings, *messages])):
+    said = [*endings, *messages]
+    for message, (before, after) in zip(said, itertools.pairwise(folded(said)), strict=True):
         if after.attempt.number != before.attempt.number:
             assert after.attempt.number > before.attempt.number
             continue
-        if after.ranks.keys() != before.ranks.keys():  # nodes have met, before any rank began
+        if after.ranks.keys() != before.ranks.keys():  # nodes have met, or the job is given: no rank began
             assert {known.state for known in before.ranks.values()} <= {State.INIT}
-            assert after.ranks.keys() > before.ranks.keys()
+            assert isinstance(message, GivenTo) or after.ranks.keys() > before.ranks.keys()
         for rank, known in before.ranks.items():
             if known.state.final:
                 now = after.ranks[rank]
@@ -636,6 +656,15 @@ def test_a_rank_that_has_ended_is_not_measured_any_more_and_a_restarted_one_anew
     assert ended.ranks[0].usage == LITTLE
     again = advance(ended, AttemptStarted(number=1, world_size=WORLD, time=3.0))
     assert again.ranks[0].usage is None
+
+
+def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
+    messages = [Unwritten(rank=0, size=5), Unwritten(rank=2, size=7), Unwritten(rank=2, size=1200)]
+    *_, state = folded(messages)
+    where = "the disk that takes what ranks print is full (TMPDIR, --log-dir)"
+    assert state.warnings == (f"{where}: 5 bytes of rank 0, 1,200 bytes of rank 2 were dropped",)
+    ended = advance(state, RETURNED)
+    assert advance(ended, Unwritten(rank=0, size=9)) is ended, "what it prints then is not the job's"
 
 
 @given(HISTORIES, MESSAGES)

@@ -83,6 +83,15 @@ def test_the_status_says_how_many_ranks_are_how_far_since_when_and_in_which_atte
     assert screen.lines == ["attempt 0: restarted: the worker group changed", "the end"]
 
 
+def test_the_status_of_a_run_that_began_before_is_as_old_as_the_run(screen_of):
+    screen = screen_of()
+    terminal = Terminal(screen.stream, clock=lambda: 5.0)
+    terminal.open(65.0)
+    terminal.draw(state_after())
+    assert screen.lines[-1].endswith("1 min 05 s")
+    terminal.close(state_after(), "the end")
+
+
 @pytest.mark.parametrize("columns", [1, 2, 12, 30, 60])
 def test_the_status_is_one_line_however_narrow_the_terminal_is(screen_of, columns):
     screen = screen_of(columns)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import nblaunch
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -60,3 +62,7 @@ def test_both_lanes_use_the_same_tools_and_the_same_torch():
     newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
     same = {"torch", *TOOLS}
     assert {name: newest[name] for name in same} == {name: oldest[name] for name in same}
+
+
+def test_the_package_knows_its_version_also_where_it_is_not_installed():
+    assert nblaunch.__version__ == PROJECT["version"]

@@ -6,26 +6,35 @@ import io
 import json
 import logging
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
-from nblaunch.group.wait import SilentView
+from nblaunch.client.wait import SilentView
 from nblaunch.protocol.messages import (
     AttemptStarted,
     Displayed,
-    Message,
     Payload,
     Printed,
     Returned,
     Started,
     Stream,
 )
-from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.view import display
-from nblaunch.view.display import GuardedView, OnceView, TextView, WidgetView, choose_view, view_of
+from nblaunch.view.display import (
+    GuardedView,
+    OnceView,
+    TextView,
+    WidgetView,
+    choose_view,
+    html_and_text,
+    view_of,
+)
 from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
@@ -221,8 +230,8 @@ def test_the_panel_opens_after_150_ms_and_draws_at_most_ten_times_a_second(monke
     monkeypatch.setattr("IPython.display.update_display", show)
     now = [100.0]
     view = WidgetView(HEADER, clock=lambda: now[0])
+    view.open(RunState.fresh(2))
     state = run_of(2)
-    view.open(state)
     now[0] += 0.149
     view.draw(state)
     assert shown == []
@@ -286,6 +295,37 @@ def test_the_stop_button_interrupts_and_pressed_again_hurries_and_then_does_noth
             view.draw(state)
     view.draw(state)
     view.close(state)
+
+
+def test_a_run_that_began_before_is_as_old_as_it_is(monkeypatch):
+    shown: list[Any] = []
+    module = type(sys)("nblaunch.view.panel")
+
+    def panel(drawing: Any, _: object) -> StoppedPanel:
+        shown.append(drawing)
+        return StoppedPanel()
+
+    vars(module)["Panel"] = panel
+    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    view = WidgetView(HEADER, clock=lambda: 1000.0)
+    state = advance(RunState.fresh(1, time=time.time() - 65), Started(rank=0, time=1.0))
+    view.open(state)
+    view.draw(state)
+    (drawing,) = shown
+    assert drawing.whole(1000.0)["age"] == pytest.approx(65, abs=10)
+
+
+def test_a_run_that_is_not_watched_to_its_end_says_so():
+    for form in html_and_text(run_of(1), HEADER).values():
+        assert "Running when watching stopped: the job goes on." in str(form)
+
+
+def test_the_stop_button_of_a_run_that_is_only_watched_says_so():
+    for watched, text in [(False, "Stop"), (True, "Stop watching")]:
+        rows = Drawing(Header("cell", "gloo", watched=watched), 0.0)
+        rows.changes(run_of(1), 0.0)
+        assert rows.whole(0.0)["header"]["stop"] == text
 
 
 class CountingPanel(StoppedPanel):

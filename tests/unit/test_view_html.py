@@ -24,7 +24,6 @@ from nblaunch.protocol.messages import (
     FailureRecord,
     FrameRecord,
     Hello,
-    Message,
     Payload,
     Phase,
     Printed,
@@ -35,7 +34,8 @@ from nblaunch.protocol.messages import (
     Stream,
     Where,
 )
-from nblaunch.protocol.state import RunState, State, advance, looked_at
+from nblaunch.protocol.reports import LocatedAll
+from nblaunch.protocol.state import Message, RunState, State, advance
 from nblaunch.view.html import render_html
 from nblaunch.view.markup import ICONS, STATE_COLORS
 from nblaunch.view.mime import balanced
@@ -304,7 +304,7 @@ def hanging():
 
 
 def test_where_the_ranks_were_is_a_line_for_each_stack_that_opens_to_it():
-    state = looked_at(run_of(5), hanging())
+    state = advance(run_of(5), LocatedAll(report=hanging()))
     text = words(Page(render_html(state, HEADER)))
     assert (
         "Where the ranks were [ranks 0-2] in all_reduce, cell line 9: dist.all_reduce(t) "
@@ -325,7 +325,7 @@ def test_a_report_of_many_different_stacks_stays_small():
         for rank in range(256)
     ]
     answers = {rank: Where(rank=rank, frames=frames[rank]) for rank in range(256)}
-    state = looked_at(run_of(256), report(answers))
+    state = advance(run_of(256), LocatedAll(report=report(answers)))
     assert len(render_html(state, HEADER)) < 200_000
     assert "240 more in result.hang_report" in render_html(state, HEADER)
 

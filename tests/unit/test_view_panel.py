@@ -28,7 +28,8 @@ from nblaunch.protocol.messages import (
     Usage,
     Where,
 )
-from nblaunch.protocol.state import RunState, advance, looked_at
+from nblaunch.protocol.reports import LocatedAll
+from nblaunch.protocol.state import RunState, advance
 from nblaunch.view import panel_output, panel_ranks
 from nblaunch.view.output import items_of
 from nblaunch.view.panel_output import KEPT, WAITING, Feed
@@ -461,7 +462,8 @@ def test_the_report_tells_of_attempts_and_of_where_the_ranks_hang():
     assert attempt["lines"] == ["rank 1: ValueError: boom", "rank 0, last output: last"]
     assert reporter.news(state) is None
     frame = FrameRecord("Cell In[3]", 9, "<module>", "wait()")
-    state = looked_at(state, hang_report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)}))
+    report = hang_report({rank: Where(rank=rank, frames=(frame,)) for rank in range(2)})
+    state = advance(state, LocatedAll(report=report))
     told = some(reporter.news(state))
     assert told["attempts"] == [attempt]
     assert told["hang"].startswith("[ranks 0-1] at cell line 9: wait()\n    Cell, line 9")
@@ -472,7 +474,7 @@ def test_a_drawing_counts_its_deltas_and_is_silent_when_nothing_changed():
     state = run_of(2)
     assert some(drawing.changes(state, 11.0))["sequence"] == 1
     assert drawing.changes(state, 11.1) is None
-    assert some(drawing.changes(state, 11.2, stop=True))["stop"] is True
+    assert some(drawing.changes(advance(state, out("a\n")), 11.2))["sequence"] == 2
     whole = drawing.whole(11.2)
     assert whole["sequence"] == 2
     assert whole["age"] == pytest.approx(1.2)

@@ -17,7 +17,6 @@ from nblaunch.protocol.messages import (
     FailureRecord,
     FrameRecord,
     Hello,
-    Message,
     Payload,
     Phase,
     Printed,
@@ -27,7 +26,7 @@ from nblaunch.protocol.messages import (
     Started,
     Stream,
 )
-from nblaunch.protocol.state import RunState, advance
+from nblaunch.protocol.state import Message, RunState, advance
 from nblaunch.protocol.transcript import Text, Transcript, displayed, printed
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import last_line

@@ -22,9 +22,10 @@ _LONGEST_SOCKET_DIRECTORY = 80
 class RuntimeDirectory:
     """The private directory of one process, made on first use; its methods may be called on any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: Path | None = None) -> None:
+        """`root`: the one that another process has made, which this one shares."""
         self._lock = threading.Lock()
-        self._root: Path | None = None
+        self._root = root
 
     def root(self) -> Path:
         """Return its path (mode 0700, whatever the umask).
@@ -36,6 +37,11 @@ class RuntimeDirectory:
             if self._root is None or not (_is_private(self._root) or _made_again(self._root)):
                 self._root = _make()
             return self._root
+
+    @property
+    def made(self) -> Path | None:
+        """Its path, if it has been made."""
+        return self._root
 
     def make(self, prefix: str) -> Path:
         """Make a directory of mode 0700 below it."""
@@ -95,7 +101,7 @@ def _make() -> Path:
 def _candidates() -> Iterator[str]:
     yield tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
+    if runtime and Path(runtime).is_dir():
         yield runtime
     yield from ("/tmp", "/var/tmp")  # noqa: S108 - mkdtemp makes the private directory below them
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError
-from nblaunch._results import Attempt, EventLog, LogText, RankFailure, RankResult, RankResults, RunResult
-from nblaunch.capture import pickling
+from nblaunch._results import (
+    Attempt,
+    EventLog,
+    LogText,
+    RankFailure,
+    RankResult,
+    RankResults,
+    RunResult,
+    read_text,
+)
+from nblaunch.capture import pickling, shared_memory
+from nblaunch.client.jobs import JobView
 from nblaunch.diagnose.failures import Explained, blame, reason, value_lost
-from nblaunch.elastic.logs import read_text
-from nblaunch.group.job import Job, Logs, OutputFilter
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.options.streams import OutputFilter
+from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Phase, Stream, Unreadable
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, advance, signal_name
@@ -28,17 +37,8 @@ _LONG = 256 * 1024
 _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
-class LogDirectory:
-    """A private log directory, removed when the last result that refers to it is collected."""
-
-    def __init__(self, path: Path, remove: Callable[[Path], None]) -> None:
-        """Have `remove` remove `path` when this object is collected."""
-        self.path = path
-        self._finalizer = weakref.finalize(self, remove, path)
-
-
 def collect(  # noqa: PLR0913 - what a result holds
-    job: Job, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
+    job: JobView, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
 ) -> RunResult:
     """Return the result of a job that has ended."""
     values, state = _unpickled(job)
@@ -62,24 +62,27 @@ def collect(  # noqa: PLR0913 - what a result holds
     )
 
 
-def _unpickled(job: Job) -> tuple[dict[int, Any], RunState]:
+def _unpickled(job: JobView) -> tuple[dict[int, Any], RunState]:
     """Return the values, and the state, in which ranks whose value cannot be unpickled have failed."""
     values: dict[int, Any] = {}
     state = job.state
-    for rank, (stream, *buffers) in job.values.items():
+    for rank, known in state.ranks.items():
+        if known.value is None:
+            continue
         try:
+            stream, *buffers = shared_memory.get(known.value, private=job.private)
             values[rank] = pickling.loads(stream, buffers)
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
             message = (
                 f"rank {rank} returned a value that the notebook cannot unpickle: {error}. "
                 "Is a module that the rank imported missing here?"
             )
-            failure = value_lost(error, state.ranks[rank].ended or 0.0, message)
+            failure = value_lost(error, known.ended or 0.0, message)
             state = advance(state, Unreadable(rank=rank, failure=failure))
     return values, state
 
 
-def _attempt(job: Job, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
+def _attempt(job: JobView, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
     logs = job.logs.get(attempt.number, {})
     failures = tuple(
         _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), job.output))
@@ -126,11 +129,11 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
     )
 
 
-def _last_output(rank: RankState, logs: Logs | None, output: OutputFilter) -> str:
+def _last_output(rank: RankState, logs: RankLogFiles | None, output: OutputFilter) -> str:
     """Return a rank's last lines of output; those of streams that are not shown come last."""
     text = "".join(getattr(entry, "text", "") for entry in rank.transcript.entries)
     for stream in Stream:
-        if logs is not None and not output.shows(logs.worker.local_rank, stream):
+        if logs is not None and not output.shows(logs.local_rank, stream):
             path, start, end = _place(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
     lines = _CONTROL.sub("", text).split("\n")
@@ -141,9 +144,9 @@ def _last_output(rank: RankState, logs: Logs | None, output: OutputFilter) -> st
     return "\n".join(kept[-_LAST_OUTPUT_LINES:])
 
 
-def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:
+def _place(logs: RankLogFiles, stream: Stream) -> tuple[str, int, int]:
     """Return the file of a stream, and from where to where the job wrote it."""
-    path, start = getattr(logs.worker, stream.value), getattr(logs.started, stream.value)
+    path, start = getattr(logs, stream.value), getattr(logs.started, stream.value)
     end = getattr(logs.ended, stream.value) if logs.ended else None
     if end is None:
         # No message has marked the end; what comes later is another job's.
@@ -152,7 +155,7 @@ def _place(logs: Logs, stream: Stream) -> tuple[str, int, int]:
     return path, start, end or 0
 
 
-def _printed(logs: Logs | None, stream: Stream, keep: object) -> Any:
+def _printed(logs: RankLogFiles | None, stream: Stream, keep: object) -> Any:
     """Return what a rank printed, a long text as `LogText`."""
     if logs is None:
         return ""
@@ -165,12 +168,12 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
     attempt: int,
     failure: RankFailure | None,
     values: Mapping[int, Any],
-    logs: Logs | None,
+    logs: RankLogFiles | None,
     keep: object,
 ) -> RankResult:
     return RankResult(
         rank=rank.rank,
-        local_rank=rank.local_rank if logs is None else logs.worker.local_rank,
+        local_rank=rank.local_rank if logs is None else logs.local_rank,
         node=rank.node,
         device=rank.device,
         state=rank.state,
@@ -192,7 +195,7 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
 # The exception that a finished run raises.
 
 
-def error_of(job: Job, result: RunResult, options: LaunchOptions) -> BaseException | None:
+def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseException | None:
     """Return the error of a job that ended by itself, None if it succeeded."""
     if job.launch_failure is not None:
         phase, message = job.launch_failure
@@ -253,6 +256,8 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
         lines.append(f"{format_ranks(found.ended)} ended because of that")
     if options.max_restarts:
         lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
+    if result.state.unwritten:
+        lines.append(result.state.unwritten)
     if root.type == "ProcessExited" and root.last_output:
         lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
     return "\n".join(lines)

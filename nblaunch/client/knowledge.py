@@ -13,7 +13,7 @@ import itertools
 import threading
 import types
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,11 +65,12 @@ class _Record:
 class Knowledge:
     """What the ranks of one attempt have been sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        """Give objects `numbers` as keys, which nobody has given to others that these ranks may have."""
         self._lock = threading.RLock()
         self._attempt = -1
         self._table = ObjectTable()
-        self._numbers = itertools.count(1)
+        self._numbers = numbers or itertools.count(1)
         self._records: list[_Record] = []
         self._namespace = 0
 

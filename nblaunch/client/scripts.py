@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
-from nblaunch.group.launcher import Launch, place_launch
+from nblaunch.client.launch import Launch, place_launch
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.table import nearest
@@ -42,7 +42,7 @@ def prepare_script(
         )
         raise OptionError(msg)
     texts = _texts(args)
-    placement, environ = place_launch(options)
+    placement, environ, unheeded = place_launch(options)
     path = file = title = ""
     if options.module:
         file = _module(name)
@@ -67,6 +67,7 @@ def prepare_script(
         placement=placement,
         environ=environ,
         title=name,
+        unheeded=unheeded,
     )
 
 

@@ -1,0 +1,113 @@
+"""What ranks inherit from a process besides variables: directory, umask, limits, environment.
+
+The process is the one that they run for: a kernel, a script, or a node that joins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from nblaunch._errors import LaunchError, OptionError
+
+JOIN_KEY = "NBLAUNCH_JOIN_KEY"
+"""A variable that may hold the key of a rendezvous; ranks do not get it."""
+RANK_AT_ALL = 64
+RANK_PER_PEER = 2
+
+
+def working_directory() -> bytes:
+    """Return the directory in which ranks begin. Raises `LaunchError` if it has been removed."""
+    try:
+        return os.fsencode(Path.cwd())
+    except OSError as error:
+        there = ""
+        with contextlib.suppress(OSError):
+            there = f" ({Path('/proc/self/cwd').readlink()})"
+        msg = (
+            f"Ranks begin in the working directory of this process, which is gone{there}: {error.strerror}. "
+            "Change to one that exists: os.chdir(...)."
+        )
+        raise LaunchError(msg, phase="fork") from error
+
+
+def search_path(entries: Iterable[str]) -> tuple[bytes, ...]:
+    """Return these entries of `sys.path` as they are sent: absolute, since the directory is not shared."""
+    return tuple(os.fsencode(os.path.abspath(entry)) for entry in entries)  # noqa: PTH100 - not resolve(), which follows links
+
+
+def umask() -> int | None:
+    """Return this process's umask, None where it cannot be read without changing it for other threads."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return None
+
+
+def limits(nproc: int) -> tuple[tuple[str, int, int], ...]:
+    """Return each limit's name, soft and hard value, with enough descriptors for a rank."""
+    found = []
+    for name in sorted(each for each in dir(resource) if each.startswith("RLIMIT_")):
+        soft, hard = resource.getrlimit(getattr(resource, name))
+        if name == "RLIMIT_NOFILE":
+            soft = _soft_limit_of_rank(nproc, soft, hard)
+        found.append((name, soft, hard))
+    return tuple(found)
+
+
+def _soft_limit_of_rank(nproc: int, soft: int, hard: int) -> int:
+    """Return the soft limit of a rank with `nproc` on this machine: the notebook's, if that suffices."""
+    wanted = needed_by_rank(nproc)
+    if allows(soft, wanted):
+        return soft
+    return wanted if allows(hard, wanted) else hard
+
+
+def needed_by_rank(nproc: int) -> int:
+    """Return how many descriptors a rank needs, of `nproc` on this machine."""
+    return RANK_AT_ALL + RANK_PER_PEER * nproc
+
+
+def allows(limit: int, wanted: int) -> bool:
+    """Return whether a limit on descriptors allows so many."""
+    return limit == resource.RLIM_INFINITY or limit >= wanted
+
+
+def encoded(environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return an environment as it is sent to ranks: without the join key."""
+    return tuple(os.fsencode(f"{name}={value}") for name, value in environ.items() if name != JOIN_KEY)
+
+
+def decoded(environ: Iterable[bytes]) -> dict[str, str]:
+    """Return an environment that was sent.
+
+    >>> decoded(encoded({"A": "b=c", "NBLAUNCH_JOIN_KEY": "secret"}))
+    {'A': 'b=c'}
+    """
+    pairs = (os.fsdecode(each).partition("=") for each in environ)
+    return {name: value for name, _, value in pairs}
+
+
+def check_start_method(method: str) -> None:
+    """Raise `OptionError` for a start method that does not work from this process."""
+    if method != "fork":
+        return
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        why = "CUDA is initialised in this process, and a process forked from it cannot use CUDA"
+    else:
+        why = (
+            f"this process has {threading.active_count()} threads, and one forked from it has only one of "
+            "them, with the locks that the others held at that moment: sooner or later a rank waits forever"
+        )
+    msg = (
+        f"start_method='fork' was asked for, but {why}. Use forkserver, the default: it forks as fast, "
+        "from a process with torch loaded that has one thread and never touches CUDA."
+    )
+    raise OptionError(msg)

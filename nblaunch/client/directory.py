@@ -1,0 +1,132 @@
+"""The sessions of this user on this machine, those of other kernels too, as the registry has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from nblaunch import __version__, _registry
+from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._registry import FoundRuntime, RuntimeEntry
+from nblaunch._results import SessionInfo
+from nblaunch.client.boot import stop_keeper
+from nblaunch.client.local import Runtime, local
+from nblaunch.options.table import nearest
+from nblaunch.protocol.client import CLIENT_PROTOCOL, DescribeSessions, SessionRecord, Sessions
+
+_ANSWER_SECONDS = 2.0
+_STOP_SECONDS = 40.0
+
+
+def sessions() -> tuple[SessionInfo, ...]:
+    """Return the sessions of this user that are open on this machine, the oldest runtime's first."""
+    found: list[SessionInfo] = []
+    for each in _registry.read_all():
+        if each.elsewhere:
+            found.append(_unreachable(each, f"on {each.elsewhere}"))
+            continue
+        try:
+            with _connected(each.entry) as runtime:
+                answer = runtime.ask(DescribeSessions(), _ANSWER_SECONDS)
+        except (LaunchError, TimeoutError) as error:
+            if each.entry.detached:
+                found.append(_unreachable(each, f"does not answer: {error}"))
+            continue
+        assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
+        found += [_info(each.entry, session) for session in answer.sessions]
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _connected(entry: RuntimeEntry) -> Iterator[Runtime]:
+    runtime = local().attached(entry)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
+    memory = [each.memory for each in session.ranks if each.memory is not None]
+    running = session.running
+    return SessionInfo(
+        name=session.name,
+        world_size=session.placement.nproc,
+        backend=session.placement.backend,
+        detached=session.detached,
+        started=session.started,
+        running=running.title if running is not None else "",
+        running_since=running.started if running is not None else None,
+        asking=tuple(each.rank for each in session.ranks if each.asks is not None),
+        memory=sum(memory) if memory else None,
+        devices=tuple(dict.fromkeys(each.device for each in session.ranks if each.device)),
+        kernel=entry.owner.pid,
+        notebook=entry.owner.notebook,
+        client=session.giver.pid if session.giver is not None else None,
+        linger_left=session.linger_left,
+        pid=entry.runtime.pid,
+    )
+
+
+def _unreachable(found: FoundRuntime, problem: str) -> SessionInfo:
+    entry = found.entry
+    return SessionInfo(
+        name=entry.name,
+        detached=entry.detached,
+        started=entry.started,
+        kernel=entry.owner.pid,
+        notebook=entry.owner.notebook,
+        pid=entry.runtime.pid,
+        problem=problem,
+    )
+
+
+def detached() -> dict[str, RuntimeEntry]:
+    """Return the detached sessions on this machine, by name; asks no runtime."""
+    here = (each.entry for each in _registry.read_all() if each.alive)
+    return {entry.name: entry for entry in here if entry.detached}
+
+
+def find(name: str | None) -> RuntimeEntry:
+    """Return a detached session's runtime, the only one for None. Raises `NblaunchError` if none fits."""
+    known = detached()
+    if name is None and len(known) == 1:
+        return _of_this_version(next(iter(known.values())))
+    if name is not None and name in known:
+        return _of_this_version(known[name])
+    if not known:
+        asked = f"detached session {name!r}" if name is not None else "a detached session"
+        msg = (
+            f"{asked} was asked for, but there is none on this machine. Start one: %distributed start -n 2 "
+            "--detach."
+        )
+        raise NblaunchError(msg)
+    there = ", ".join(map(repr, known))
+    guess = nearest(name, known) if name is not None else None
+    what_to_do = f"Did you mean {guess!r}?" if guess else "Give one of these names."
+    asked = f"detached session {name!r}" if name is not None else "the one detached session"
+    msg = f"{asked} was asked for, but the detached ones are {there}. {what_to_do}"
+    raise NblaunchError(msg)
+
+
+def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
+    if entry.protocol != CLIENT_PROTOCOL:
+        msg = (
+            f"session {entry.name!r} was started by nblaunch {entry.version}, and this is nblaunch "
+            f"{__version__}. Use it with that version, or stop it: python -m nblaunch stop "
+            f"{entry.name}."
+        )
+        raise NblaunchError(msg)
+    return entry
+
+
+def stop(name: str) -> None:
+    """End a detached session, and wait until it is gone."""
+    entry = detached().get(name) or find(name)
+    with contextlib.suppress(LaunchError, TimeoutError), _connected(entry) as runtime:
+        runtime.stop()
+    if entry.keeper.lives:
+        # It does not answer, or understands another protocol: its keeper ends all.
+        stop_keeper(entry.keeper.pid, entry.keeper.start)
+        entry.wait_until_gone(_STOP_SECONDS)
+    _registry.release_name(entry.name, entry)

@@ -1,0 +1,443 @@
+"""What a process has once to be a client: its own runtime, and those it is attached to.
+
+No other module keeps a connection, or registers anything for the end of the process or for its forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import platform
+import signal
+import socket
+import subprocess
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from nblaunch import __version__, _notebook
+from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._keeper import RUNTIME_LOG
+from nblaunch._registry import RuntimeEntry
+from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.client.boot import Boot, last_words, starting
+from nblaunch.client.line import ClientLine, connect
+from nblaunch.protocol.client import (
+    AnswerToClient,
+    ClientNote,
+    ClientRequest,
+    Introduce,
+    ListenAgain,
+    RuntimeWelcome,
+    Stop,
+)
+from nblaunch.protocol.messages import encode
+from nblaunch.protocol.state import decode_folded
+
+if TYPE_CHECKING:
+    from nblaunch._results import EventLog
+
+_ENDING_SECONDS = 1.0
+_END_SECONDS = 40.0
+_FIRST_NUMBER = 1 << 32
+
+
+class Client:
+    """The client of one process; its methods may be called on any thread."""
+
+    def __init__(self, parents: Client | None = None) -> None:
+        """In a fork, `parents` is the client of the parent process."""
+        self.directory = RuntimeDirectory()
+        self.last_events: EventLog | None = None
+        """What torchelastic recorded in the user's last run."""
+        self._lock = threading.RLock()
+        self._runtime: OwnRuntime | None = None
+        self._others: weakref.WeakSet[Runtime] = weakref.WeakSet()
+        self._exiting = threading.Event()
+        # Never collected: that would close the parent's sockets.
+        self._parents = parents
+
+    @property
+    def runtime(self) -> OwnRuntime:
+        """The runtime that belongs to this process; it is started if it is not there.
+
+        Waits for nothing but the rest of one that has ended.
+        """
+        with self._lock:
+            if self._runtime is not None and not self._runtime.alive:
+                # What its ranks held (devices, ports) is free then; its directory is the keeper's to remove.
+                self._runtime.finish()
+                self.directory.remove()
+                self._runtime = None
+            self._runtime = self._runtime or OwnRuntime(self.directory.root(), owner=os.getpid())
+            return self._runtime
+
+    def ask(self, request: ClientRequest) -> AnswerToClient:
+        """Return the answer to a request that begins nothing: of another runtime where this one is gone."""
+        runtime = self.runtime
+        try:
+            return runtime.ask_on_a_line(request)
+        except LaunchError:
+            if runtime.alive or not runtime.answered:
+                raise
+        return self.runtime.ask_on_a_line(request)
+
+    @property
+    def started(self) -> OwnRuntime | None:
+        """The runtime, if there is one."""
+        return self._runtime
+
+    def detached(self) -> OwnRuntime:
+        """Return a runtime that will outlive this process: the one that nothing has used yet, or another."""
+        with self._lock:
+            runtime = self._runtime
+            if runtime is not None and runtime.alive and not runtime.used:
+                # Its private directory goes with it.
+                self._runtime, self.directory = None, RuntimeDirectory()
+            else:
+                runtime = OwnRuntime(RuntimeDirectory().root(), owner=0)
+        self._others.add(runtime)
+        return runtime
+
+    def attached(self, entry: RuntimeEntry) -> Runtime:
+        """Connect to another process's runtime."""
+        runtime = FoundRuntimeClient(entry)
+        self._others.add(runtime)
+        return runtime
+
+    def close(self) -> None:
+        """End the runtime with all that it has started; the next run starts another."""
+        with self._lock:
+            runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.stop()
+        for other in list(self._others):
+            other.close()
+        self.directory.remove()
+
+    def end(self) -> None:
+        """Close at the end of the program."""
+        self._exiting.set()
+        self.close()
+
+    def wait_if_ending(self) -> None:
+        """Block a daemon thread whose run was ended by the program's end.
+
+        No thread waits for it, and Python would print what it raises after the program's own last output.
+        """
+        if self._exiting.is_set() and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
+
+    def abandon(self) -> None:
+        """Leave everything to the parent: this process is a fork, and must neither use nor end it."""
+        for runtime in (self._runtime, *self._others):
+            if runtime is not None:
+                runtime.abandon()
+
+
+class Runtime:
+    """A runtime process, and this process's connections to it; the first one is for short requests."""
+
+    used = False
+    """Whether anything was asked of it."""
+
+    def __init__(self, root: Path, token: str, control: socket.socket) -> None:
+        """Introduce this process at the other end of `control`."""
+        self.root = root
+        self._token = token
+        self._ended = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._free: list[ClientLine] = []
+        self._lines: weakref.WeakSet[ClientLine] = weakref.WeakSet()
+        """All connections but the first, those in use too."""
+        self._numbers = itertools.count(1)
+        self._notes: deque[bytes] = deque()
+        self._control = ClientLine(control, self._introduction(), self._gone)
+
+    def _introduction(self) -> Introduce:
+        shell = _notebook.shell()
+        return Introduce(
+            token=self._token,
+            version=__version__,
+            pid=os.getpid(),
+            node=platform.node(),
+            name="the calling process" if shell is None else "the notebook's kernel",
+            notebook=_notebook.path(),
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        self._ended = self._ended or self._control.closed
+        if not self._ended and self._lock.acquire(blocking=False):  # else another thread uses it
+            try:
+                self._control.poll(0.0)
+            except LaunchError:
+                self._ended = True
+            finally:
+                self._lock.release()
+        return not self._ended
+
+    @property
+    def answered(self) -> bool:
+        """Whether it has started."""
+        return bool(self._token)
+
+    @property
+    def welcome(self) -> RuntimeWelcome:
+        """Its first answer; waits until it is there."""
+        with self._lock:
+            welcome = self._control.welcome
+            self._token = self._token or welcome.token
+            return welcome
+
+    def ask(self, request: ClientRequest, seconds: float | None = None) -> AnswerToClient:
+        """Return the answer to a short request. Raises `TimeoutError` after `seconds`."""
+        self.refuse_in_fork()
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            msg = f"The runtime has not answered another request within {seconds:g} s."
+            raise TimeoutError(msg)
+        try:
+            return self._control.ask(request, seconds)
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def line(self) -> Iterator[ClientLine]:
+        """Use a connection of its own, for one job."""
+        line = self.take_line()
+        try:
+            yield line
+        except BaseException:
+            # What it was waiting for may still arrive.
+            line.close()
+            raise
+        self._give_back(line)
+
+    def ask_on_a_line(self, request: ClientRequest) -> AnswerToClient:
+        """Return the answer to a request that takes its time."""
+        with self.line() as line:
+            return line.ask(request)
+
+    def take_line(self) -> ClientLine:
+        """Return a connection that nobody else uses."""
+        self.refuse_in_fork()
+        self.used = True
+        if self._notes:
+            self._send_notes()
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        _ = self.welcome
+        if not all((self.root / name).exists() for name in ("client", "notes")):
+            self.ask(ListenAgain())
+        try:
+            connection = connect(self.root / "client")
+        except LaunchError:
+            self._raise_if_ending()
+            raise
+        line = ClientLine(connection, self._introduction(), self._gone)
+        line.decode_folded = decode_folded
+        self._lines.add(line)
+        return line
+
+    def _raise_if_ending(self) -> None:
+        # A process that ends closes its files one by one: where nobody listens, the rest follows.
+        with self._lock:
+            self._control.poll(_ENDING_SECONDS)
+
+    def _give_back(self, line: ClientLine) -> None:
+        """Keep one connection for the next job; of runs side by side the others close theirs."""
+        with self._lock:
+            if not self._free:
+                self._free.append(line)
+                return
+        line.close()
+
+    def spill(self) -> Path:
+        """Return where payloads are written that memory has no room for."""
+        return self.root
+
+    def number(self) -> int:
+        """Return a number for a job that no other client chooses."""
+        return self.welcome.client * _FIRST_NUMBER + next(self._numbers)
+
+    def note(self, note: ClientNote) -> None:
+        """Send what a finalizer releases; never raises, and never waits.
+
+        A finalizer may run on any thread, at any point of the user's own code: no lock is taken. A fork of
+        the process has a copy of every object: it sends nothing.
+        """
+        if self.is_of(os.getpid()):
+            self._notes.append(self._token.encode() + encode(note))
+            self._send_notes()
+
+    def _send_notes(self) -> None:
+        """Send notes; where the system holds no more, or the file is gone, the rest goes with the next."""
+        with (
+            contextlib.suppress(OSError, IndexError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender,
+        ):
+            known = self.root.lstat()
+            if known.st_uid != os.geteuid() or known.st_mode & 0o077:
+                return  # a cleaner has removed it, and somebody else has made another: it gets no token
+            sender.setblocking(False)  # noqa: FBT003 - the standard library's
+            while self._notes:
+                data = self._notes.popleft()
+                try:
+                    sender.sendto(data, os.fspath(self.root / "notes"))
+                except (BlockingIOError, FileNotFoundError):
+                    self._notes.appendleft(data)
+                    return
+
+    def is_of(self, pid: int) -> bool:
+        """Whether it belongs to this process: a fork of the process has a copy of this object."""
+        return self._pid == pid
+
+    def refuse_in_fork(self) -> None:
+        """Raise `LaunchError` in a fork of this process: two of them on one connection would break it."""
+        if not self.is_of(os.getpid()):
+            msg = (
+                f"The runtime was to be used in process {os.getpid()}, a fork of process {self._pid}, which "
+                "has the connections to it. Use it there, or start another session here."
+            )
+            raise LaunchError(msg, phase="runtime")
+
+    def abandon(self) -> None:
+        """Close the connections in a fork of this process, those of its threads too."""
+        for line in self._lines:
+            line.close()
+        self.close()
+
+    def _gone(self) -> Exception:
+        """Return the error for a runtime that has ended."""
+        self._ended = True
+        return LaunchError("nblaunch's runtime has ended, and all ranks with it.", phase="runtime")
+
+    def stop(self) -> None:
+        """End it, and wait until it is gone with all that it has started."""
+        with contextlib.suppress(NblaunchError):
+            self.ask(Stop(), _END_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for line in (*self._free, self._control):
+            line.close()
+
+
+class OwnRuntime(Runtime):
+    """A runtime that this process has started: it ends with process `owner`, or, for 0, by itself."""
+
+    def __init__(self, root: Path, *, owner: int) -> None:
+        with starting():
+            ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._boot = Boot(root, theirs, owner=owner)
+            except BaseException:
+                ours.close()
+                raise
+        super().__init__(root, "", ours)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        # A keeper that was killed may be gone before the runtime is.
+        self._ended = self._ended or self._boot.keeper.poll() is not None
+        return super().alive
+
+    @property
+    def keeper(self) -> subprocess.Popen[bytes]:
+        """The process at the top of all that it has started."""
+        return self._boot.keeper
+
+    def _gone(self) -> Exception:
+        self._ended = True
+        msg = f"nblaunch's runtime has ended, and all ranks with it. {self._boot.last_words()}"
+        return LaunchError(msg, phase="runtime")
+
+    def stop(self) -> None:
+        """End it, and wait until it is gone with all that it has started."""
+        try:
+            self.ask(Stop(), _END_SECONDS)
+        except TimeoutError:
+            self._boot.keeper.send_signal(signal.SIGUSR1)
+        except NblaunchError:
+            pass  # it has ended already
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until all that it has started is gone, now that it ends, and close the connections."""
+        try:
+            self._boot.keeper.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._boot.keeper.send_signal(signal.SIGUSR1)
+            self._boot.keeper.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; a keeper that lives on is not ours to wait for."""
+        super().close()
+        self._boot.close()
+        if self._boot.keeper.poll() is None:
+            self._boot.keeper.returncode = 0
+
+
+class FoundRuntimeClient(Runtime):
+    """A runtime that another process has started, found by its entry in the registry."""
+
+    def __init__(self, entry: RuntimeEntry) -> None:
+        self.entry = entry
+        control = connect(Path(entry.socket))
+        self._logs: list[BinaryIO] = []
+        with contextlib.suppress(OSError):
+            # Opened now: the keeper removes it with the private directory.
+            self._logs.append((Path(entry.root) / RUNTIME_LOG).open("rb"))
+        super().__init__(Path(entry.root), entry.token, control)
+
+    def _gone(self) -> Exception:
+        self._ended = True
+        msg = (
+            f"The runtime of session {self.entry.name!r} (process {self.entry.runtime.pid}) has ended, and "
+            f"all ranks with it. Start another session (%distributed start). {last_words(self._logs)}"
+        )
+        return LaunchError(msg, phase="runtime")
+
+    def stop(self) -> None:
+        """End it, and wait until it is gone with all that it has started."""
+        with contextlib.suppress(NblaunchError, TimeoutError):
+            self.ask(Stop(), _END_SECONDS)
+        self.entry.wait_until_gone(_END_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        super().close()
+        for log in self._logs:
+            log.close()
+
+
+_client = Client()
+
+
+def local() -> Client:
+    """Return the client of this process."""
+    return _client
+
+
+def _begin_in_child() -> None:
+    # With locks of its own: a thread of the parent may have held one, and does not exist here to release it.
+    global _client
+    _client.abandon()
+    _client = Client(_client)
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+atexit.register(lambda: local().end())

@@ -1,0 +1,856 @@
+"""A session: ranks that stay, and keep their variables from one job to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import keyword
+import os
+import platform
+import queue
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from nblaunch import _notebook
+from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
+from nblaunch._notebook import ask_shell
+from nblaunch._registry import RuntimeEntry
+from nblaunch._results import Outcome, Perform, RankStatus, RunResult, SessionStatus, held_by
+from nblaunch.capture.capture import (
+    RANK_NAMES,
+    SHELL_NAMES,
+    Captured,
+    capture_call,
+    capture_cell,
+    capture_values,
+)
+from nblaunch.client.inherited import prepare_of
+from nblaunch.client.knowledge import Delivery, Knowledge, KnowledgeView, notices
+from nblaunch.client.launch import (
+    Launch,
+    RankPayload,
+    function_job,
+    place_launch,
+    refuse_inside_rank,
+    with_log_dir,
+)
+from nblaunch.client.line import ClientLine, deferring_interrupts
+from nblaunch.client.local import Runtime, local
+from nblaunch.client.run import Giver, StaleError, run_job, watch_job
+from nblaunch.client.scripts import is_script, refuse_in_session
+from nblaunch.client.wait import SilentView
+from nblaunch.options.launch import LaunchOptions, within
+from nblaunch.protocol import client as wire
+from nblaunch.protocol.messages import CellJob, FunctionJob, Names, Objects, PullJob, PushJob
+from nblaunch.protocol.reports import HangReport, format_ranks, session_busy, session_ended
+from nblaunch.protocol.state import View
+
+_CLOSE_SECONDS = 10.0
+# Peers of a rank whose user reads a debugger's prompt wait for longer than torch's half an hour.
+_COLLECTIVE_SECONDS = 86_400.0
+# How long a job waits for a completion whose answer the notebook no longer expects.
+_BRIEF_SECONDS = 5.0
+_ANSWER_SECONDS = 0.5
+_COMPLETE_SECONDS = 2.0
+_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*$")
+
+
+def silent(title: str, backend: str) -> View:  # noqa: ARG001 - as every `watch` of a session
+    """Show nothing."""
+    return SilentView()
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """What a job brings to a session's ranks."""
+
+    payloads: tuple[RankPayload, ...]
+    deliveries: tuple[tuple[KnowledgeView, Delivery], ...]
+    captured_for: tuple[int, int]
+    """The attempt, and the number of jobs before this one."""
+    again: Callable[[], _Brought]
+    """Captures once more, for ranks that have other things by now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _JobRequest:
+    """A job for a session's ranks; `options` are a cell's own."""
+
+    job: CellJob | FunctionJob | PushJob | PullJob
+    title: str
+    ranks: Sequence[int] | None
+    brought: _Brought | Captured | None = None
+    options: LaunchOptions | None = None
+    internal: bool = False
+    """Its result is never shown. Notices about the ranks are reported with the next job that is shown."""
+    brief: bool = False
+    """The next job waits for this one and is not refused: the user does not know of it."""
+    look: bool = False
+    """It only looks into a rank, which a client that watches may do too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRanks:
+    """The ranks of a session, and the connection to them."""
+
+    name: str
+    key: str
+    """What the runtime calls the session: two of a kernel may have one name."""
+    runtime: Runtime
+    line: ClientLine
+    placement: wire.Placement
+    attempt: int
+    detached: bool
+    names: Mapping[int, Names] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    held_by: wire.ClientRecord | None = None
+    """Another client, which gives them jobs."""
+
+
+def start_session(
+    options: LaunchOptions, *, name: str = "default", watch: Callable[[str, str], View] = silent
+) -> LiveSession:
+    """Start ranks and wait until they are ready; raises `LaunchError` if they cannot be started."""
+    if options.nodes[1] > 1:
+        msg = (
+            f"nnodes={options.nnodes!r}: a session's ranks are on one node. Run the cell on fresh ranks "
+            "(%%distributed --nnodes 2 ...), or leave nnodes out."
+        )
+        raise OptionError(msg)
+    # Before a runtime is started, of which a rank has none.
+    refuse_inside_rank()
+    runtime: Runtime = local().detached() if options.detach else local().runtime
+    try:
+        placement, environ, unheeded = place_launch(options, runtime)
+        request = wire.OpenSession(
+            session=name if options.detach else f"{name} {runtime.number()}",
+            name=name,
+            options=with_log_dir(options),
+            placement=placement,
+            prepare=prepare_of(options, placement, environ, timeout=_COLLECTIVE_SECONDS),
+            detached=options.detach,
+        )
+        line, attempt = _opened(runtime, request)
+    except BaseException:
+        if options.detach:
+            runtime.stop()
+        raise
+    notes = tuple(text for text in (unheeded, placement.warning) if text)
+    ranks = SessionRanks(
+        name, request.session, runtime, line, placement, attempt, options.detach, notes=notes
+    )
+    session = LiveSession(ranks, options, watch)
+    try:
+        session.start()
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def attach_session(
+    entry: RuntimeEntry, *, take: bool = False, watch: Callable[[str, str], View] = silent
+) -> LiveSession:
+    """Follow a detached session, and give it jobs unless another client does; `take` takes it over."""
+    runtime = local().attached(entry)
+    try:
+        line = runtime.take_line()
+        answer = line.ask(wire.AttachSession(session=entry.name, take=take))
+    except BaseException:
+        runtime.abandon()
+        raise
+    assert isinstance(answer, wire.Attached)  # noqa: S101 - nothing else answers this
+    known = answer.session
+    names = {each.rank: each for each in answer.names}
+    ranks = SessionRanks(
+        entry.name,
+        known.session,
+        runtime,
+        line,
+        known.placement,
+        known.attempt,
+        detached=True,
+        names=names,
+        notes=(_own_variables(entry.name),),
+        held_by=answer.held_by,
+    )
+    return LiveSession(ranks, answer.options, watch)
+
+
+def _own_variables(name: str) -> str:
+    """Return the note for the first job that a client gives to the ranks of others."""
+    return (
+        f"attached to session {name!r}: the ranks' own variables count. %distributed push NAME sends the "
+        "notebook's."
+    )
+
+
+class LiveSession:
+    """Ranks that are kept; one job at a time.
+
+    A job is prepared (captured, and refused if it cannot run), then performed: `prepare_cell` and
+    `prepare_call` return what performs it, on this thread or on that of a `Handle`.
+    """
+
+    def __init__(
+        self, ranks: SessionRanks, options: LaunchOptions, watch: Callable[[str, str], View] = silent
+    ) -> None:
+        """Give jobs to ranks that are there, or are being started.
+
+        `watch(title, backend)` makes what shows a job.
+        """
+        self.name = ranks.name
+        self._key = ranks.key
+        self.options = options
+        self.placement = ranks.placement
+        self.detached = ranks.detached
+        """Whether the ranks outlive this process."""
+        self.watch = watch
+        self.failed_last = 0
+        """The rank whose failure was the last root cause."""
+        self._busy = threading.Lock()
+        self._brief = False
+        """Whether the job that holds `_busy` is brief."""
+        self._reading = threading.Lock()
+        """Held while a thread reads from the session's connection."""
+        self._runtime = ranks.runtime
+        self._line = ranks.line
+        self._attempt = ranks.attempt
+        self._names = dict(ranks.names)
+        self._notes = list(ranks.notes)
+        """For the next job whose result the user sees."""
+        # Ranks that another client has sent objects know those by its keys.
+        self._keys = itertools.count(self._runtime.number())
+        self._knowledge = Knowledge(self._keys)
+        self._jobs = 0
+        self._ended = False
+        self._held_by = ranks.held_by
+        """Another client, which gives the jobs."""
+        self._gives = ranks.held_by is None
+        """Whether this process is the one that gives jobs; where none does, each may."""
+        self._losses = 0
+        """How often another client has taken the session over."""
+        self._finalizer = weakref.finalize(
+            self, _let_go, self._runtime, self._line, self._key, dismiss=not self.detached
+        )
+        self._finalizer.atexit = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.placement.nproc
+
+    @property
+    def attempt(self) -> int:
+        """The number of the attempt that the present ranks belong to."""
+        self._look_at_events()
+        return self._attempt
+
+    @property
+    def open(self) -> bool:
+        """Whether there are ranks, or will be."""
+        self._look_at_events()
+        return not self._ended
+
+    @property
+    def gives(self) -> bool:
+        """Whether this process is the one that gives jobs. One that is not watches."""
+        self._look_at_events()
+        return self._gives
+
+    @property
+    def held_by(self) -> wire.ClientRecord | None:
+        """Another client, which gives the jobs; None if this process does, or none."""
+        self._look_at_events()
+        return self._held_by
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running."""
+        return self._busy.locked()
+
+    # --- jobs --------------------------------------------------------------------------------------
+
+    def prepare_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+    ) -> Perform:
+        """Capture a call of `fn`; it is made when the returned function is called."""
+        target: object = fn
+        if is_script(target):
+            raise refuse_in_session(target, self.name)
+        job = function_job(target)
+        namespace = _namespace_of(fn)
+
+        def capture(view: KnowledgeView) -> Captured:
+            return capture_call(fn, tuple(args), dict(kwargs or {}), namespace, view)
+
+        return self._prepared(_JobRequest(job, job.name, ranks, self._bring(capture, namespace, ranks)))
+
+    def prepare_cell(  # noqa: PLR0913 - what a cell is
+        self,
+        job: CellJob,
+        plain: str,
+        namespace: dict[str, Any],
+        transform: Callable[[str], str],
+        *,
+        ranks: Sequence[int] | None = None,
+        options: LaunchOptions | None = None,
+    ) -> Perform:
+        """Capture what a cell uses; the cell runs when the returned function is called.
+
+        `plain` is its source with magics transformed.
+        """
+
+        def capture(view: KnowledgeView) -> Captured:
+            return capture_cell(plain, namespace, transform, known=view)
+
+        brought = self._bring(capture, namespace, ranks)
+        return self._prepared(_JobRequest(job, "cell", ranks, brought, options))
+
+    def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
+        """Give the ranks variables; names that refer to one object go on referring to one.
+
+        An object that the ranks have from the notebook is filled with its present content, so that whatever
+        refers to it there follows.
+        """
+        for name in variables:
+            if not str(name).isidentifier() or keyword.iskeyword(name):
+                msg = f"push: {name!r:.100} is not a valid Python identifier."
+                raise OptionError(msg)
+            if name in RANK_NAMES or name in SHELL_NAMES:
+                msg = f"push: each rank has its own {name}. Use another name."
+                raise OptionError(msg)
+        namespace = _notebook.namespace()
+        if namespace is None:
+            namespace = self._knowledge.namespace
+
+        def capture(view: KnowledgeView) -> Captured:
+            return capture_values(dict(variables), namespace, view)
+
+        brought = self._bring(capture, namespace, ranks, variables)
+        self._perform(_JobRequest(PushJob(), "push", ranks, brought, internal=True)).unwrap()
+
+    def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
+        """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
+        if not names:
+            msg = "pull: there is no name. Name the variables: pull('loss', 'model')."
+            raise OptionError(msg)
+        outcome = self._perform(_JobRequest(PullJob(names=tuple(names)), "pull", ranks, internal=True))
+        root = outcome.result.root_cause
+        if root is not None and root.type.endswith("NameError"):
+            lacking = [each.rank for each in outcome.result.failures]
+            msg = f"pull: {root.message} ({format_ranks(lacking)})"
+            raise NblaunchError(msg) from None
+        values = outcome.unwrap().values
+        return {name: [of_rank[place] for of_rank in values] for place, name in enumerate(names)}
+
+    def _internal(
+        self,
+        title: str,
+        fn: Callable[..., Any],
+        *args: object,
+        rank: int = 0,
+        brief: bool = False,
+        look: bool = True,
+    ) -> Outcome:
+        """Call a function of ours on one rank, and show nothing: the user did not start a run."""
+        captured = capture_call(fn, args, {}, None)
+        job = FunctionJob(name=title)
+        return self._perform(_JobRequest(job, title, [rank], captured, internal=True, brief=brief, look=look))
+
+    def _prepared(self, request: _JobRequest) -> Perform:
+        self._wait_for_brief()
+        self._refuse_if(at_work=self.busy)
+        return functools.partial(self._perform, request)
+
+    def claim(self) -> None:
+        """Take the ranks for a job in the background, on its thread; the job's end releases them."""
+        self._wait_for_brief()
+        self._refuse_if(at_work=not self._busy.acquire(blocking=False))
+        self._brief = False
+
+    def _wait_for_brief(self) -> None:
+        deadline = time.monotonic() + _BRIEF_SECONDS
+        while self._brief and self.busy and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _perform(self, request: _JobRequest, cancelled: threading.Event | None = None) -> Outcome:
+        """Run a job while holding the ranks; `cancelled` is that of a job that has claimed them."""
+        if cancelled is None:
+            self._wait_for_brief()
+            self._refuse_if(at_work=self.busy)
+            # The one way to take and release a lock that no interrupt comes between.
+            with self._busy:
+                self._brief = request.brief
+                return self._run(request, None)
+        try:
+            return self._run(request, cancelled)
+        finally:
+            self._busy.release()
+
+    def _run(self, request: _JobRequest, cancelled: threading.Event | None) -> Outcome:
+        chosen = self._chosen(request.ranks)
+        self._refuse_if_ended()
+        if not request.look:
+            self._refuse_if_held()
+        launch = self._launch(request.job, request.title, internal=request.internal)
+        launch = replace(launch, look=request.look)
+        if request.options is not None:
+            launch = replace(launch, options=within(self.options, request.options))
+        watch = silent if request.internal else self.watch
+        view = watch(request.title, launch.backend)
+        subset = None if request.ranks is None else chosen
+        brought = request.brought
+        while True:
+            if isinstance(brought, Captured):
+                launch = replace(launch, payloads=(RankPayload(brought),))
+            elif brought is not None:
+                brought, launch = self._with(launch, brought)
+            self._jobs += 1
+            attempt = brought.captured_for[0] if isinstance(brought, _Brought) else None
+            notes = [] if request.internal else self._notes
+            launch = replace(launch, notices=(*launch.notices, *notes))
+            try:
+                with self._reading:
+                    outcome = run_job(self._giver(attempt), launch, view, cancelled, ranks=subset)
+            except StaleError:
+                self._look_at_events()
+                continue
+            notes.clear()
+            if outcome.result.root_cause is not None and not request.internal:
+                self.failed_last = outcome.result.root_cause.rank
+            return outcome
+
+    def _giver(self, attempt: int | None = None) -> Giver:
+        def request(order: wire.JobOrder) -> wire.GiveJob:
+            return wire.GiveJob(session=self._key, order=order, attempt=attempt)
+
+        losses = self._losses
+        return Giver(
+            self._runtime,
+            self._line,
+            request,
+            self._take,
+            watching=lambda: self._losses != losses,
+            private=self.detached,
+        )
+
+    def _take(self, event: object) -> None:
+        """Take an event of the session."""
+        match event:
+            case wire.NamesChanged(session=self._key, names=names):
+                self._names[names.rank] = names
+                if names.lost:
+                    self._knowledge.lost({names.rank: names.lost})
+            case wire.RanksReplaced(session=self._key, attempt=attempt):
+                self._attempt, self._names = attempt, {}
+            case wire.SessionEnded(session=self._key):
+                self._ended = True
+            case wire.GiverChanged(session=self._key, by=by):
+                self._take_giver(by)
+            case _:
+                pass
+
+    def _take_giver(self, by: wire.ClientRecord | None) -> None:
+        gave, self._gives = self._gives, by is not None and _is_ours(by)
+        self._held_by = None if self._gives else by
+        if gave and not self._gives:
+            self._losses += 1
+            # What the ranks have is no longer what this process has sent them.
+            self._knowledge = Knowledge(self._keys)
+            self._notes = [_own_variables(self.name)]
+
+    def _look_at_events(self) -> None:
+        """Take the events that have come since the last job; while a job runs, its thread takes them."""
+        if self._line.closed:
+            self._ended = True
+            return
+        # An interrupt between the lock and what releases it would leave it taken.
+        with deferring_interrupts():
+            if not self._reading.acquire(blocking=False):
+                return
+            try:
+                while self._line.poll(0.0):
+                    frame = self._line.next(0.0)
+                    if frame is not None:
+                        self._take(frame[2])
+            except LaunchError:
+                self._ended = True  # the runtime has
+            finally:
+                self._reading.release()
+
+    def _launch(
+        self, job: CellJob | FunctionJob | PushJob | PullJob, title: str, *, internal: bool
+    ) -> Launch:
+        return Launch(job, self.options, self.placement, {}, title, internal=internal)
+
+    def _refuse_if(self, *, at_work: bool) -> None:
+        if at_work:
+            raise NblaunchError(session_busy(self.name))
+
+    def _refuse_if_ended(self) -> None:
+        self._runtime.refuse_in_fork()
+        if not self.open:
+            raise LaunchError(session_ended(self.name), phase="job")
+
+    def _refuse_if_held(self) -> None:
+        other = self.held_by
+        if other is not None:
+            in_notebook = _notebook.shell() is not None
+            raise NblaunchError(held_by(self.name, other, in_notebook=in_notebook))
+
+    def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the ranks that take part. Raises `OptionError` for one that the session does not have."""
+        if ranks is None:
+            return tuple(range(self.world_size))
+        chosen = tuple(sorted(set(ranks)))
+        wrong = [rank for rank in chosen if not 0 <= rank < self.world_size]
+        if wrong or not chosen:
+            what = format_ranks(wrong) if wrong else "no rank at all"
+            msg = (
+                f"{what} of session {self.name!r} was asked for, but it has ranks 0 to "
+                f"{self.world_size - 1}. Give some of these."
+            )
+            raise OptionError(msg)
+        return chosen
+
+    # --- what the ranks have -------------------------------------------------------------------------
+
+    def _bring(
+        self,
+        capture: Callable[[KnowledgeView], Captured],
+        namespace: dict[str, Any] | None,
+        ranks: Sequence[int] | None,
+        pushed: Mapping[str, Any] | None = None,
+    ) -> _Brought:
+        """Capture once for all ranks that know the same; raises what `capture` raises."""
+        chosen = self._chosen(ranks)
+        # Before what may be large is captured.
+        self._refuse_if_held()
+        now = self._attempt, self._jobs
+        self._knowledge.begin(self._attempt, self.world_size)
+        payloads, deliveries = [], []
+        for view in self._knowledge.views(chosen, self._names, namespace):
+            captured = capture(view)
+            view.look_for_changes()
+            delivery = view.delivery(captured, pushed)
+            # The objects themselves are the notebook's to keep or to free.
+            captured = replace(captured, packed=replace(captured.packed, places=(), carried={}))
+            payloads.append(RankPayload(captured, view.ranks, delivery.objects))
+            deliveries.append((view, delivery))
+        again = functools.partial(self._bring, capture, namespace, ranks, pushed)
+        return _Brought(tuple(payloads), tuple(deliveries), now, again)
+
+    def _with(self, launch: Launch, brought: _Brought) -> tuple[_Brought, Launch]:
+        """Return the launch with its payloads, captured again if the ranks have changed since."""
+        while brought.captured_for != (self._attempt, self._jobs):
+            brought = brought.again()
+        knowledge, deliveries = self._knowledge, brought.deliveries
+
+        def remember() -> None:
+            for view, delivery in deliveries:
+                knowledge.remember(view, delivery)
+
+        launch = replace(launch, notices=notices(view for view, _ in deliveries))
+        if not any(each.objects is not None and each.objects.wait for each in brought.payloads):
+            remember()
+            return brought, replace(launch, payloads=brought.payloads)
+        # Ranks that get nothing wait for those that do: the payload arrives on all of them, or on none.
+        waiting = [
+            replace(each, objects=msgspec.structs.replace(each.objects or Objects(), wait=True))
+            for each in brought.payloads
+        ]
+        return brought, replace(launch, payloads=tuple(waiting), arrived=remember)
+
+    def sweep(self) -> None:
+        """Drop what is known of objects that the notebook has freed."""
+        self._knowledge.sweep()
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the variables that rank 0 has."""
+        known = self._names.get(0)
+        return known.names if known is not None else ()
+
+    # --- what the runtime keeps of its jobs -------------------------------------------------------------
+
+    @property
+    def jobs(self) -> list[SessionJob]:
+        """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
+        answer = self._runtime.ask(wire.ListJobs(session=self._key))
+        assert isinstance(answer, wire.JobList)  # noqa: S101 - nothing else answers this
+        return [
+            SessionJob(each, self._runtime, self.placement.backend, self.detached) for each in answer.jobs
+        ]
+
+    def follow(self, watch: Callable[[str, str], View] | None = None) -> Outcome | None:
+        """Show the job that runs, until it has ended; None if there is none.
+
+        An interrupt stops that, and the job goes on. `watch` makes what shows it, if that is not the
+        session's own.
+        """
+        running = next((each for each in self.jobs if each.ended is None), None)
+        if running is None:
+            return None
+        view = (watch or self.watch)(running.title, self.placement.backend)
+        with contextlib.ExitStack() as used:
+            giver = self._giver()
+            if self._reading.acquire(blocking=False):
+                used.callback(self._reading.release)
+            else:  # a job in the background has the session's own connection
+                giver = replace(giver, line=used.enter_context(self._runtime.line()))
+            snapshot = giver.line.ask(wire.WatchJob(job=running.number))
+            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
+            return watch_job(giver, snapshot, self.placement.backend, view)
+
+    # --- a look into a rank between its cells ----------------------------------------------------------
+
+    def inspect(self, name: str, *, rank: int = 0) -> str:
+        """Return what `name?` shows on a rank. Raises `NblaunchError` if the rank has no such name."""
+        text: str = self._internal("inspect", ask_shell, "describe", name, rank=rank).unwrap()[rank]
+        if not text:
+            msg = f"inspect: name {name!r} is not defined on rank {rank}."
+            raise NblaunchError(msg)
+        return text
+
+    def complete(self, code: str, position: int) -> tuple[int, list[str]]:
+        """Return how many characters before `position` rank 0 would replace, and by what.
+
+        Where rank 0 does not answer in time, because it works, is stopped or is stuck, these are the names
+        that it had after its last job.
+        """
+        if not self.open:
+            return 0, []
+        if self.busy or not self.gives or 0 in self._where(_ANSWER_SECONDS).silent:
+            return self._known_names(code, position)
+        answers: queue.SimpleQueue[tuple[int, list[str]] | None] = queue.SimpleQueue()
+
+        def ask() -> None:
+            answer = None
+            with contextlib.suppress(NblaunchError):  # a job has begun meanwhile
+                outcome = self._internal("complete", ask_shell, "complete", code, position, brief=True)
+                answer = outcome.result[0] if outcome.error is None else None
+            answers.put(answer)
+
+        # On a thread of its own: a `__dir__` of the user's may take any time, and the notebook does not wait.
+        threading.Thread(target=ask, name="nblaunch-complete", daemon=True).start()
+        try:
+            return answers.get(timeout=_COMPLETE_SECONDS) or (0, [])
+        except queue.Empty:
+            return self._known_names(code, position)
+
+    def _known_names(self, code: str, position: int) -> tuple[int, list[str]]:
+        begun = _NAME.search(code[:position])
+        if begun is None:
+            return 0, []
+        return len(begun[0]), [name for name in self.names() if name.startswith(begun[0])]
+
+    def debug(self, rank: int | None = None) -> None:
+        """Debug the last exception of a rank, in that rank; without one, of the rank that failed last."""
+        rank = self.failed_last if rank is None else rank
+        outcome = self._internal("debug", ask_shell, "debug", rank=rank, look=False)
+        root = outcome.result.root_cause
+        if root is not None and root.type == "builtins.LookupError":
+            msg = f"debug: {root.message}: rank {rank}. Name another rank (%distributed debug 1)."
+            raise NblaunchError(msg)
+        outcome.unwrap()
+
+    # --- the ranks themselves ------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """Interrupt the job that is running, as the stop button does; the variables stay.
+
+        Raises `NblaunchError` if another client gives the jobs.
+        """
+        if self.open:
+            self._runtime.ask(wire.InterruptSession(session=self._key))
+
+    def restart(self) -> None:
+        """Replace all ranks by new ones, without variables."""
+        self._refuse_if_ended()
+        self._refuse_if_held()
+        with self._runtime.line() as line:
+            line.ask(wire.RestartSession(session=self._key))
+        self.start()
+
+    def stacks(self) -> HangReport:
+        """Return where each rank is, and in which collective."""
+        self._refuse_if_ended()
+        return self._where()
+
+    def _where(self, seconds: float = 1.0) -> HangReport:
+        with self._runtime.line() as line:
+            looked = line.ask(wire.LookAtRanks(session=self._key, seconds=seconds))
+        assert isinstance(looked, wire.Looked)  # noqa: S101 - nothing else answers this
+        return looked.report
+
+    def status(self) -> SessionStatus:
+        """Return what each rank is doing, and the memory that is its own."""
+        found = self._described() if self.open else None
+        doing = found.doing if found is not None else ""
+        return SessionStatus(
+            name=self.name,
+            world_size=self.world_size,
+            backend=self.placement.backend,
+            attempt=self._attempt if found is None else found.attempt,
+            ranks=tuple(
+                RankStatus(
+                    rank=each.rank,
+                    state=each.state,
+                    pid=each.pid,
+                    device=each.device,
+                    memory=each.memory,
+                    waiting=each.waiting or _asks(each) or doing,
+                )
+                for each in (found.ranks if found is not None else map(_gone, range(self.world_size)))
+            ),
+        )
+
+    def _described(self) -> wire.SessionRecord | None:
+        with self._runtime.line() as line:
+            answer = line.ask(wire.DescribeSessions(session=self._key))
+        assert isinstance(answer, wire.Sessions)  # noqa: S101 - nothing else answers this
+        return answer.sessions[0] if answer.sessions else None
+
+    def close(self) -> None:
+        """End the ranks and wait until they have exited; does nothing the second time, or in a fork.
+
+        Ranks to which this process does not give the jobs are others': they stay, and it stops watching.
+        """
+        self._finalizer.detach()
+        watched, self._ended = self.detached and not self.gives, True
+        if not self._runtime.is_of(os.getpid()):
+            return
+        if watched:
+            self._line.close()
+            self._runtime.close()
+            self._knowledge.close()
+            return
+        # Raised where the runtime has ended, and all ranks with it.
+        with contextlib.suppress(LaunchError, TimeoutError), self._runtime.line() as line:
+            line.ask(wire.CloseSession(session=self._key), 4 * _CLOSE_SECONDS + self.options.grace)
+        if self.detached:
+            self._runtime.stop()
+        # A job that was still running gets its end first.
+        if self._reading.acquire(timeout=_CLOSE_SECONDS):
+            self._line.close()
+            self._reading.release()
+        # The logs go with the last result that refers to them, not with this object.
+        self._knowledge.close()
+
+    def start(self) -> None:
+        """Run an empty job, which begins once the ranks are ready."""
+        launch = replace(
+            self._launch(FunctionJob(name="start"), "start", internal=True),
+            payloads=(RankPayload(capture_call(int, (), {}, None)),),
+            # The timeout is for the user's jobs; starting has limits of its own.
+            options=replace(self.options, timeout=None),
+        )
+        with self._busy, self._reading:
+            error = run_job(self._giver(), launch, SilentView()).error
+        if isinstance(error, RunFailedError):
+            msg = f"the ranks of session {self.name!r} could not be started: {error}"
+            raise LaunchError(msg, phase="job") from error
+        if error is not None:
+            raise error
+
+
+def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, int]:
+    """Have a session's ranks started; return the connection to them, and their attempt."""
+    line = runtime.take_line()
+    number = None
+    try:
+        try:
+            with deferring_interrupts():
+                number = line.begin(request)
+            opened = line.answer_to(number)
+        except KeyboardInterrupt:
+            if number is not None:
+                # What is not there yet could not be closed.
+                line.answer_to(number)
+                line.ask(wire.CloseSession(session=request.session))
+            raise
+    except BaseException:
+        line.close()
+        raise
+    assert isinstance(opened, wire.Opened)  # noqa: S101 - nothing else answers this
+    return line, opened.attempt
+
+
+def _is_ours(client: wire.ClientRecord) -> bool:
+    return (client.pid, client.node) == (os.getpid(), platform.node())
+
+
+def _asks(rank: wire.RankRecord) -> str:
+    return "" if rank.asks is None else f"asks {rank.asks!r:.60}"
+
+
+def _gone(rank: int) -> wire.RankRecord:
+    return wire.RankRecord(rank=rank, state="gone", pid=None, device="", memory=None)
+
+
+def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
+    """Have the ranks of a session that was forgotten leave, unless they are to stay; never waits."""
+    if dismiss:
+        runtime.note(wire.DismissSession(session=key))
+    line.close()
+
+
+class SessionJob:
+    """A job of a session, as its runtime keeps it.
+
+    `number`, `title`, `state` (one word), `started` and `ended` (seconds since the epoch, None while it
+    runs), `given_by`, and `dropped`: what is no longer kept of it.
+    """
+
+    def __init__(self, record: wire.JobRecord, runtime: Runtime, backend: str, private: bool) -> None:  # noqa: FBT001 - of ours alone
+        self.number = record.number
+        self.title = record.title
+        self.state = record.state
+        self.started = record.started
+        self.ended = record.ended
+        self.given_by = record.given_by
+        self.dropped = record.dropped
+        self._runtime = runtime
+        self._backend = backend
+        self._private = private
+
+    def result(self, *, check: bool = True) -> RunResult:
+        """Wait for the end of the job and return its result; raises what the run raised.
+
+        With `check=False` a failed run is returned. An interrupt (Ctrl-C, the notebook's stop button) ends
+        the wait by `nblaunch.StoppedWatchingError`, and the job goes on.
+        """
+        with self._runtime.line() as line:
+            snapshot = line.ask(wire.WatchJob(job=self.number))
+            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
+            giver = Giver(self._runtime, line, _gives_nothing, private=self._private)
+            return watch_job(giver, snapshot, self._backend, SilentView()).unwrap(check=check)
+
+    def __repr__(self) -> str:
+        """Return title and state in one line."""
+        return f"<SessionJob {self.title!r}: {self.state}>"
+
+
+def _gives_nothing(_: wire.JobOrder) -> wire.ClientRequest:
+    raise NotImplementedError
+
+
+def _namespace_of(fn: Callable[..., Any]) -> dict[str, Any] | None:
+    """Return the variables of the notebook, or script, that a function belongs to."""
+    globals_ = getattr(fn, "__globals__", None)
+    if globals_ is not None and globals_.get("__name__") == "__main__":
+        return dict(globals_) if type(globals_) is not dict else globals_
+    return _notebook.namespace()

@@ -1,0 +1,648 @@
+"""The messages between the runtime and its clients: kernels, scripts and command lines.
+
+A client asks, and the runtime answers under the number of the request. Between answers the runtime sends
+events: folded messages of the jobs that the client watches, exactly as ranks encoded them, and the structs
+of `RuntimeEvent` below. Nothing here is pickled: what a rank's value or a notebook's variable holds is in
+`Payload`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from nblaunch import _errors
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.messages import Answer, Asked, Dispatch, Names, Offsets, Prepare, decoded
+from nblaunch.protocol.reports import HangReport
+
+CLIENT_PROTOCOL = 1
+"""Raised with every change of a message below: a client of another version is refused."""
+
+
+# Parts of messages.
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How many ranks, on what, with which backend."""
+
+    nproc: int
+    backend: str
+    device_type: str
+    accelerators: int
+    note: str = ""
+    """Why the ranks are there, for the panel of a run."""
+    warning: str = ""
+    """The same if it is hardly what was meant, for the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The process that ranks run for."""
+
+    pid: int = 0
+    name: str = ""
+    """What messages call it: "the notebook's kernel"."""
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {
+    _errors.CaptureError: ("name", "path", "size"),
+    _errors.LaunchError: ("phase",),
+}
+"""What an error has besides its text; a result is not sent with the error."""
+
+
+class ErrorRecord(msgspec.Struct, frozen=True):
+    """An exception, as text: it is raised again on the other side, by its name.
+
+    `type` is qualified; `fields` are the keyword arguments of an error of ours.
+    """
+
+    type: str
+    message: str
+    fields: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorRecord:
+        """Return the record of an exception."""
+        kind = type(error)
+        fields = {name: getattr(error, name) for name in _FIELDS.get(kind, ())}
+        return cls(f"{kind.__module__}.{kind.__qualname__}", str(error), fields)
+
+    def error(self) -> BaseException:
+        """Return the exception; one that is neither ours nor made of a text becomes a `RuntimeError`.
+
+        >>> ErrorRecord("builtins.ValueError", "no").error()
+        ValueError('no')
+        """
+        module, _, name = self.type.rpartition(".")
+        kind = getattr({_errors.__name__: _errors, "builtins": builtins}.get(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            with contextlib.suppress(TypeError):  # some of Python's take other arguments
+                error = kind("", **self.fields)
+                error.args = (self.message,)
+                if str(error) == self.message:
+                    return error
+        return RuntimeError(f"{name}: {self.message}")
+
+
+class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as its client gives it.
+
+    `number` is unique in the runtime: the client chooses it. `state` is the initial `RunState`, encoded.
+    `dispatches` are the messages to ranks; that without ranks is for all that have none of their own.
+    """
+
+    number: int
+    dispatches: tuple[tuple[tuple[int, ...], Dispatch], ...]
+    state: bytes
+    title: str
+    options: LaunchOptions
+    internal: bool = False
+    """Its result is never shown."""
+    usage: bool = False
+    """Whether ranks are measured while it runs."""
+    look: bool = False
+    """It only looks into a rank: a client that watches may give it, and the jobs of others wait for it."""
+
+
+class RankLogFiles(msgspec.Struct, frozen=True):
+    """The log files of one rank in one attempt, and which part of them its job wrote."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    stdout: str
+    stderr: str
+    started: Offsets = Offsets()
+    ended: Offsets | None = None
+
+
+class EarlyEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What ended a job early: an interrupt, or its timeout.
+
+    `notices_from` is how many notices there were before.
+    """
+
+    timeout: bool
+    message: str
+    notices_from: int = 0
+
+
+class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job ended, besides its `RunState`; `logs` are by attempt."""
+
+    error: ErrorRecord | None = None
+    launch_failure: tuple[str, str] | None = None
+    interrupted: bool = False
+    early: EarlyEnd | None = None
+    logs: dict[int, tuple[RankLogFiles, ...]] = {}
+    log_dir: str = ""
+    """The directory of this run's logs, empty if none was made."""
+
+
+class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A client, for those who ask who it is."""
+
+    number: int
+    pid: int
+    node: str
+    name: str
+    notebook: str = ""
+    since: float = 0.0
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A job of a session, running or over; `state` is the summary in one word."""
+
+    number: int
+    title: str
+    state: str
+    started: float
+    ended: float | None = None
+    given_by: str = ""
+    dropped: str = ""
+    """What is no longer kept of it, in words."""
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank of a session is doing."""
+
+    rank: int
+    state: str
+    pid: int | None
+    device: str
+    memory: int | None
+    waiting: str = ""
+    asks: str | None = None
+    """The prompt of a question that nobody has answered yet."""
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A session, as any client may see it; `session` is unique in the runtime, `name` is the user's."""
+
+    session: str
+    name: str
+    placement: Placement
+    attempt: int
+    open: bool
+    ready: bool
+    detached: bool = False
+    linger: float | None = None
+    linger_left: float | None = None
+    giver: ClientRecord | None = None
+    running: JobRecord | None = None
+    ranks: tuple[RankRecord, ...] = ()
+    doing: str = ""
+    started: float = 0.0
+
+
+class EventRecord(msgspec.Struct, frozen=True):
+    """An event of torchelastic: its own text, and when it was recorded."""
+
+    json: str
+    timestamp: float
+
+
+# Requests.
+
+
+class _ToRuntime(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class Introduce(_ToRuntime, frozen=True):
+    """The first request of every connection."""
+
+    token: str
+    version: str
+    pid: int
+    node: str
+    name: str
+    notebook: str = ""
+    protocol: int = CLIENT_PROTOCOL
+
+
+class PlaceRun(_ToRuntime, frozen=True):
+    """Decide ranks, devices, backend and how processes start; answered by `Placed`.
+
+    `environ` is that of the ranks, `path` the caller's `sys.path`, `backends` those that torch knows in the
+    caller's process, empty if torch is not loaded there.
+    """
+
+    options: LaunchOptions
+    environ: tuple[bytes, ...]
+    path: tuple[bytes, ...] = ()
+    backends: tuple[str, ...] = ()
+
+
+class RunFresh(_ToRuntime, frozen=True):
+    """Run a job on fresh ranks; answered by `Given` once they have it.
+
+    `standby` has the runtime prepare the next ranks ahead.
+    """
+
+    order: JobOrder
+    placement: Placement
+    prepare: Prepare
+    standby: bool = False
+    join_key: str = ""
+
+
+class OpenSession(_ToRuntime, frozen=True):
+    """Make the ranks of a session; answered by `Opened` before they are ready.
+
+    Requests and events name it by `session`, which is unique in the runtime; `name` is the user's, and two
+    sessions may have the same.
+    """
+
+    session: str
+    name: str
+    options: LaunchOptions
+    placement: Placement
+    prepare: Prepare
+    detached: bool = False
+
+
+class GiveJob(_ToRuntime, frozen=True):
+    """Give a session a job; answered by `Given` or, if its ranks are not those of `attempt`, by `Stale`.
+
+    Where no client gives jobs, this one does from now on.
+    """
+
+    session: str
+    order: JobOrder
+    attempt: int | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+class WatchJob(_ToRuntime, frozen=True):
+    """Send the job's state, then what it folds; answered by `JobSnapshot`."""
+
+    job: int
+
+
+class UnwatchJob(_ToRuntime, frozen=True):
+    """Stop sending what the job folds."""
+
+    job: int
+
+
+class InterruptJob(_ToRuntime, frozen=True):
+    """Interrupt a job; the second time, end its ranks. One that was not given yet never begins."""
+
+    job: int
+
+
+class InterruptSession(_ToRuntime, frozen=True):
+    """Interrupt the job of a session, once; refused while another client gives it jobs."""
+
+    session: str
+
+
+class Reply(_ToRuntime, frozen=True):
+    """Answer a rank's question."""
+
+    job: int
+    rank: int
+    answer: Answer
+
+
+class CloseSession(_ToRuntime, frozen=True):
+    """End a session's ranks; answered by `Done` once they have exited."""
+
+    session: str
+
+
+class RestartSession(_ToRuntime, frozen=True):
+    """Replace a session's ranks; answered by `Opened` once the agent starts others.
+
+    Refused while another client gives it jobs.
+    """
+
+    session: str
+
+
+class LookAtRanks(_ToRuntime, frozen=True):
+    """Ask where a session's ranks are, at most `seconds`; answered by `Looked`."""
+
+    session: str
+    seconds: float = 1.0
+
+
+class DescribeSessions(_ToRuntime, frozen=True):
+    """Describe the sessions, or one; answered by `Sessions`."""
+
+    session: str = ""
+
+
+class ListJobs(_ToRuntime, frozen=True):
+    """List a session's jobs, the oldest first; answered by `JobList`."""
+
+    session: str
+
+
+class EventsOf(_ToRuntime, frozen=True):
+    """Return torchelastic's events of a job, once they are complete; answered by `JobEvents`."""
+
+    job: int
+
+
+class LateOf(_ToRuntime, frozen=True):
+    """Return the warnings since the end of a job; answered by `LateWarnings`."""
+
+    job: int
+
+
+class AttachSession(_ToRuntime, frozen=True):
+    """Follow a session, and give it jobs unless another client does; with `take` in its place."""
+
+    session: str = ""
+    take: bool = False
+
+
+class ListenAgain(_ToRuntime, frozen=True):
+    """Bind the clients' sockets again, whose files are gone from the temporary directory."""
+
+
+class Stop(_ToRuntime, frozen=True):
+    """End the sessions, and the runtime; answered by `Done`."""
+
+
+class Taken(_ToRuntime, frozen=True):
+    """The values of this job are mapped: the runtime releases them. Never answered."""
+
+    job: int
+
+
+_OfJobs = PlaceRun | RunFresh | GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
+_OfSessions = (
+    OpenSession
+    | CloseSession
+    | RestartSession
+    | InterruptSession
+    | LookAtRanks
+    | DescribeSessions
+    | ListJobs
+    | AttachSession
+)
+ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
+
+
+# Notes: datagrams that finalizers send, never answered.
+
+
+class ReleaseJob(_ToRuntime, frozen=True):
+    """No result refers to this job: its private logs and its events may go."""
+
+    job: int
+
+
+class DismissSession(_ToRuntime, frozen=True):
+    """The session was forgotten: its ranks leave."""
+
+    session: str
+
+
+ClientNote = ReleaseJob | DismissSession
+
+
+# Answers.
+
+
+class _FromRuntime(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class RuntimeWelcome(_FromRuntime, frozen=True):
+    """The answer to `Introduce`; `client` is unique within the runtime."""
+
+    client: int
+    pid: int
+    version: str
+    root: str
+    token: str = ""
+    """For further connections of the runtime's owner; others know it from the registry."""
+
+
+class RequestFailed(_FromRuntime, frozen=True):
+    """The request cannot be carried out."""
+
+    error: ErrorRecord
+
+
+class Done(_FromRuntime, frozen=True):
+    """It has been done."""
+
+
+class Placed(_FromRuntime, frozen=True):
+    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning."""
+
+    placement: Placement
+    added: dict[str, str] = {}
+    unheeded: str = ""
+
+
+class Given(_FromRuntime, frozen=True):
+    """The ranks have the job, or get it once they are ready."""
+
+
+class Stale(_FromRuntime, frozen=True):
+    """The session's ranks are those of another attempt."""
+
+    attempt: int
+
+
+class Opened(_FromRuntime, frozen=True):
+    """The session's ranks are being started."""
+
+    attempt: int
+
+
+class JobSnapshot(_FromRuntime, frozen=True):
+    """The state of a job (encoded) and, once it has ended, its end."""
+
+    job: JobRecord
+    state: bytes
+    options: LaunchOptions
+    questions: tuple[Asked, ...] = ()
+    end: JobEnd | None = None
+
+
+class Looked(_FromRuntime, frozen=True):
+    """Where ranks are."""
+
+    report: HangReport
+
+
+class Sessions(_FromRuntime, frozen=True):
+    """The sessions of this runtime."""
+
+    sessions: tuple[SessionRecord, ...]
+
+
+class JobList(_FromRuntime, frozen=True):
+    """The jobs of a session."""
+
+    jobs: tuple[JobRecord, ...]
+
+
+class JobEvents(_FromRuntime, frozen=True):
+    """torchelastic's events of a job."""
+
+    events: tuple[EventRecord, ...]
+
+
+class LateWarnings(_FromRuntime, frozen=True):
+    """Warnings since the end of a job; `complete` once its ranks are gone."""
+
+    texts: tuple[str, ...]
+    complete: bool = True
+
+
+class Attached(_FromRuntime, frozen=True):
+    """The session, the variables that its ranks have, and its jobs."""
+
+    session: SessionRecord
+    options: LaunchOptions
+    names: tuple[Names, ...] = ()
+    jobs: tuple[JobRecord, ...] = ()
+    held_by: ClientRecord | None = None
+    """Another client, which gives the jobs: this one watches."""
+
+
+AnswerToClient = (
+    RuntimeWelcome
+    | RequestFailed
+    | Done
+    | Placed
+    | Given
+    | Stale
+    | Opened
+    | JobSnapshot
+    | Looked
+    | Sessions
+    | JobList
+    | JobEvents
+    | LateWarnings
+    | Attached
+)
+
+
+# Events.
+
+
+class _Unasked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class JobEnded(_Unasked, frozen=True):
+    """A job that the client watches has ended: nothing more of it is folded."""
+
+    job: int
+    end: JobEnd
+
+
+class JobRefreshed(_Unasked, frozen=True):
+    """The present state of a job that the client watches: it was behind, and missed what was folded."""
+
+    job: int
+    state: bytes
+    questions: tuple[Asked, ...] = ()
+
+
+class PayloadKept(_Unasked, frozen=True):
+    """The payload of a job has arrived on all its ranks, and they keep it."""
+
+    job: int
+
+
+class Question(_Unasked, frozen=True):
+    """A rank asks the user something."""
+
+    job: int
+    asked: Asked
+
+
+class NamesChanged(_Unasked, frozen=True):
+    """The variables of a session's rank have changed."""
+
+    session: str
+    names: Names
+
+
+class RanksReplaced(_Unasked, frozen=True):
+    """A session has other ranks, of this attempt: they have been sent nothing."""
+
+    session: str
+    attempt: int
+
+
+class SessionEnded(_Unasked, frozen=True):
+    """A session's ranks are gone."""
+
+    session: str
+
+
+class GiverChanged(_Unasked, frozen=True):
+    """The client `by` gives jobs to the session from now on, or None: the next that gives one will."""
+
+    session: str
+    by: ClientRecord | None = None
+
+
+class Remark(_Unasked, frozen=True):
+    """Text for the user of this run, which is printed: how other nodes join."""
+
+    text: str
+
+
+class Bye(_Unasked, frozen=True):
+    """The runtime ends."""
+
+    reason: str
+
+
+RuntimeEvent = (
+    JobEnded
+    | JobRefreshed
+    | PayloadKept
+    | Question
+    | NamesChanged
+    | RanksReplaced
+    | SessionEnded
+    | GiverChanged
+    | Remark
+    | Bye
+)
+
+
+_request: msgspec.msgpack.Decoder[ClientRequest] = msgspec.msgpack.Decoder(ClientRequest)
+_note: msgspec.msgpack.Decoder[ClientNote] = msgspec.msgpack.Decoder(ClientNote)
+_answer: msgspec.msgpack.Decoder[AnswerToClient] = msgspec.msgpack.Decoder(AnswerToClient)
+_event: msgspec.msgpack.Decoder[RuntimeEvent] = msgspec.msgpack.Decoder(RuntimeEvent)
+
+
+def decode_request(data: bytes, sender: str) -> ClientRequest:
+    """Return the request in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return decoded(_request, data, sender)
+
+
+def decode_note(data: bytes, sender: str) -> ClientNote:
+    """Return the note in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return decoded(_note, data, sender)
+
+
+def decode_answer(data: bytes, sender: str) -> AnswerToClient:
+    """Return the answer in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return decoded(_answer, data, sender)
+
+
+def decode_event(data: bytes, sender: str) -> RuntimeEvent:
+    """Return the event in `data`; raise `ProtocolError` naming `sender` if it is not one."""
+    return decoded(_event, data, sender)

@@ -1,0 +1,46 @@
+"""The runtime: the process that has the hub, the agents and the jobs; kernels and scripts are its clients.
+
+    client: kernel, script           keeper: subreaper, no torch, small
+      boot ── starts ───────────────> ├─ fork server: torch, IPython's shell ── rank, rank, ...
+       └─ link (a socket pair) ─────> └─ runtime: torch, torchelastic's agent, the worker groups
+
+The keeper forks the fork server, which imports torch, forks the runtime, and only then loads what ranks need:
+the two load the rest side by side, each on a core. The process between the server and the runtime ends at
+once, and the keeper adopts the runtime. So a fork server that is killed takes its ranks along, and the
+runtime, which knows the jobs, has another one started.
+
+A runtime is bound to the kernel that has started it, or detached. Who ends with whom:
+  * the kernel a runtime is bound to ends, however: the keeper ends all
+  * the runtime ends or is killed: the keeper ends all; its log has been open in the client since the start
+  * the fork server is killed: its ranks; the keeper sweeps, the runtime has another one started
+  * the keeper is killed: all, by the signal that the system sends at the end of a parent
+  * SIGUSR1 to the keeper ends all; SIGINT, SIGTERM and SIGHUP are ignored by all three
+
+Its main thread waits for the end. The hub's thread does the rest, for ranks and clients alike: it folds what
+ranks send, and passes on the same bytes to each client that watches the job. What would make it wait
+(devices, ports, forks, exits) a thread of a pool does. A job that takes longer than 0.1 s has a thread that
+watches it (`group.ending`). A client that does not read is sent no folded messages until it has caught up,
+and then the present state: no fold waits for a client. A client that ends takes no job along.
+
+Invariants:
+  * The runtime is forked before anything starts a thread, and imports nothing that ranks do not need before.
+  * Its directory is `/`, its umask 077: what depends on a kernel's comes with each job.
+  * The jobs of a detached session are kept after their client has gone; of others, only what a result needs.
+  * One client gives a session its jobs, and answers its ranks. What would disturb it is refused to others.
+  * A journal is bounded on disk and in memory. What it drops is output, the oldest first, and it is counted.
+  * A private log file of a rank is bounded, too, and given back as the jobs go that have written it.
+  * Nothing listens but unix sockets of mode 0600 in the private directory of mode 0700.
+
+Modules, each after those that it imports:
+
+    place              where a run would be, and what cannot be done here, before a process starts
+    launch             worker groups: fresh ranks, a standby group in their place, a session's ranks
+    journal            each job's messages on disk: segments, bounds, compaction; `_journal` reads them
+    connections        the sockets of clients, served by the hub's thread
+    jobs               a client's job: what is held for it, who watches it, how it ends
+    archive            the jobs that a session has had: records, states, values, and their bounds
+    sessions           ranks that stay, their giver and those that follow them
+    registration       the runtime's entry in the registry, and the names of its sessions
+    requests           one method for each request of a client
+    main               from the fork to the end of the process
+"""

@@ -1,0 +1,416 @@
+"""The jobs of a runtime: who watches each, what is held for it, and how it ends.
+
+Everything here runs on the hub's thread, unless a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from nblaunch._errors import LaunchError
+from nblaunch._results import EventLog
+from nblaunch.capture.shared_memory import hold
+from nblaunch.group.ending import Ending
+from nblaunch.group.group import WorkerGroup
+from nblaunch.group.hub import Hub
+from nblaunch.group.job import Job
+from nblaunch.group.lifecycle import Observed
+from nblaunch.group.usage import SeenGpus, measuring
+from nblaunch.options.streams import OutputFilter
+from nblaunch.protocol.client import (
+    ClientRecord,
+    EarlyEnd,
+    ErrorRecord,
+    JobEnd,
+    JobEnded,
+    JobOrder,
+    JobRecord,
+    JobRefreshed,
+    JobSnapshot,
+    PayloadKept,
+    Question,
+    RuntimeEvent,
+)
+from nblaunch.protocol.messages import (
+    Answer,
+    Asked,
+    Dispatch,
+    FromRank,
+    Measured,
+    Noticed,
+    Payload,
+    Prepare,
+)
+from nblaunch.protocol.state import Message, decode_state, encode_state
+from nblaunch.runtime.connections import ClientConnection
+from nblaunch.runtime.journal import Journal, counts_of
+from nblaunch.runtime.launch import own_directory
+
+# A job that is over by then needs no thread that watches it.
+_YOUNG_SECONDS = 0.1
+# A job that is over by then, or has written less, is not worth a file unless it is kept.
+_JOURNAL_SECONDS = 0.5
+_UNWRITTEN = 1000
+
+
+class _Recording:
+    """The way of a job's messages into the journal, where they are from the first one on."""
+
+    def __init__(self, journal: Journal, number: int, state: bytes) -> None:
+        self._journal = journal
+        self._number = number
+        self._state = state
+        self._unwritten: list[tuple[Message, bytes]] = []
+        self._noticed = False
+        self.begun = False
+        """Whether the journal has the job."""
+
+    def begin(self) -> None:
+        self.begun = True
+        self._journal.begin(self._number, self._state)
+        for message, raw in self._unwritten:
+            self.take(message, raw)
+        self._unwritten.clear()
+
+    def take(self, message: Message, raw: bytes) -> None:
+        if not self.begun:
+            self._unwritten.append((message, raw))
+            if len(self._unwritten) > _UNWRITTEN:
+                self.begin()
+        elif not isinstance(message, Measured):
+            self._journal.write(self._number, raw, counts_of(message))
+
+    def first_loss(self) -> str:
+        """Return why output is lost, once."""
+        dropped = () if self._noticed else self._journal.dropped(self._number)
+        self._noticed = self._noticed or bool(dropped)
+        return dropped[0].why if dropped else ""
+
+
+class RunningJob:
+    """A job that a client has given, until no result refers to it."""
+
+    def __init__(
+        self,
+        order: JobOrder,
+        giver: ClientConnection,
+        given_by: ClientRecord,
+        directory: Callable[[], Path],
+        tenure: int = 0,
+    ) -> None:
+        """Hold what the job brings, in `directory()` if need be: after that, its client may go.
+
+        `tenure` is the session's. Raises `OSError` if the client has gone already.
+        """
+        self.number = order.number
+        self.order = order
+        self.given_by = given_by
+        self.giver: ClientConnection | None = giver
+        """Whose user interrupts it, and answers the questions of its ranks."""
+        self.watchers: set[ClientConnection] = {giver}
+        self.started = time.time()
+        self.end: JobEnd | None = None
+        self.ended: float | None = None
+        self.logs: Path | None = None
+        """The private directory of its logs, if it has one of its own."""
+        self.events = EventLog()
+        self.group: WorkerGroup | None = None
+        self.finished = threading.Event()
+        """Set once its session can take another one; for any thread."""
+        self.released: Callable[[], None] = lambda: None
+        """Called after that, where no result refers to the job any more."""
+        self.over: Callable[[], None] = lambda: None
+        """Called once it has ended."""
+        self.ended_with = ""
+        """What ends it besides itself: another client stops the session."""
+        self.let_go: Callable[[], None] = lambda: None
+        """Called once no result refers to it."""
+        self._began = time.monotonic()
+        self._brought = ExitStack()
+        self._prepare: Prepare | None = None
+        self._ending: Ending | None = None
+        self._thread: threading.Thread | None = None
+        self._interrupts = 0
+        self._recording: _Recording | None = None
+        self.job = Job(
+            self._held(order, directory, tenure),
+            decode_state(order.state),
+            internal=order.internal,
+            output=OutputFilter.of(order.options),
+            directory=directory,
+        )
+        self.job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
+        self.job.asked = self._asked
+        self.job.listeners.append(self._publish)
+        self.job.when_ended.append(self._job_ended)
+
+    def _held(
+        self, order: JobOrder, directory: Callable[[], Path], tenure: int
+    ) -> dict[int | None, Dispatch]:
+        held: dict[Payload, Payload] = {}
+        dispatches: dict[int | None, Dispatch] = {}
+        try:
+            for ranks, dispatch in order.dispatches:
+                payload = dispatch.payload
+                if payload not in held:
+                    kept = hold(payload, directory)
+                    self._brought.callback(kept.close)
+                    held[payload] = kept.payload
+                here = msgspec.structs.replace(
+                    dispatch, payload=held[payload], tenure=tenure, look=order.look
+                )
+                dispatches |= dict.fromkeys(ranks or (None,), here)
+        except BaseException:
+            self._brought.close()
+            raise
+        return dispatches
+
+    def write_to(self, journal: Journal, *, at_once: bool) -> None:
+        """Have the journal keep all messages, `at_once` or when the job turns out to take a while."""
+        self._recording = _Recording(journal, self.number, self.order.state)
+        self.job.listeners.append(self._recording.take)
+        if at_once:
+            self._recording.begin()
+
+    @property
+    def in_journal(self) -> bool:
+        """Whether the journal has its messages."""
+        return self._recording is not None and self._recording.begun
+
+    # --- its course ----------------------------------------------------------------------------------
+
+    def begin(self, hub: Hub, group: WorkerGroup, prepare: Prepare) -> None:
+        """Give the job to a group, unless it was interrupted before."""
+        self.group, self._prepare, self._hub = group, prepare, hub
+        if self._interrupts:
+            self._give_up()
+            return
+        self._ending = Ending(group, self.job, self.order.options)
+        group.begin(self.job, prepare)
+        group.start()
+
+    def _give_up(self) -> None:
+        message = f"the run was interrupted: {self.job.state.where}"
+        self.job.interrupted = True
+        self.job.end(time.time())
+        self._finish(EarlyEnd(timeout=False, message=message))
+
+    def interrupt(self) -> None:
+        """Interrupt the job; the second time its ranks are ended."""
+        self._interrupts += 1
+        if self._ending is not None and self.end is None:
+            self._ending.interrupt()
+            self._watch()
+
+    def tick(self, now: float) -> None:
+        """Watch a job that takes a while; `now` is monotonic."""
+        limit = self.order.options.timeout
+        young = _YOUNG_SECONDS if limit is None else min(limit, _YOUNG_SECONDS)
+        if self._ending is not None and self.end is None and now - self._began >= young:
+            self._watch()
+        if self._recording is not None:
+            self._look_at(self._recording, now)
+
+    def _look_at(self, recording: _Recording, now: float) -> None:
+        if not recording.begun and now - self._began >= _JOURNAL_SECONDS:
+            recording.begin()
+        if recording.begun and self.group is not None and (why := recording.first_loss()):
+            text = f"the oldest output of this job is no longer kept for those who come later ({why})"
+            self.group.post(Observed(Noticed(text=text)))
+
+    def _watch(self) -> None:
+        if self._thread is None:
+            name = f"nblaunch-job-{self.number & 0xFFFFFFFF}"
+            thread = threading.Thread(target=self._until_ended, name=name, daemon=True)
+            # Where the system refuses one, the next tick asks again.
+            thread.start()
+            self._thread = thread
+
+    def _until_ended(self) -> None:
+        """Run on a thread of its own."""
+        group, job, ending, early = self.group, self.job, self._ending, None
+        assert group is not None and ending is not None and self._prepare is not None  # noqa: S101, PT018 - `begin` has set them
+        seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
+        try:
+            with measuring(
+                lambda: job.state,
+                lambda usages: group.post(Observed(usages)),
+                wanted=self.order.usage,
+                seen=seen,
+            ):
+                early = ending.run(self._began)
+        finally:
+            group.end_job(job)
+            self._hub.call(lambda: self._finish(early))
+
+    def _job_ended(self) -> None:
+        if self._thread is None:
+            self._finish(None)
+
+    def _finish(self, early: EarlyEnd | None) -> None:
+        if self.end is not None:
+            return
+        job, group = self.job, self.group
+        error = job.error
+        if self.ended_with:
+            error, early = LaunchError(self.ended_with, phase="job"), None
+        self.end = JobEnd(
+            error=None if error is None else ErrorRecord.of(error),
+            launch_failure=job.launch_failure,
+            interrupted=job.interrupted,
+            early=early,
+            logs={attempt: tuple(ranks.values()) for attempt, ranks in job.logs.items()},
+            log_dir="" if group is None else str(own_directory(job, group.settings) or ""),
+        )
+        self.ended = time.time()
+        if group is not None:
+            self.events = EventLog(group.events.so_far(), complete=True) if group.keep else group.events
+        self._brought.close()
+        for connection in self.watchers:
+            if connection.behind:
+                connection.event(JobRefreshed(job=self.number, state=encode_state(job.state)))
+            connection.last_event(JobEnded(job=self.number, end=self.end))
+        self.watchers.clear()
+        self.over()
+        self.finished.set()
+        self.released()
+
+    def release_values(self) -> None:
+        """Close what the ranks have returned."""
+        self.job.release_values()
+
+    # --- those who watch -----------------------------------------------------------------------------
+
+    def _publish(self, _: Message, raw: bytes) -> None:
+        for connection in self.watchers:
+            connection.folded(self.number, raw)
+
+    def _tell(self, event: RuntimeEvent) -> None:
+        for connection in self.watchers:
+            connection.event(event)
+
+    def _asked(self, asked: Asked) -> None:
+        """Ask the process that gives jobs, where it watches; later it finds the question in its snapshot."""
+        there = [each for each in self.watchers if self.is_of(each)]
+        if there:
+            chosen = self.giver if self.giver in there else there[0]
+            chosen.event(Question(job=self.number, asked=asked))
+
+    def is_of(self, connection: ClientConnection) -> bool:
+        """Whether this client's user may interrupt the job, and answers its questions."""
+        return self.giver is not None and self.giver.is_of_the_process_of(connection)
+
+    def questions_for(self, connection: ClientConnection) -> tuple[Asked, ...]:
+        """Return the open questions, where this client is to ask them."""
+        return tuple(self.job.questions) if self.is_of(connection) else ()
+
+    def reply(self, rank: int, answer: Answer) -> None:
+        """Send a rank what the user has typed."""
+        questions = self.job.questions
+        self.job.questions = type(questions)(
+            each for each in questions if (each.rank, each.number) != (rank, answer.number)
+        )
+        if self.group is not None:
+            self.group.answer(rank, answer)
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Send this connection nothing more."""
+        self.watchers.discard(connection)
+        if self.giver is connection:
+            self.giver = None
+
+    @property
+    def record(self) -> JobRecord:
+        """The job, for a list of jobs."""
+        return JobRecord(
+            number=self.number,
+            title=self.order.title,
+            state=self.job.state.summary.value,
+            started=self.started,
+            ended=self.ended,
+            given_by=self.given_by.name,
+        )
+
+    def snapshot(self, connection: ClientConnection) -> JobSnapshot:
+        """Return all that this client needs to follow the job from here."""
+        return JobSnapshot(
+            job=self.record,
+            state=encode_state(self.job.state),
+            options=self.order.options,
+            questions=self.questions_for(connection),
+            end=self.end,
+        )
+
+
+class Jobs:
+    """All jobs of a runtime, by number; a member of the hub, for its clock."""
+
+    group = "jobs"
+    attempt = 0
+    token = ""
+
+    def __init__(self, hub: Hub) -> None:
+        """Follow the clock of `hub`."""
+        self._hub = hub
+        self._jobs: dict[int, RunningJob] = {}
+        self._running: list[RunningJob] = []
+        hub.add(self)
+
+    def add(self, job: RunningJob) -> None:
+        """Keep a job."""
+        self._jobs[job.number] = job
+        self._running.append(job)
+
+    def get(self, number: int) -> RunningJob | None:
+        """Return a job, None if it is unknown."""
+        return self._jobs.get(number)
+
+    def forget(self, number: int) -> RunningJob | None:
+        """Drop a job to which no result refers."""
+        return self._jobs.pop(number, None)
+
+    def leave(self, connection: ClientConnection) -> list[int]:
+        """Send a connection nothing more; return the internal jobs that nobody else will release."""
+        left = []
+        for job in self._jobs.values():
+            given = job.giver is connection
+            job.leave(connection)
+            if given and job.order.internal:
+                left.append(job.number)
+        return left
+
+    def watched_by(self, connection: ClientConnection) -> list[RunningJob]:
+        """Return the jobs that a connection watches."""
+        return [job for job in self._jobs.values() if connection in job.watchers]
+
+    @property
+    def running(self) -> list[RunningJob]:
+        """The jobs that have not ended."""
+        self._running = [job for job in self._running if job.end is None]
+        return self._running
+
+    # --- as a member of the hub ----------------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is due before the next message or call."""
+        return not self.running
+
+    def receive(self, message: FromRank, data: bytes) -> None:
+        """No rank sends to the jobs."""
+
+    def tick(self, now: float) -> None:
+        """Watch jobs that take a while."""
+        for job in self.running:
+            job.tick(now)
+
+    def lost(self, error: Exception) -> None:  # noqa: ARG002 - as every member's
+        """Follow no clock any more: the hub has ended, and each group ends its job."""
+        self._hub.remove(self)

@@ -1,0 +1,127 @@
+"""The runtime's process, from its fork to its end."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import secrets
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from nblaunch._keeper import RUNTIME_LOG
+from nblaunch._process_tree import die_with_parent
+from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.elastic.forkserver import GivenServer, Server
+
+if TYPE_CHECKING:
+    from nblaunch.group.hub import Hub
+    from nblaunch.runtime.registration import Registration
+    from nblaunch.runtime.requests import RequestHandler
+
+_ADOPTION_SECONDS = 5.0
+# How often the entry in the registry is looked at.
+_KEEP_SECONDS = 60.0
+
+
+def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int) -> NoReturn:
+    """Be the runtime: called in a fork of the fork server, which has torch, and no thread.
+
+    Signals are as the keeper has set them (SIGINT, SIGTERM and SIGHUP are ignored), and so is the limit on
+    descriptors. The collector does not run yet.
+    """
+    code = 1
+    try:
+        link, requests, orders = (socket.socket(fileno=fd) for fd in (link_fd, requests_fd, orders_fd))
+        _await_adoption(keeper)
+        os.chdir(os.sep)
+        os.umask(0o077)
+        _print_to(Path(root) / RUNTIME_LOG)
+        faulthandler.enable()
+        server = Server.given(requests, orders, RuntimeDirectory(Path(root)), dict(os.environ))
+        server.adopted()
+        from nblaunch.group import group  # noqa: F401 - while the fork server loads what ranks need
+
+        gc.freeze()
+        gc.enable()
+        serve(link, Path(root), server)
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing else would report it
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _await_adoption(keeper: int) -> None:
+    """Wait until the process between the fork server and this one has ended, and be ended with the keeper."""
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while os.getppid() != keeper and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    die_with_parent(keeper)
+
+
+def _print_to(log: Path) -> None:
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for each in (1, 2):
+        os.dup2(fd, each)
+    os.close(fd)
+
+
+def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
+    """Serve the owner, at the other end of `link`, and all further clients, until one stops the runtime."""
+    from nblaunch.group.runtime import LocalRuntime
+    from nblaunch.runtime.connections import Connections
+    from nblaunch.runtime.registration import Registration
+    from nblaunch.runtime.requests import RequestHandler
+
+    local = LocalRuntime(server)
+    hub = local.hub
+    token = secrets.token_hex(16)
+    registration = Registration(root, token, server)
+    requests = RequestHandler(local, token, registration)
+
+    def begin() -> None:
+        connections = Connections(
+            hub,
+            token=token,
+            handle=requests.handle,
+            welcome=requests.welcome,
+            lost=requests.lost,
+            caught_up=requests.caught_up,
+        )
+
+        def listen() -> None:
+            local.directory.root()  # makes it again where a cleaner of temporary directories has removed it
+            connections.listen(root / "client")
+            connections.listen_for_notes(root / "notes", requests.note)
+
+        requests.listen = listen
+        listen()
+        requests.owner = connections.adopt(link)
+
+    hub.when_broken = requests.changed.set
+    hub.run(begin)
+    _until_stopped(hub, requests, registration)
+    registration.remove()
+    local.close()
+
+
+def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registration) -> None:
+    """Wait until a client stops the runtime, or until nobody has needed it for long enough.
+
+    Raises what has ended the hub: no client is served any more, so the process must end, at once.
+    """
+    while not requests.stopping:
+        if hub.error is not None:
+            raise hub.error
+        left = requests.linger_left()
+        if left is not None and left <= 0:
+            requests.close()
+            return
+        requests.changed.wait(_KEEP_SECONDS if left is None else min(left, _KEEP_SECONDS))
+        requests.changed.clear()
+        registration.keep()

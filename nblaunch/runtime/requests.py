@@ -1,0 +1,494 @@
+"""What a runtime does for its clients: one method for each request.
+
+A method runs on the hub's thread and returns the answer, None for a request that has none, or, where it would
+have to wait, a function that returns the answer on a thread of a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
+
+from nblaunch import __version__
+from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._results import EventLog
+from nblaunch._runtime_dir import remove_tree
+from nblaunch.elastic.forkserver import GivenServer
+from nblaunch.group.lifecycle import Trigger
+from nblaunch.group.runtime import LocalRuntime
+from nblaunch.protocol import client as wire
+from nblaunch.protocol.client import (
+    AnswerToClient,
+    Caller,
+    ClientNote,
+    ClientRequest,
+    Done,
+    ErrorRecord,
+    RequestFailed,
+)
+from nblaunch.protocol.reports import session_ended
+from nblaunch.runtime.archive import Archive, PastJob
+from nblaunch.runtime.connections import ClientConnection
+from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.journal import Journal
+from nblaunch.runtime.launch import FreshRanks, session_group
+from nblaunch.runtime.place import place
+from nblaunch.runtime.registration import Registration
+from nblaunch.runtime.sessions import RuntimeSession
+
+_log = logging.getLogger("nblaunch")
+_THREADS = 64
+_RELEASED_EVENTS = 20
+# How long a job waits for a look into a rank, which is interrupted then, and after that for its end.
+_LOOK_SECONDS = 2.0
+_LOOK_ENDS_SECONDS = 5.0
+
+_Served: TypeAlias = AnswerToClient | Callable[[], AnswerToClient] | None
+
+
+class RequestHandler:
+    """Serves the clients of a runtime."""
+
+    def __init__(self, local: LocalRuntime, token: str, registration: Registration) -> None:
+        """`token` is what clients need."""
+        self.owner: ClientConnection | None = None
+        """The process that has started the runtime."""
+        self._closing = 0
+        """How many sessions are being closed."""
+        self.stopping = False
+        """Whether a client has stopped the runtime."""
+        self._registration = registration
+        self.changed = threading.Event()
+        """Set when a client goes, a job of a detached session ends, or the runtime is stopped."""
+        self._token = token
+        self._owned = False
+        self.sessions: dict[str, RuntimeSession] = {}
+        self._ended: list[RuntimeSession] = []
+        """Sessions that are over, and to whose logs results refer."""
+        self.jobs = Jobs(local.hub)
+        self.listen: Callable[[], None] = lambda: None
+        """Binds the clients' sockets."""
+        self._events: dict[int, EventLog] = {}
+        """torchelastic's events of the last jobs to which no result refers."""
+        self._local = local
+        self._hub = local.hub
+        self._journal = Journal(local.directory.root())
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nblaunch-work")
+        self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
+            wire.PlaceRun: self._place,
+            wire.RunFresh: self._run_fresh,
+            wire.OpenSession: self._open,
+            wire.GiveJob: self._give,
+            wire.WatchJob: self._watch,
+            wire.UnwatchJob: self._unwatch,
+            wire.InterruptJob: self._interrupt_job,
+            wire.InterruptSession: self._interrupt_session,
+            wire.Reply: self._reply,
+            wire.CloseSession: self._close_session,
+            wire.RestartSession: self._restart,
+            wire.LookAtRanks: self._look,
+            wire.DescribeSessions: self._describe,
+            wire.ListJobs: self._list_jobs,
+            wire.EventsOf: self._events_of,
+            wire.LateOf: self._late_of,
+            wire.AttachSession: self._attach,
+            wire.ListenAgain: self._listen_again,
+            wire.Stop: self._stop_all,
+            wire.Taken: self._taken,
+        }
+
+    # --- from the connections ------------------------------------------------------------------------
+
+    def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
+        """Carry out a request, and answer it."""
+        served = self._methods[type(request)](connection, request)
+        if callable(served):
+            try:
+                self._pool.submit(self._wait_for, served, connection, number)
+            except RuntimeError as closed:
+                msg = "nblaunch's runtime is ending. Run this again: the next use starts another one."
+                raise LaunchError(msg, phase="runtime") from closed
+        elif served is not None:
+            connection.answer(number, served)
+
+    def _wait_for(
+        self, served: Callable[[], AnswerToClient], connection: ClientConnection, number: int
+    ) -> None:
+        """Answer a request once that is possible; on a thread of the pool."""
+        try:
+            answer = served()
+        except Exception as error:  # noqa: BLE001 - the client raises it
+            if not isinstance(error, NblaunchError):
+                _log.exception("a request could not be carried out")
+            answer = RequestFailed(error=ErrorRecord.of(error))
+        self._hub.call(functools.partial(connection.answer, number, answer))
+
+    def note(self, note: ClientNote) -> None:
+        """Let go what a finalizer of a client has released."""
+        if isinstance(note, wire.ReleaseJob):
+            self._released(note.job)
+        elif (session := self.sessions.pop(note.session, None)) is not None:
+            session.group.post(Trigger.DISMISS)
+            self._over(session)
+
+    def welcome(self, connection: ClientConnection, _: wire.Introduce) -> wire.RuntimeWelcome:
+        """Answer an introduction; the owner, who comes first, gets the token for further connections."""
+        owner, self._owned = not self._owned, True
+        return wire.RuntimeWelcome(
+            client=connection.number,
+            pid=os.getpid(),
+            version=__version__,
+            root=str(self._local.directory.root()),
+            token=self._token if owner else "",
+        )
+
+    def lost(self, connection: ClientConnection) -> None:
+        """Send nothing more to a client that is gone."""
+        for number in self.jobs.leave(connection):
+            self._released(number)
+        for session in self.sessions.values():
+            session.leave(connection)
+        self.changed.set()
+
+    def caught_up(self, connection: ClientConnection) -> None:
+        """Send the present state of its jobs to a client that was behind."""
+        for job in self.jobs.watched_by(connection):
+            now = job.snapshot(connection)
+            connection.event(wire.JobRefreshed(job=job.number, state=now.state, questions=now.questions))
+
+    def close(self) -> None:
+        """End all sessions; on a thread that may wait."""
+        threads = [threading.Thread(target=session.close) for session in self.sessions.values()]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        # Nothing may write in the private directory while it is removed.
+        self._journal.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- fresh ranks ---------------------------------------------------------------------------------
+
+    def _place(self, _: ClientConnection, request: wire.PlaceRun) -> _Served:
+        def placed() -> AnswerToClient:
+            # First of all: a client whose runtime turns out to be ending asks another one: nothing is lost.
+            self._local.server.ensure_running()
+            return place(request, self._local)
+
+        return placed
+
+    def _run_fresh(self, connection: ClientConnection, request: wire.RunFresh) -> _Served:
+        # The job is there at once, so that an interrupt finds it.
+        job = RunningJob(request.order, connection, connection.record, self._local.directory.root)
+        self.jobs.add(job)
+        caller = Caller(connection.record.pid, connection.record.name)
+        return functools.partial(self._start_fresh, job, request, connection, caller)
+
+    def _start_fresh(
+        self, job: RunningJob, request: wire.RunFresh, connection: ClientConnection, caller: Caller
+    ) -> AnswerToClient:
+        def remark(text: str) -> None:
+            self._hub.call(lambda: connection.event(wire.Remark(text=text)))
+
+        ranks = FreshRanks(self._local, request, caller, remark)
+        try:
+            made = ranks.take()
+        except BaseException:
+            ranks.used()
+            self._hub.call(lambda: self._released(job.number))
+            raise
+
+        def over() -> None:
+            made.group.close()
+            ranks.used()
+
+        def begin() -> None:
+            job.logs = made.logs
+            job.over = lambda: self._in_background(over)
+            job.begin(self._hub, made.group, request.prepare)
+
+        try:
+            self._hub.run(begin)
+        except BaseException:
+            over()
+            self._hub.call(lambda: self._released(job.number))
+            raise
+        return wire.Given()
+
+    def _in_background(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the runtime ends
+            self._pool.submit(act)
+
+    # --- jobs ----------------------------------------------------------------------------------------
+
+    def _give(self, connection: ClientConnection, request: wire.GiveJob) -> _Served:
+        session = self._session(request.session)
+        if not request.order.look:
+            session.refuse_if_held_against(connection)
+            session.take_jobs_of(connection)
+        look = session.running
+        if look is None or not look.order.look:
+            return self._begin(session, connection, request)
+        # Nobody knows of it.
+        return functools.partial(self._give_after, look, session, connection, request)
+
+    def _give_after(
+        self, look: RunningJob, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+    ) -> AnswerToClient:
+        """Give a session a job once a look into a rank has ended; on a thread of the pool."""
+        if not look.finished.wait(_LOOK_SECONDS):
+            self._hub.call(look.interrupt)
+            look.finished.wait(_LOOK_ENDS_SECONDS)
+        answers: list[AnswerToClient] = []
+        self._hub.run(lambda: answers.append(self._begin(session, connection, request)))
+        return answers[0]
+
+    def _begin(
+        self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+    ) -> AnswerToClient:
+        session.refuse_if_busy()
+        if request.attempt is not None and request.attempt != session.group.attempt:
+            return wire.Stale(attempt=session.group.attempt)
+        root = self._local.directory.root
+        job = RunningJob(request.order, connection, connection.record, root, session.tenure)
+        self.jobs.add(job)
+        session.give(self._hub, job, self.jobs, self._journal)
+        return wire.Given()
+
+    def _past(self, number: int) -> PastJob | None:
+        found = (session.archive.get(number) for session in self.sessions.values())
+        return next(filter(None, found), None)
+
+    def _watch(self, connection: ClientConnection, request: wire.WatchJob) -> _Served:
+        past = self._past(request.job)
+        if past is not None:
+            return past.snapshot
+        job = self._job(request.job)
+        job.watchers.add(connection)
+        return job.snapshot(connection)
+
+    def _unwatch(self, connection: ClientConnection, request: wire.UnwatchJob) -> _Served:
+        job = self.jobs.get(request.job)
+        if job is not None:
+            job.watchers.discard(connection)
+        return Done()
+
+    def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
+        job = self.jobs.get(request.job)
+        # One that has lost the session may not know that yet.
+        if job is not None and job.is_of(connection):
+            job.interrupt()
+        return None
+
+    def _interrupt_session(self, connection: ClientConnection, request: wire.InterruptSession) -> _Served:
+        session = self._session(request.session)
+        session.refuse_if_held_against(connection)
+        session.interrupt()
+        return Done()
+
+    def _reply(self, connection: ClientConnection, request: wire.Reply) -> _Served:
+        job = self.jobs.get(request.job)
+        if job is not None and job.is_of(connection):
+            job.reply(request.rank, request.answer)
+        return None
+
+    def _events_of(self, _: ClientConnection, request: wire.EventsOf) -> _Served:
+        job = self.jobs.get(request.job) or self._past(request.job)
+        events = job.events if job is not None else self._events.get(request.job)
+        if events is None:
+            raise NblaunchError(_unknown(request.job))
+
+        def complete() -> AnswerToClient:
+            found = tuple(wire.EventRecord(each.json, each.timestamp) for each in events.all())
+            return wire.JobEvents(events=found)
+
+        return complete
+
+    def _late_of(self, _: ClientConnection, request: wire.LateOf) -> _Served:
+        past = self._past(request.job)
+        if past is not None:
+            return wire.LateWarnings(texts=tuple(past.late))
+        job = self._job(request.job)
+        over = job.group is None or job.group.keep or job.group.closed.is_set()
+        return wire.LateWarnings(texts=tuple(job.job.late), complete=over)
+
+    def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
+        job = self.jobs.get(request.job)
+        if job is not None:
+            job.release_values()
+        for session in self.sessions.values():
+            # Those that watch map them too: the one that gives the jobs may not have them yet.
+            if session.held_against(connection) is None:
+                session.archive.taken(request.job)
+        return None
+
+    def _released(self, number: int) -> None:
+        if any(each.keeps(number) for each in self.sessions.values()):
+            return
+        job = self.jobs.get(number)
+        if job is not None and job.group is not None and job.end is None:
+            # Its client has left it alone: nothing of it goes before it has ended.
+            job.released = functools.partial(self._released, number)
+            return
+        job = self.jobs.forget(number)
+        if job is None:
+            return
+        job.release_values()
+        self._journal.forget(number)
+        if not job.order.internal:
+            self._events[number] = job.events
+            while len(self._events) > _RELEASED_EVENTS:
+                self._events.pop(next(iter(self._events)))
+        if job.logs is not None:
+            self._in_background(functools.partial(remove_tree, job.logs))
+        job.let_go()
+        ended, self._ended = self._ended, []
+        for session in ended:
+            self._over(session)
+
+    def _job(self, number: int) -> RunningJob:
+        job = self.jobs.get(number)
+        if job is None:
+            raise NblaunchError(_unknown(number))
+        return job
+
+    # --- sessions ------------------------------------------------------------------------------------
+
+    def _open(self, connection: ClientConnection, request: wire.OpenSession) -> _Served:
+        caller = Caller(connection.record.pid, connection.record.name)
+
+        def make() -> AnswerToClient:
+            self._registration.add(request.name, connection.record, detached=request.detached)
+            try:
+                made = session_group(self._local, request, caller)
+            except BaseException:
+                if request.detached:
+                    self._registration.remove()
+                raise
+            archive = Archive(self._journal, self._local.directory.root(), keep=request.detached)
+            session = RuntimeSession(request, made, connection, archive)
+            session.unused = self.changed.set
+            if request.detached and isinstance(self._local.server, GivenServer):
+                self._local.server.detach()
+            self._hub.run(lambda: self._add_session(session, connection))
+            return wire.Opened(attempt=session.group.attempt)
+
+        return make
+
+    def _add_session(self, session: RuntimeSession, connection: ClientConnection) -> None:
+        if connection.closed:
+            session.group.stop()
+            if session.detached:
+                self._stop()
+            msg = f"the client that has asked for session {session.name!r} is gone"
+            raise LaunchError(msg, phase="job")
+        self.sessions[session.key] = session
+
+    def _close_session(self, _: ClientConnection, request: wire.CloseSession) -> _Served:
+        session = self.sessions.pop(request.session, None)
+        if session is None:
+            return Done()
+        self._closing += 1
+
+        def close() -> AnswerToClient:
+            try:
+                session.close()
+            finally:
+                self._closing -= 1
+            self._hub.call(lambda: self._over(session))
+            if session.detached:
+                # It was all that this runtime was for.
+                self._stop()
+            return Done()
+
+        return close
+
+    def _over(self, session: RuntimeSession) -> None:
+        """Forget the jobs of a session that is over, and its private logs once no result refers to them."""
+        session.archive.close()
+        if session.made.logs is None:
+            return
+        if session.unreleased:
+            self._ended.append(session)
+        else:
+            self._in_background(functools.partial(remove_tree, session.made.logs))
+
+    def _restart(self, connection: ClientConnection, request: wire.RestartSession) -> _Served:
+        session = self._session(request.session)
+        session.refuse_if_held_against(connection)
+        return lambda: wire.Opened(attempt=session.restart())
+
+    def _look(self, _: ClientConnection, request: wire.LookAtRanks) -> _Served:
+        session = self._session(request.session)
+        return lambda: wire.Looked(report=session.group.where(request.seconds))
+
+    def _describe(self, _: ClientConnection, request: wire.DescribeSessions) -> _Served:
+        wanted = [each for name, each in self.sessions.items() if request.session in ("", name)]
+        return lambda: wire.Sessions(sessions=tuple(each.record() for each in wanted))
+
+    def _list_jobs(self, _: ClientConnection, request: wire.ListJobs) -> _Served:
+        return wire.JobList(jobs=self._session(request.session).job_records())
+
+    def _attach(self, connection: ClientConnection, request: wire.AttachSession) -> _Served:
+        session = self._session(request.session)
+        session.follow(connection, take=request.take)
+        other = session.held_against(connection)
+        held_by = None if other is None else other.record
+
+        def attached() -> AnswerToClient:
+            return wire.Attached(
+                session=session.record(),
+                options=session.options,
+                names=tuple(session.group.names.values()),
+                jobs=session.job_records(),
+                held_by=held_by,
+            )
+
+        return attached
+
+    def _stop(self) -> None:
+        self.stopping = True
+        self.changed.set()
+
+    def linger_left(self) -> float | None:
+        """Return in how many seconds this runtime ends by itself; None if nobody waits for that.
+
+        Nobody would find one whose owner has gone before it opened a session that outlives it.
+        """
+        detached = any(session.detached for session in list(self.sessions.values()))
+        if self.owner is not None and self.owner.closed and not detached and not self._closing:
+            return 0.0
+        left = [session.linger_left for session in list(self.sessions.values())]
+        known = [each for each in left if each is not None]
+        return max(known) if known and len(known) == len(left) else None
+
+    def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
+        self.listen()
+        return Done()
+
+    def _stop_all(self, _: ClientConnection, __: wire.Stop) -> _Served:
+        def stop() -> AnswerToClient:
+            self.close()
+            self._stop()
+            return Done()
+
+        return stop
+
+    def _session(self, name: str) -> RuntimeSession:
+        session = self.sessions.get(name)
+        if session is None:
+            raise LaunchError(session_ended(name), phase="job")
+        return session
+
+
+def _unknown(number: int) -> str:
+    return (
+        f"job {number} is not known here: it was released, or never begun. Look in session.jobs for those "
+        "that a detached session keeps."
+    )

@@ -1,0 +1,291 @@
+"""The sessions of a runtime: ranks that stay, the client that gives them jobs, and those that follow them.
+
+Everything here runs on the hub's thread, unless a method says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+
+from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._results import held_by
+from nblaunch.group.group import WorkerGroup
+from nblaunch.group.hub import Hub
+from nblaunch.group.lifecycle import RestartAsked, Trigger
+from nblaunch.group.standby import GroupAndLogs
+from nblaunch.group.usage import own_memory
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import (
+    GiverChanged,
+    JobRecord,
+    NamesChanged,
+    OpenSession,
+    Placement,
+    RankLogFiles,
+    RankRecord,
+    RanksReplaced,
+    RuntimeEvent,
+    SessionEnded,
+    SessionRecord,
+)
+from nblaunch.protocol.messages import Names, Prepare
+from nblaunch.protocol.reports import session_busy, session_ended
+from nblaunch.protocol.state import RankState, State
+from nblaunch.runtime.archive import Archive
+from nblaunch.runtime.connections import ClientConnection
+from nblaunch.runtime.jobs import Jobs, RunningJob
+from nblaunch.runtime.journal import Journal
+
+_CLOSE_SECONDS = 10.0
+
+
+class RuntimeSession:
+    """Ranks that are kept; one job at a time."""
+
+    def __init__(
+        self, opened: OpenSession, made: GroupAndLogs, giver: ClientConnection, archive: Archive
+    ) -> None:
+        """Follow the ranks, which are not started yet."""
+        self.key = opened.session
+        self.name = opened.name
+        self.options: LaunchOptions = opened.options
+        self.placement: Placement = opened.placement
+        self.prepare: Prepare = opened.prepare
+        self.detached = opened.detached
+        self.linger = opened.options.linger
+        self._idle_since = time.monotonic()
+        self.unused: Callable[[], None] = lambda: None
+        """Called when a job has ended, or a client has gone."""
+        self.made = made
+        self.group: WorkerGroup = made.group
+        self.giver: ClientConnection | None = giver
+        """The client that gives jobs; of the other followers those of other processes watch."""
+        self.followers: set[ClientConnection] = {giver}
+        self.tenure = 0
+        """How often another process has begun to give jobs."""
+        self.running: RunningJob | None = None
+        self.archive = archive
+        """The jobs that the user gave, and that have ended."""
+        self.unreleased: set[int] = set()
+        """Jobs to which a result refers, and so to the logs of these ranks."""
+        self._logs: dict[int, Mapping[int, Mapping[int, RankLogFiles]]] = {}
+        """Those of the ended jobs that somebody may come back to, the oldest first."""
+        archive.forgotten = self._forgotten
+        self.started = time.time()
+        self._restarted = False
+        self.group.listener = self
+
+    @property
+    def open(self) -> bool:
+        """Whether there are ranks, or will be."""
+        return not self.group.closed.is_set()
+
+    @property
+    def linger_left(self) -> float | None:
+        """In how many seconds a detached session ends; None for others, and while it is in use."""
+        if not self.detached or self.followers or self.running is not None:
+            return None
+        return self.linger - (time.monotonic() - self._idle_since)
+
+    # --- jobs ----------------------------------------------------------------------------------------
+
+    def refuse_if_busy(self) -> None:
+        """Raise for a session that cannot take a job now."""
+        if not self.open:
+            raise LaunchError(session_ended(self.name), phase="job")
+        if self.running is not None:
+            raise NblaunchError(session_busy(self.name))
+
+    def give(self, hub: Hub, job: RunningJob, jobs: Jobs, journal: Journal) -> None:
+        """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
+        self.running = job
+        self.unreleased.add(job.number)
+        job.over = functools.partial(self._over, job, jobs)
+        job.let_go = functools.partial(self._let_go, job.number)
+        if not job.order.internal:
+            job.write_to(journal, at_once=self.detached)
+        job.begin(hub, self.group, self.prepare)
+
+    def _let_go(self, number: int) -> None:
+        self.unreleased.discard(number)
+        self._forgotten(number)
+
+    def _forgotten(self, number: int) -> None:
+        """Give back the room of logs to which nobody comes back."""
+        if number in self.unreleased or self._logs.pop(number, None) is None:
+            return
+        running: Mapping[int, Mapping[int, RankLogFiles]] = {}
+        if self.running is not None:
+            running = self.running.job.logs
+        # Those of a job that no rank has begun are empty.
+        self.group.free_logs(next(filter(None, (*self._logs.values(), running)), {}))
+
+    def _over(self, job: RunningJob, jobs: Jobs) -> None:
+        if not job.order.internal:
+            self._logs[job.number] = job.job.logs
+            self.archive.add(job)
+        if self.archive.get(job.number) is not None:
+            jobs.forget(job.number)
+            self.unreleased.discard(job.number)
+        if self.running is job:
+            self.running = None
+            self._idle_since = time.monotonic()
+            if self.linger_left is not None:
+                self.unused()
+        if self._restarted:
+            self._restarted = False
+            self.group.post(Trigger.FORGET_NOTES)
+
+    def keeps(self, number: int) -> bool:
+        """Whether a job is this session's own, also when no client refers to it."""
+        running = self.running
+        mine = running is not None and running.number == number and not running.order.internal
+        return self.detached and (mine or self.archive.get(number) is not None)
+
+    def interrupt(self) -> None:
+        """Interrupt the job that is running, as the stop button does; the variables stay."""
+        self.group.post(Trigger.INTERRUPT)
+
+    # --- the ranks; on a thread that may wait ----------------------------------------------------------
+
+    def restart(self) -> int:
+        """Replace all ranks by new ones, without variables; return their attempt."""
+        if not self.open:
+            raise LaunchError(session_ended(self.name), phase="job")
+        before = self.group.attempt
+        self.group.post(RestartAsked("the session was restarted"))
+        deadline = time.monotonic() + self.options.grace + _CLOSE_SECONDS
+        while self.group.attempt == before and time.monotonic() < deadline:
+            if self.group.closed.wait(0.01):
+                break
+        self._restarted = True
+        return self.group.attempt
+
+    def close(self) -> None:
+        """End the ranks and wait until they have exited."""
+        job = self.running
+        if job is not None and not job.job.ended.is_set():
+            if self.detached:
+                job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
+            self.group.post(Trigger.INTERRUPT)
+            job.job.ended.wait(self.options.grace)
+        self.group.post(Trigger.DISMISS)
+        if not self.group.closed.wait(_CLOSE_SECONDS):
+            self.group.stop()
+            self.group.closed.wait(_CLOSE_SECONDS)
+        self.group.close()
+
+    def record(self) -> SessionRecord:
+        """Return what each rank is doing, and the memory that is its own."""
+        members, running, giver = self.group.state, self.running, self.giver
+        ranks = {} if running is None or running.end is not None else running.job.state.ranks
+        open_questions = () if running is None else tuple(running.job.questions)
+        prompts = {each.rank: each.prompt for each in reversed(open_questions)}
+        return SessionRecord(
+            session=self.key,
+            name=self.name,
+            placement=self.placement,
+            attempt=self.group.attempt,
+            open=self.open,
+            ready=self.group.ready,
+            detached=self.detached,
+            linger=self.linger,
+            linger_left=self.linger_left,
+            giver=None if giver is None else giver.record,
+            running=None if running is None or running.order.internal else running.record,
+            ranks=tuple(
+                RankRecord(
+                    rank=rank,
+                    state=self._word(known.node, ranks.get(rank)),
+                    pid=known.pid,
+                    device=known.device,
+                    memory=own_memory(known.pid),
+                    waiting=_waiting(ranks.get(rank)),
+                    asks=prompts.get(rank),
+                )
+                for rank, known in sorted(members.ranks.items())
+            ),
+            doing=running.job.state.doing if running is not None and running.end is None else "",
+            started=self.started,
+        )
+
+    def _word(self, node: str, job: RankState | None) -> str:
+        if not self.open:
+            return "gone"
+        if not node or not self.group.ready:
+            return "starting"
+        return "running" if job is not None and job.state is State.RUNNING else "idle"
+
+    def job_records(self) -> tuple[JobRecord, ...]:
+        """Return the jobs that the user gave, the oldest first."""
+        running = self.running
+        now = () if running is None or running.order.internal else (running.record,)
+        return (*self.archive.records, *now)
+
+    # --- what the group reports ------------------------------------------------------------------------
+
+    def names_changed(self, names: Names) -> None:
+        """Send on which variables a rank has."""
+        self._tell(NamesChanged(session=self.key, names=names))
+
+    def ranks_replaced(self, attempt: int) -> None:
+        """Send on that the ranks are others."""
+        self._tell(RanksReplaced(session=self.key, attempt=attempt))
+
+    def group_closed(self) -> None:
+        """Send on that the ranks are gone."""
+        self._tell(SessionEnded(session=self.key))
+
+    def _tell(self, event: RuntimeEvent) -> None:
+        for connection in self.followers:
+            connection.event(event)
+
+    # --- its clients -----------------------------------------------------------------------------------
+
+    def held_against(self, connection: ClientConnection) -> ClientConnection | None:
+        """Return the client that gives jobs, if it is another process than that of `connection`."""
+        giver = self.giver
+        return None if giver is None or giver.is_of_the_process_of(connection) else giver
+
+    def refuse_if_held_against(self, connection: ClientConnection) -> None:
+        """Raise what a client is told that is not the one to give jobs."""
+        other = self.held_against(connection)
+        if other is not None:
+            raise NblaunchError(held_by(self.name, other.record))
+
+    def follow(self, connection: ClientConnection, *, take: bool) -> None:
+        """Report to this client; take its jobs too, unless another one gives them and it does not `take`."""
+        self.followers.add(connection)
+        if take or self.held_against(connection) is None:
+            self.take_jobs_of(connection)
+
+    def take_jobs_of(self, connection: ClientConnection) -> None:
+        """Take jobs from this client, which also answers the questions of the ranks, and nobody else."""
+        before, self.giver = self.giver, connection
+        job = self.running
+        if job is not None and not job.order.look and not job.is_of(connection):
+            job.giver = connection
+        if before is None or not before.is_of_the_process_of(connection):
+            self.tenure += before is not None
+            self._tell(GiverChanged(session=self.key, by=connection.record))
+
+    def leave(self, connection: ClientConnection) -> None:
+        """Send a connection nothing more; if it gave the jobs, another one of its process does."""
+        if connection in self.followers:
+            self.followers.discard(connection)
+            self._idle_since = time.monotonic()
+        if self.giver is not connection:
+            return
+        other = next((each for each in self.followers if each.is_of_the_process_of(connection)), None)
+        if other is not None:
+            self.take_jobs_of(other)
+        else:
+            self.giver = None
+            self.tenure += 1
+            self._tell(GiverChanged(session=self.key))
+
+
+def _waiting(known: RankState | None) -> str:
+    return "" if known is None or known.state.final else known.waiting

@@ -1,0 +1,448 @@
+"""The runtime, the fork server and their keeper: what each of them knows, and who ends with whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from lanes import sampled
+
+from nblaunch._process_tree import start_ticks
+from nblaunch.client.boot import stop_keeper
+from nblaunch.client.line import ClientLine
+from nblaunch.protocol.client import Introduce
+
+TESTS = Path(__file__).parents[1]
+MARK = "NBLAUNCH_TEST_RUNTIME"
+GONE_SECONDS = 2.0
+"""How soon after the end of the kernel nothing may be alive or lie about."""
+PUPPET = "puppet:live"
+STRAY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+OWNER = """
+import os, socket, subprocess, sys
+from pathlib import Path
+from nblaunch.client import boot
+live, root, detached, theirs, ours = sys.argv[1:]
+boot.LIVE = live or boot.LIVE
+link = socket.socket(fileno=int(theirs))
+booted = boot.Boot(Path(root), link, owner=0 if detached == "True" else os.getpid())
+link.close()
+print(booted.keeper.pid, flush=True)
+for line in sys.stdin:
+    print(repr(eval(line)), flush=True)
+"""
+"""Starts a runtime as a kernel does. It has both ends of the link, and evaluates what a test asks of it."""
+
+
+class Tree:
+    """A runtime, all processes around it, and the link to it."""
+
+    def __init__(self, live: str, *, detached: bool, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.root = Path(tempfile.mkdtemp(prefix="nblaunch-"))
+        self.link, theirs = socket.socketpair()
+        self.link.settimeout(60)
+        fds = theirs.fileno(), self.link.fileno()
+        path = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(TESTS.parent), str(TESTS)])
+        self.owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, live, self.root, str(detached), *map(str, fds)],
+            env={**os.environ, **environment, MARK: self.mark, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=fds,
+        )
+        theirs.close()
+        self.lines = self.link.makefile("rw")
+        self.keeper = int(self.owner.stdout.readline())
+        self.ticks = start_ticks(self.keeper)
+
+    def ask(self, expression: str):
+        """Return what an expression is in the runtime."""
+        self.lines.write(expression + "\n")
+        self.lines.flush()
+        return json.loads(self.lines.readline())
+
+    def ask_owner(self, expression: str):
+        """Return what an expression is in the process that has started the runtime."""
+        self.owner.stdin.write(expression + "\n")
+        self.owner.stdin.flush()
+        return eval(self.owner.stdout.readline())  # noqa: S307 - the test's own
+
+    @property
+    def runtime(self):
+        return self.ask("os.getpid()")
+
+    @property
+    def server(self):
+        (server,) = {each.pid for each in psutil.Process(self.keeper).children()} - {self.runtime}
+        return server
+
+    def alive(self) -> set[int]:
+        """Return every process that carries the mark but the owner."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = set()
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.add(pid)
+        return found - {self.owner.pid}
+
+    def gone(self) -> bool:
+        return not self.alive() and not self.root.exists()
+
+    def close(self) -> None:
+        for pid in [*self.alive(), self.owner.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.owner.communicate()
+        self.lines.close()
+        self.link.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+@pytest.fixture
+def start():
+    """Give `start(live, detached=, **environment)`: a runtime, of which nothing is left after the test."""
+    started: list[Tree] = []
+
+    def tree(live: str = PUPPET, *, detached: bool = False, **environment: str) -> Tree:
+        started.append(Tree(live, detached=detached, **environment))
+        return started[-1]
+
+    yield tree
+    for each in started:
+        each.close()
+
+
+# --- what each process is --------------------------------------------------------------------------
+
+
+def test_the_runtime_is_the_keepers_child_and_not_the_fork_servers(start):
+    tree = start()
+    runtime, (rank, _) = tree.runtime, tree.ask("fork()")
+    assert psutil.Process(runtime).ppid() == tree.keeper
+    assert {each.pid for each in psutil.Process(tree.keeper).children()} == {runtime, tree.server}
+    assert psutil.Process(rank).ppid() == tree.server
+    assert psutil.Process(tree.server).num_threads() == 1
+
+
+def test_the_runtime_has_torch_and_no_shell_and_ranks_have_no_worker_group(start):
+    tree = start()
+    loaded = tree.ask("sorted(sys.modules)")
+    assert {"torch", "nblaunch.group.group"} <= set(loaded)
+    assert {"IPython", "nblaunch.rank.shell"}.isdisjoint(loaded)
+    rank, _ = tree.ask("fork()")
+    in_rank = (tree.root / f"rank-{rank}").read_text().splitlines()
+    assert {"torch", "nblaunch.rank.shell"} <= set(in_rank)
+    assert [name for name in in_rank if name.startswith(("nblaunch.group", "nblaunch.runtime"))] == []
+
+
+def test_each_process_has_its_own_descriptors_alone(start):
+    """A copy of the link or of a socket pair elsewhere would hide the end of the process that has it."""
+    tree = start()
+    tree.ask("fork()")
+    ends: dict[str, set[int]] = {}
+    for pid in (tree.keeper, tree.server, tree.runtime):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (target := str(link.readlink())).startswith("socket:"):
+                    ends.setdefault(target, set()).add(pid)
+    # The link, both ends of the requests' pair and both of the orders'.
+    assert sorted(map(len, ends.values())) == [1] * 5
+
+
+def test_the_private_directory_and_its_socket_are_open_to_nobody_else(start):
+    tree = start(live="")
+    welcome = line(tree.link).welcome
+    assert (welcome.root, psutil.Process(welcome.pid).ppid()) == (str(tree.root), tree.keeper)
+    assert stat.S_IMODE(tree.root.stat().st_mode) == 0o700
+    found = {each.name: stat.S_IMODE(each.stat().st_mode) & 0o077 for each in tree.root.iterdir()}
+    assert {"client", "notes", "hub", "runtime.log"} < found.keys()
+    assert [name for name in ("client", "notes", "hub") if found[name]] == []
+
+
+def test_a_runtime_whose_owner_is_gone_before_it_opened_a_session_ends(start, eventually):
+    """One that has a session goes on: test_attach.py kills its owner a hundred times."""
+    tree = start(live="", detached=True)
+    _ = line(tree.link).welcome
+    tree.owner.kill()
+    tree.lines.close()
+    tree.link.close()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def line(connection: socket.socket, token: str = "") -> ClientLine:
+    introduce = Introduce(token=token, version="0", pid=os.getpid(), node="here", name="a test")
+    return ClientLine(connection, introduce, EOFError)
+
+
+# --- who ends with whom ----------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_nothing_outlives_the_kernel_that_the_runtime_is_bound_to(start, eventually):
+    tree = start()
+    tree.ask("fork()")
+    tree.owner.kill()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def test_nothing_outlives_a_kernel_that_is_killed_before_the_runtime_is_there(start, eventually):
+    tree = start()
+    tree.owner.kill()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def test_a_child_of_the_kernels_that_holds_the_link_keeps_nothing_alive(start, eventually):
+    tree = start()
+    tree.ask("fork()")
+    child = tree.ask_owner("subprocess.Popen(['sleep', '1000'], close_fds=False).pid")
+    try:
+        held = {str(link.readlink()) for link in Path(f"/proc/{child}/fd").iterdir()}
+        assert f"socket:[{os.fstat(tree.link.fileno()).st_ino}]" in held
+        tree.owner.kill()
+        eventually(lambda: tree.alive() == {child} and not tree.root.exists(), "all is gone", GONE_SECONDS)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_kernel_that_is_stopped_keeps_its_runtime(start):
+    tree = start()
+    runtime = tree.runtime
+    tree.owner.send_signal(signal.SIGSTOP)
+    # The keeper and the fork server do what they are for.
+    first, _ = tree.ask("fork()")
+    os.kill(tree.server, signal.SIGKILL)
+    second, _ = tree.ask("fork()")
+    assert first != second
+    assert tree.runtime == runtime
+    tree.owner.send_signal(signal.SIGCONT)
+    assert tree.ask_owner("booted.keeper.poll()") is None
+
+
+def test_a_detached_runtime_outlives_its_kernel(start, eventually):
+    tree = start(detached=True)
+    before = tree.runtime, tree.server, *tree.ask("fork()")
+    tree.owner.kill()
+    tree.owner.wait()
+    assert tree.ask("server.sweep()") is None
+    assert set(before[:3]) < tree.alive()
+    assert (tree.runtime, tree.server) == before[:2]
+    assert tree.ask("fork()")
+    assert stop_keeper(tree.keeper, tree.ticks)
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def test_a_bound_runtime_is_detached_on_request(start, eventually):
+    tree = start()
+    runtime = tree.runtime
+    tree.ask("server.detach()")
+    tree.owner.kill()
+    tree.owner.wait()
+    assert tree.ask("fork()")
+    assert tree.runtime == runtime
+    tree.lines.write("stop\n")
+    tree.lines.flush()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def test_a_runtime_that_ends_takes_all_along_and_its_entry(start, eventually, tmp_path):
+    entry = tmp_path / "entry é.json"
+    entry.touch()
+    tree = start()
+    tree.ask(f"server.named({str(entry)!r})")
+    tree.ask("fork()")
+    tree.lines.write("stop\n")
+    tree.lines.flush()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+    eventually(lambda: not entry.exists(), "the entry is gone")
+    assert tree.ask_owner("booted.keeper.wait()") == 0
+    assert tree.ask_owner("booted.last_words()") == "Its last words:\n(none)"
+
+
+@pytest.mark.parametrize("number", sampled([signal.SIGSEGV, signal.SIGKILL]))
+def test_a_runtime_that_is_killed_takes_all_along_and_leaves_its_last_words(start, eventually, number):
+    tree = start()
+    runtime, _ = tree.runtime, tree.ask("fork()")
+    tree.ask("print('all is well', file=sys.stderr)")
+    # Its end shows, although a child has a copy of all its sockets.
+    tree.ask("os.fork() or signal.pause()")
+    os.kill(runtime, number)
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+    assert tree.lines.readline() == ""
+    words = tree.ask_owner("booted.last_words()")
+    assert "all is well" in words
+    assert ("Fatal Python error: Segmentation fault" in words) is (number == signal.SIGSEGV)
+
+
+def test_a_fork_server_that_is_killed_takes_its_ranks_along_and_the_runtime_starts_another(start, eventually):
+    tree = start()
+    runtime = tree.runtime
+    servers, descriptors = {tree.server}, set()
+    for _ in range(3):
+        tree.ask("fork()")
+        os.kill(tree.server, signal.SIGKILL)
+        eventually(lambda: tree.alive() == {tree.keeper, runtime}, "the others are gone", GONE_SECONDS)
+        tree.ask("server.ensure_running()")
+        tree.ask("fork()")
+        assert tree.server not in servers
+        servers.add(tree.server)
+        descriptors.add(len(list(Path(f"/proc/{tree.keeper}/fd").iterdir())))
+    assert tree.runtime == runtime
+    assert len(descriptors) == 1
+
+
+NO_PIDFD = "import os\nvars(os).pop('pidfd_open', None)\n"
+
+
+def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
+    """The system does not wake the keeper then: threads wait for the end of each process."""
+    (tmp_path / "sitecustomize.py").write_text(NO_PIDFD)
+    tree = start(PYTHONPATH=str(tmp_path))
+    runtime = tree.runtime
+    tree.ask("fork()")
+    os.kill(tree.server, signal.SIGKILL)
+    eventually(lambda: tree.alive() == {tree.keeper, runtime}, "the others are gone", GONE_SECONDS)
+    # The second one has a copy of whatever the keeper has open.
+    tree.ask("fork()")
+    tree.owner.kill()
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+
+
+def test_a_fork_server_that_has_just_been_killed_is_noticed_by_the_next_fork(start):
+    tree = start()
+    first, _ = tree.ask("fork()")
+    os.kill(tree.server, signal.SIGKILL)
+    second, _ = tree.ask("fork()")
+    assert second in tree.alive()
+    assert first not in tree.alive()
+
+
+def test_the_runtime_can_end_a_fork_server_that_does_not_answer(start):
+    tree = start()
+    tree.ask("fork()")
+    stuck = tree.server
+    os.kill(stuck, signal.SIGSTOP)
+    tree.ask("server.stop()")
+    assert tree.alive() == {tree.keeper, tree.runtime}
+    tree.ask("fork()")
+    assert tree.server != stuck
+
+
+def test_the_keeper_takes_all_along_when_it_is_killed(start, eventually):
+    tree = start()
+    tree.ask("fork()")
+    os.kill(tree.keeper, signal.SIGKILL)
+    # What a rank has left behind in a session of its own is nobody's then, and lives on.
+    eventually(lambda: len(tree.alive()) == 1, "the server, the runtime and the rank are gone", GONE_SECONDS)
+    assert "sleep" in psutil.Process(tree.alive().pop()).cmdline()
+
+
+@pytest.mark.parametrize("pidfd", sampled([True, False]))
+def test_one_signal_to_the_keeper_ends_all(start, eventually, monkeypatch, pidfd):
+    if not pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
+    tree = start()
+    tree.ask("fork()")
+    assert not stop_keeper(tree.keeper, tree.ticks + 1)  # another process, with the same number
+    os.kill(tree.runtime, signal.SIGSTOP)
+    assert stop_keeper(tree.keeper, tree.ticks)
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+    assert tree.ask_owner("booted.keeper.wait()") == 0
+    assert not stop_keeper(tree.keeper, tree.ticks)
+
+
+def test_stray_signals_end_nothing(start, eventually):
+    tree = start()
+    before = tree.keeper, tree.runtime, tree.server
+    for pid in before:
+        for number in STRAY:
+            os.kill(pid, number)
+    rank = tree.ask("plain_fork()")
+    assert (tree.keeper, tree.runtime, tree.server) == before
+    # What it forks is not deaf, isolated or not: a rank may be ended by SIGTERM.
+    ours = {*STRAY, signal.SIGUSR1}
+    eventually(lambda: not ours & ignored_by(rank), "these signals are the user's")
+
+
+def ignored_by(pid: int) -> set[signal.Signals]:
+    (mask,) = re.findall(r"^SigIgn:\s(\w+)", Path(f"/proc/{pid}/status").read_text(), flags=re.MULTILINE)
+    return {each for each in signal.valid_signals() if int(mask, 16) >> each - 1 & 1}
+
+
+REFUSED_ONCE = """
+import os, sys
+if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+    fork, keeper, forks = os.fork, os.getpid(), []
+    def refuse():
+        forks.append(os.getpid())
+        if forks.count(keeper) == 2:
+            raise BlockingIOError(11, os.strerror(11))
+        return fork()
+    os.fork = refuse
+"""
+
+
+def test_a_fork_server_that_the_system_refuses_is_an_error_and_the_next_one_comes(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(REFUSED_ONCE)
+    tree = start(PYTHONPATH=str(tmp_path))
+    before = tree.runtime
+    os.kill(tree.server, signal.SIGKILL)
+    tree.ask("server.stop()")
+    assert tree.ask("server.ensure_running()").startswith(
+        "LaunchError: A rank was to be forked, and the system refused: EAGAIN"
+    )
+    assert tree.ask("fork()")
+    assert tree.runtime == before
+
+
+# --- a runtime that does not come ------------------------------------------------------------------
+
+NO_FORK = """
+import os, sys
+if "nblaunch.elastic.keeper" in str(sys.orig_argv):
+    fork, count = os.fork, 0
+    def refuse():
+        global count
+        count += 1
+        if count == {}:
+            raise BlockingIOError(11, os.strerror(11))
+        return fork()
+    os.fork = refuse
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "trouble"),
+    sampled(
+        [
+            ("Resource temporarily unavailable", NO_FORK.format(2)),
+            ("Resource temporarily unavailable", NO_FORK.format(1)),
+            ("Resource temporarily unavailable", NO_FORK.format(3)),
+            ("import of torch halted", "import sys; sys.modules['torch'] = None"),
+            ("import of nblaunch.group halted", "import sys; sys.modules['nblaunch.group'] = None"),
+        ]
+    ),
+    ids=["no runtime", "no server", "no runtime, in the middle", "no torch", "no worker group"],
+)
+def test_a_runtime_that_cannot_start_says_why(start, eventually, tmp_path, what, trouble):
+    (tmp_path / "sitecustomize.py").write_text(trouble)
+    tree = start(PYTHONPATH=str(tmp_path))
+    assert tree.lines.readline() == ""
+    eventually(tree.gone, "all is gone", GONE_SECONDS)
+    assert what in tree.ask_owner("booted.last_words()")

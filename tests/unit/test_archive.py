@@ -1,0 +1,246 @@
+"""What is kept of a session's jobs, within small bounds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from patience import eventually
+
+from nblaunch._cgroups import tightest_memory
+from nblaunch._errors import NblaunchError
+from nblaunch.capture import shared_memory
+from nblaunch.capture.pickling import dumps
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import ClientRecord, JobOrder
+from nblaunch.protocol.messages import (
+    AttemptStarted,
+    Dispatch,
+    Displayed,
+    FunctionJob,
+    Payload,
+    Printed,
+    Returned,
+    Started,
+    Stream,
+)
+from nblaunch.protocol.state import Message, RunState, advance, decode_state, encode_state
+from nblaunch.protocol.transcript import Text
+from nblaunch.runtime.archive import Archive, Bounds, bounded, most_values
+from nblaunch.runtime.jobs import RunningJob
+from nblaunch.runtime.journal import Journal
+
+KIB = 1024
+LARGE = 300 * KIB
+"""Bytes of a value that is in a memory file, not in the state."""
+NOBODY = cast("Any", object())
+CLIENT = ClientRecord(number=1, pid=1, node="here", name="a test")
+
+
+@pytest.fixture
+def journal(tmp_path):
+    made = Journal(tmp_path, after=0.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def archives(journal, tmp_path):
+    """Give `archives(keep=True, **bounds)`, closed at the end of the test."""
+    made: list[Archive] = []
+
+    def archive(*, keep=True, **bounds):
+        made.append(Archive(journal, tmp_path, keep=keep, bounds=Bounds(**bounds)))
+        return made[-1]
+
+    yield archive
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def ended(journal, tmp_path):
+    """Give `ended(number, *messages, value=, keep=)`: a job of one rank that has ended."""
+
+    def job(number, *messages, value=b"", keep=True):
+        dispatches = (((), Dispatch(job=FunctionJob(), payload=Payload((0,), inline=b""))),)
+        order = JobOrder(
+            number=number,
+            dispatches=dispatches,
+            state=encode_state(RunState.fresh(1)),
+            title=f"job {number}",
+            options=LaunchOptions(),
+        )
+        running = RunningJob(order, NOBODY, CLIENT, lambda: tmp_path)
+        running.leave(NOBODY)
+        if keep:
+            running.write_to(journal, at_once=True)
+        for message in messages:
+            running.job.fold(message)
+        with shared_memory.put(dumps(value), lambda: tmp_path) as sent:
+            returned = Returned(rank=0, value=sent.payload, text="", time=2.0)
+            running.job.fold(cast("Message", running.job.take_value(returned)))
+        running.job.end(3.0)
+        return running
+
+    return job
+
+
+def descriptors() -> set[str]:
+    return {path.name for path in Path("/proc/self/fd").iterdir()}
+
+
+def value_of(archive, number):
+    past = archive.get(number)
+    return decode_state(past.snapshot().state).ranks[0].value
+
+
+def held(archive, number):
+    payload = value_of(archive, number)
+    return payload is not None and b"".join(shared_memory.get(payload, private=True))
+
+
+def dropped(archive):
+    return {record.number: record.dropped for record in archive.records}
+
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+def test_values_beyond_the_bound_are_closed_oldest_first(archives, ended):
+    archive = archives(values=2 * LARGE + 10 * KIB)
+    before = descriptors()
+    for number in range(1, 5):
+        archive.add(ended(number, value=bytes([number]) * LARGE))
+    assert len(descriptors() - before) == 2
+    assert [bool(held(archive, number)) for number in (1, 2, 3, 4)] == [False, False, True, True]
+    assert bytes([3]) * LARGE in held(archive, 3)
+    why = "values dropped after 1 MiB of newer ones"
+    assert dropped(archive) == {1: why, 2: why, 3: "", 4: ""}
+    known = decode_state(archive.get(1).snapshot().state).ranks[0]
+    assert (known.value, known.value_not_sent) == (None, "it was dropped after 1 MiB of newer ones")
+    archive.close()
+    assert descriptors() == before
+
+
+def test_a_small_value_is_part_of_the_state_and_stays(archives, ended):
+    archive = archives(values=0)
+    for number in (1, 2):
+        archive.add(ended(number, value=b"small"))
+    assert b"small" in held(archive, 1)
+    assert dropped(archive) == {1: "", 2: ""}
+
+
+def test_the_last_value_stays_until_a_client_has_it(archives, ended):
+    archive = archives(values=KIB)
+    archive.add(ended(1, value=b"1" * LARGE))
+    assert held(archive, 1)
+    archive.taken(1)
+    assert not held(archive, 1)
+    archive.add(ended(2, value=b"2" * LARGE))
+    archive.add(ended(3, value=b"3" * LARGE))
+    assert [bool(held(archive, number)) for number in (2, 3)] == [False, True]
+
+
+def test_values_have_a_share_of_the_memory():
+    container = tightest_memory()
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine if container is None else min(machine, container[0])
+    assert most_values() == min(memory // 4, 4 << 30)
+
+
+# --- jobs and states -------------------------------------------------------------------------------
+
+
+def test_jobs_beyond_the_bound_are_forgotten(archives, ended, tmp_path):
+    archive = archives(jobs=2)
+    before = descriptors()
+    for number in (1, 2, 3):
+        archive.add(ended(number, value=b"v" * LARGE))
+    assert [record.number for record in archive.records] == [2, 3]
+    assert archive.get(1) is None
+    assert len(descriptors() - before) == 2
+    eventually(lambda: not (tmp_path / "job-1").exists(), "its files are gone")
+
+
+def test_older_states_are_on_disk_alone_once_they_are_there(archives, ended, journal, tmp_path):
+    archive = archives(in_memory=1)
+    archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
+    state = archive.get(1).snapshot().state
+    eventually(lambda: journal.written(1), "the state is on disk")
+    archive.add(ended(2))
+    assert archive.get(1).state is None
+    assert archive.get(1).snapshot().state == state
+    (tmp_path / "job-1" / "state").write_bytes(b"torn")
+    with pytest.raises(NblaunchError, match=r"job 1 \(job 1\) was kept in .* files are gone"):
+        archive.get(1).snapshot()
+
+
+def test_a_state_that_cannot_be_written_stays_in_memory(archives, ended, tmp_path):
+    (tmp_path / "job-1").write_text("where a directory would be")
+    archive = archives(in_memory=0)
+    archive.add(ended(1, Printed(rank=0, stream=Stream.STDOUT, text="first\n")))
+    archive.add(ended(2))
+    known = decode_state(archive.get(1).snapshot().state).ranks[0]
+    assert known.transcript.entries == (Text(Stream.STDOUT, "first\n"),)
+
+
+def test_of_a_job_that_is_not_kept_there_is_a_record(archives, ended, tmp_path):
+    archive = archives(keep=False)
+    archive.add(ended(1, keep=False))
+    assert [(record.number, record.state) for record in archive.records] == [(1, "SUCCEEDED")]
+    assert archive.get(1) is None
+    assert list(tmp_path.glob("job-*")) == []
+
+
+# --- large states ----------------------------------------------------------------------------------
+
+
+def figure(rank, number, size):
+    return Displayed(rank=rank, data={"text/plain": f"{number}", "image/png": "x" * size})
+
+
+def numbers(state, rank):
+    return [int(each.data["text/plain"]) for each in state.ranks[rank].transcript.displays]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9000)), max_size=60), st.integers(2000, 60_000))
+def test_the_oldest_displays_of_a_large_state_are_dropped_and_counted(shown, limit):
+    state = advance(RunState.fresh(2), Started(rank=0, time=1.0))
+    for number, (rank, size) in enumerate(shown):
+        state = advance(state, figure(rank, number, size))
+    left, count = bounded(state, limit)
+    assert len(encode_state(left)) <= limit
+    assert (count == 0) == (len(encode_state(state)) <= limit) == (left is state)
+    for rank in (0, 1):
+        before, after = numbers(state, rank), numbers(left, rank)
+        assert after == before[len(before) - len(after) :]
+        omitted = left.ranks[rank].transcript.omitted_displays
+        assert omitted - state.ranks[rank].transcript.omitted_displays == len(before) - len(after)
+    total = sum(len(numbers(each, 0)) + len(numbers(each, 1)) for each in (state, left))
+    assert total == 2 * sum(len(numbers(left, rank)) for rank in (0, 1)) + count
+
+
+def test_displays_of_earlier_attempts_go_first_and_no_text_goes():
+    state = RunState.fresh(1)
+    for attempt in (1, 2):
+        state = advance(state, Printed(rank=0, stream=Stream.STDOUT, text="kept\n"))
+        state = advance(state, figure(0, attempt, 5000))
+        if attempt == 1:
+            state = advance(state, AttemptStarted(number=1, world_size=1, pids={}, reason="again", time=1.0))
+    left, count = bounded(state, len(encode_state(state)) - 10)
+    assert count == 1
+    assert [len(each.ranks[0].transcript.displays) for each in left.attempts] == [0, 1]
+    texts = [each.ranks[0].transcript.entries[0] for each in left.attempts]
+    assert texts == [Text(Stream.STDOUT, "kept\n")] * 2
+
+
+def test_dropped_displays_are_named_in_the_record(archives, ended):
+    archive = archives(state=4 * KIB)
+    archive.add(ended(1, *(figure(0, number, 2000) for number in range(5))))
+    assert dropped(archive) == {1: "4 of the oldest displays"}
+    assert numbers(decode_state(archive.get(1).snapshot().state), 0) == [4]

@@ -1,0 +1,232 @@
+"""A state, and each message that has changed it since: together these are the present state of a job."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_lifecycle_machine import (
+    EVENTS,
+    GONE,
+    PREPARE,
+    RANKS,
+    Group,
+    World,
+    attempt,
+    exited,
+    raised,
+)
+from test_properties import HOSTILE, run_that_says
+from test_state import HISTORIES, REPORTS, folded
+
+from nblaunch.group import lifecycle as life
+from nblaunch.group.job import Job
+from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Publish, Trigger
+from nblaunch.protocol.messages import (
+    Arrived,
+    Dispatch,
+    Displayed,
+    FunctionJob,
+    InterruptSeen,
+    Noticed,
+    Payload,
+    Printed,
+    ProtocolError,
+    RunEnded,
+    Stream,
+    Waiting,
+    Where,
+    encode,
+)
+from nblaunch.protocol.reports import HangReport, LocatedAll
+from nblaunch.protocol.state import (
+    RunState,
+    advance,
+    decode_folded,
+    decode_state,
+    encode_state,
+)
+
+ANY_TEXT = st.text(st.characters(), max_size=40)
+"""Also lone surrogates, as in file names that are not UTF-8."""
+
+
+class Followed(Group):  # type: ignore[misc]  # a class of another test
+    """A group whose job is folded a second time, from bytes."""
+
+    def __init__(self, size: int = 2, *, kept: bool = False) -> None:
+        super().__init__(size, kept=kept)
+        self.there = RunState.fresh(size)
+        self.published = 0
+
+    def check(self, before: GroupState, event: GroupEvent, actions: tuple[Action, ...]) -> None:
+        super().check(before, event, actions)
+        if isinstance(event, life.JobGiven) and event.run is not None:
+            self.there = decode_state(encode_state(event.run))
+        published = [isinstance(each, Publish) for each in actions]
+        assert published == sorted(published, reverse=True), "others may feed what is folded later"
+        for each in actions:
+            if isinstance(each, Publish):
+                after = advance(self.there, decode_folded(encode(each.message)))
+                assert after is not self.there, "published, and changes nothing"
+                self.there = after
+                self.published += 1
+        if self.state.job is not None:
+            assert self.there == self.state.job.run
+            assert decode_state(encode_state(self.there)) == self.there
+
+
+SEEN = st.one_of(
+    st.builds(Printed, rank=RANKS, stream=st.sampled_from(Stream), text=ANY_TEXT).map(life.Observed),
+    st.builds(Waiting, ranks=st.dictionaries(RANKS, ANY_TEXT, max_size=2), doing=ANY_TEXT).map(life.Observed),
+    st.builds(LocatedAll, report=REPORTS).map(life.Observed),
+    st.builds(Displayed, rank=RANKS, data=st.just({"image/png": "aGk="})).map(life.Received),
+)
+
+
+@given(
+    st.lists(st.tuples(EVENTS | SEEN, st.sampled_from([0.0, 0.05, 0.3, 2.0])), max_size=60),
+    st.booleans(),
+    st.booleans(),
+)
+def test_both_folds_are_equal_whatever_happens_to_a_group(history, kept, begun):
+    group = Followed(kept=kept)
+    if begun:
+        group.start()
+    for event, seconds in history:
+        group.now += seconds
+        group.feed(event)
+
+
+@given(st.randoms(use_true_random=False), st.booleans(), st.integers(1, 3))
+def test_both_folds_are_equal_from_the_first_fork_to_the_end(chance, kept, size):
+    group = Followed(size, kept=kept)
+    group.give()
+    world, began = World(group, chance), group.now
+    while group.state.working is not None and group.now < began + 300:
+        world.go_on()
+        if group.now > began + 100:
+            world.perform(group.feed(Trigger.INTERRUPT))
+    assert group.published > size
+
+
+def test_a_job_that_is_given_to_ranks_which_run_already_is_followed_from_there():
+    group = Followed(kept=True).start(1, given=False)
+    group.feed(life.Noted("known before"), life.JobGiven(PREPARE, 1.0))
+    group.give()
+    assert group.there.attempt.number == 1
+    assert [rank.pid for rank in group.there.ranks.values()] == [10, 11]
+    assert group.there.notices == (GONE, "known before")
+
+
+def test_what_is_of_interest_to_the_group_only_is_not_published():
+    group = Followed(kept=True).start()
+    before = group.published
+    group.feed(Arrived(rank=0), InterruptSeen(rank=0, number=1), Where(rank=0, frames=()))
+    assert group.published == before
+
+
+def test_an_exit_that_is_explained_comes_after_what_was_folded_before():
+    """The group feeds the explanation while it performs the actions of the step that has asked for it."""
+    group = Followed(kept=True).start()
+    group.feed(life.WorkerExited(exited(1)), raised(0), life.RestartAsked("a restart"))
+    group.now += 1
+    group.feed(Trigger.TICK)
+    assert group.there.failed
+
+
+# --- a job that no group runs ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job():
+    return Job({None: Dispatch(job=FunctionJob(), payload=Payload(()))}, RunState.fresh(2))
+
+
+REPORT = HangReport(groups=(), collectives={}, silent={0: "stack"}, finished=(1,))
+
+
+@pytest.mark.parametrize("doing", ["", "re-forming"])
+def test_a_job_is_followed_to_its_end_and_what_waits_for_the_end_comes_last(job, doing):
+    frames: list[bytes] = []
+    job.notice("before anyone follows it")
+    there = decode_state(encode_state(job.state))
+    job.listeners.append(lambda _, raw: frames.append(raw))
+    job.when_ended.append(lambda: frames.append(b"ended" if job.ended.is_set() else b"not yet"))
+    job.fold(Waiting(doing=doing))
+    job.fold(LocatedAll(report=REPORT))
+    job.end(5.0)
+    job.end(6.0)
+    assert frames.pop() == b"ended"
+    messages = [decode_folded(each) for each in frames]
+    ends = [Waiting(), RunEnded(time=5.0)] if doing else [RunEnded(time=5.0)]
+    assert messages[-len(ends) :] == ends
+    assert folded(messages, there)[-1] == job.state
+    assert job.state.hang == REPORT
+
+
+def test_the_last_messages_are_published_before_the_job_has_ended(job):
+    seen: list[bool] = []
+    job.listeners.append(lambda *_: seen.append(job.ended.is_set()))
+    job.end(5.0)
+    assert seen == [False]
+    assert job.ended.is_set()
+
+
+def test_every_listener_gets_the_same_bytes(job):
+    first, second = list[bytes](), list[bytes]()
+    job.listeners += [lambda _, raw: first.append(raw), lambda _, raw: second.append(raw)]
+    job.fold(Noticed(text="once"))
+    assert len(first) == 1
+    assert first[0] is second[0]
+
+
+def test_nothing_is_encoded_for_nobody(job):
+    """A notice that cannot be encoded is folded all the same."""
+    unsendable = Noticed(text=object())  # type: ignore[arg-type]
+    job.fold(unsendable)
+    job.listeners.append(lambda *_: None)
+    with pytest.raises(NotImplementedError):
+        job.fold(unsendable)
+
+
+# --- whole states ------------------------------------------------------------------------------------
+
+
+@given(HISTORIES)
+def test_a_state_arrives_as_it_is(messages):
+    state = folded(messages)[-1]
+    assert decode_state(encode_state(state)) == state
+
+
+@given(HOSTILE | ANY_TEXT)
+@example("\udcff")
+def test_a_state_arrives_whatever_ranks_have_said(text):
+    state = run_that_says(text)
+    later = advance(state, attempt(1, 3))
+    for each in (state, later, advance(later, LocatedAll(report=REPORT))):
+        assert decode_state(encode_state(each)) == each
+
+
+def test_a_long_output_with_displays_arrives_in_its_order():
+    state, chance = RunState.fresh(1), random.Random(1)
+    for number in range(600):
+        message = Printed(rank=0, stream=chance.choice(list(Stream)), text=f"{number} " * 100)
+        state = advance(state, message if chance.random() < 0.6 else Displayed(rank=0, data={"n": number}))
+    assert state.ranks[0].transcript.omitted
+    assert decode_state(encode_state(state)) == state
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", b"\x80", encode_state(RunState.fresh(1))[:-1]])
+def test_bytes_that_are_no_state_and_no_message_are_refused(data):
+    with pytest.raises(ProtocolError, match=f"^{len(data)} bytes from nblaunch's runtime process"):
+        decode_state(data)
+    with pytest.raises(ProtocolError, match="refused"):
+        decode_folded(data)
+
+
+def test_what_is_sent_to_ranks_is_no_message_that_is_folded():
+    with pytest.raises(ProtocolError, match="Prepare"):
+        decode_folded(encode(PREPARE))

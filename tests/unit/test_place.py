@@ -1,0 +1,96 @@
+"""Where a run would be is decided by what the caller has sent, not by what this process has."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import psutil
+import pytest
+
+import nblaunch
+from nblaunch._inherited import JOIN_KEY, encoded
+from nblaunch.group.runtime import LocalRuntime
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import PlaceRun
+from nblaunch.runtime.place import place
+
+FREE_PORT = "127.0.0.1:0"
+
+
+@pytest.fixture
+def local():
+    runtime = LocalRuntime()
+    yield runtime
+    runtime.close()
+
+
+def asked(environ=None, *, path=(), backends=(), **options):
+    environ = dict(os.environ) if environ is None else environ
+    return PlaceRun(
+        options=LaunchOptions(nproc_per_node=2, **options),
+        environ=encoded(environ),
+        path=tuple(map(os.fsencode, path)),
+        backends=backends,
+    )
+
+
+def test_a_place_is_found_before_any_process_starts(local):
+    placed = place(asked(), local)
+    assert (placed.placement.nproc, placed.added, placed.unheeded) == (2, {}, "")
+    assert local.server.pid is None
+
+
+def test_variables_are_compared_with_those_of_the_fork_server(local, monkeypatch):
+    before = dict(os.environ)
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert "PYTHONHASHSEED" in place(asked(before), local).unheeded
+    assert place(asked({**before, "PYTHONHASHSEED": "7"}), local).unheeded == ""
+    assert place(asked(before, start_method="spawn"), local).unheeded == ""
+
+
+def test_a_backend_that_only_the_caller_knows_is_one(local):
+    with pytest.raises(nblaunch.OptionError, match="backend 'tin'"):
+        place(asked(backend="tin"), local)
+    assert place(asked(backend="tin", backends=("tin",)), local).placement.backend == "tin"
+    no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with pytest.raises(nblaunch.OptionError, match="0 GPUs are visible"):
+        place(asked(no_gpu, backend="cuda:tin", backends=("tin",)), local)
+
+
+def test_entry_points_are_found_where_the_caller_has_them(local, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "callers_specs.py").write_text(
+        "from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs\n"
+        "class Specs(DefaultLogsSpecs): pass\n"
+    )
+    installed = tmp_path / "callers-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: callers\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[torchrun.logs_specs]\ncallers = callers_specs:Specs\n")
+    with pytest.raises(nblaunch.OptionError, match="callers"):
+        place(asked(logs_specs="callers"), local)
+    before = [*sys.path]
+    for _ in range(2):
+        place(asked(logs_specs="callers", path=[sys.path[0], tmp_path, tmp_path]), local)
+    assert sys.path == [*before, str(tmp_path)]
+
+
+def test_the_network_of_the_nodes_is_added_where_the_caller_has_chosen_none(local):
+    known = (
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family.name == "AF_INET" and not each.address.startswith("127.")
+    )
+    address = next(known, None)
+    if address is None:
+        pytest.skip("this machine has no network")
+    of_nodes = {"rdzv_endpoint": FREE_PORT, "local_addr": address}
+    assert place(asked(**of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    chosen = {**os.environ, "NCCL_SOCKET_IFNAME": "eth7"}
+    assert place(asked(chosen, **of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME"}
+
+
+def test_the_key_of_a_rendezvous_is_not_among_the_variables():
+    assert asked({JOIN_KEY: "k" * 40, "A": "b"}).environ == (b"A=b",)
