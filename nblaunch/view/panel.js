@@ -918,6 +918,8 @@ class Output {
     this.select.addEventListener("change", () => choice.show(this.select.value));
     this.filter.addEventListener("input", () => this.draw());
     this.log.addEventListener("scroll", () => this.scrolled());
+    // A figure has no height until it is loaded. The event does not bubble.
+    this.log.addEventListener("load", () => this.toEnd(), true);
   }
 
   button(text, name, action) {
@@ -931,7 +933,13 @@ class Output {
   setFollow(follows) {
     this.follows = follows;
     setAttribute(this.follow, "aria-pressed", String(follows));
-    if (follows) this.log.scrollTop = this.log.scrollHeight;
+    this.toEnd();
+  }
+
+  toEnd() {
+    if (!this.follows) return;
+    this.log.scrollTop = this.log.scrollHeight;
+    this.scrolledTo = this.log.scrollTop;
   }
 
   // Scrolling up stops following the output; scrolling down to the end follows it again.
@@ -969,10 +977,7 @@ class Output {
       else this.log.insertBefore(line.element, place);
     }
     this.log.classList.toggle("nblaunch-empty", !entries.length);
-    if (this.follows && entries.length) {
-      this.log.scrollTop = this.log.scrollHeight;
-      this.scrolledTo = this.log.scrollTop;
-    }
+    this.toEnd();
   }
 
   drawOptions() {

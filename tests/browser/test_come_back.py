@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 import nbformat
 import pytest
+from patience import eventually
 
 from .front import DARK, Front, Locator, expect
 from .test_live_panel import cell
@@ -317,6 +318,10 @@ def test_the_stop_button_of_the_notebook_stops_watching_and_the_job_goes_on(fron
     again = front.add(ATTACH)
     expect(front.output).to_contain_text("line 0 of 0")
     front.panel.scroll_into_view_if_needed()
+    # A figure among what was printed has no height until it is loaded.
+    left = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+    eventually(lambda: front.panel.locator("img").evaluate("(img) => img.naturalHeight"), "it is loaded")
+    eventually(lambda: front.output.evaluate(left) < 30, "the end of the output is shown")
     front.screenshot("attached-dark")
     detached.open("first")
     expect(front.output).to_contain_text("past first 1")
