@@ -80,6 +80,12 @@ def eventually_fixture():
     return eventually
 
 
+@pytest.fixture
+def free(tmp_path):
+    """Give a file that is not there yet; once it is, a cell that waits for it (`patience.waiting`) ends."""
+    return tmp_path / "free"
+
+
 # --- one place for all that tests make -------------------------------------------------------------
 
 

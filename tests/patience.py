@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +19,15 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = PATI
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:g} s: {what}")
         time.sleep(0.01)
+
+
+def waiting(file: Path, line: str = "") -> str:
+    """Return a cell with this line that says that it has begun, and ends once there is a file."""
+    return f"""
+%%distributed {line}
+import pathlib, time
+print("has begun", flush=True)
+while not pathlib.Path({str(file)!r}).exists():
+    time.sleep(0.01)
+"freed"
+"""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import waiting
 
 import nblaunch
 from nblaunch.client import directory
@@ -182,25 +183,6 @@ def test_who_has_lost_a_session_may_give_jobs_again_once_nobody_has_it(detached_
 
 
 # --- two clients at once ---------------------------------------------------------------------------
-
-UNTIL_FREED = """
-%%distributed
-import pathlib, time
-print("has begun", flush=True)
-while not pathlib.Path(FILE).exists():
-    time.sleep(0.01)
-"freed"
-"""
-
-
-@pytest.fixture
-def free(tmp_path):
-    """Give a file, which frees the cell that waits for it."""
-    return tmp_path / "free"
-
-
-def waiting(free) -> str:
-    return UNTIL_FREED.replace("FILE", repr(str(free)))
 
 
 def test_a_second_notebook_is_told_who_has_the_session_and_takes_it_over(detached_kernels):

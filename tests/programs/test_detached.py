@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, waiting
 
 import nblaunch
 from nblaunch import _registry
@@ -26,24 +26,6 @@ pytestmark = pytest.mark.timeout(300)
 GONE_SECONDS = 2.0
 """How soon after the end of a kernel nothing of its own may be alive."""
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-UNTIL_FREED = """
-%%distributed
-import pathlib, time
-while not pathlib.Path(FILE).exists():
-    time.sleep(0.01)
-"freed"
-"""
-
-
-@pytest.fixture
-def free(tmp_path):
-    """Give a file, which frees the cell that waits for it."""
-    return tmp_path / "free"
-
-
-def waiting(free) -> str:
-    return UNTIL_FREED.replace("FILE", repr(str(free)))
 
 
 def running(name: str) -> str:

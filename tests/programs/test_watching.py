@@ -11,31 +11,14 @@ from pathlib import Path
 
 import poked
 import pytest
+from patience import waiting
 
 from nblaunch.client import directory
 
 pytestmark = pytest.mark.timeout(300)
 
 START = "%distributed start -n 2 --detach --session train"
-UNTIL_FREED = """
-%%distributed --session train
-import pathlib, time
-print("has begun", flush=True)
-while not pathlib.Path(FILE).exists():
-    time.sleep(0.01)
-"freed"
-"""
 STOPPED = "stopped watching; the job goes on"
-
-
-@pytest.fixture
-def free(tmp_path):
-    """Give a file, which frees the cell that waits for it."""
-    return tmp_path / "free"
-
-
-def waiting(free) -> str:
-    return UNTIL_FREED.replace("FILE", repr(str(free)))
 
 
 def session():
@@ -60,7 +43,7 @@ def giver(detached_kernels):
 def test_who_watches_has_the_job_live_its_result_and_a_look_at_the_ranks(
     giver, detached_kernels, eventually, free
 ):
-    cell = giver.submit(waiting(free))
+    cell = giver.submit(waiting(free, "--session train"))
     eventually(lambda: session().running, "the job runs")
     watcher = detached_kernels(NBLAUNCH_DISPLAY="widget")
     watching = watcher.submit("%distributed attach train")
@@ -256,7 +239,9 @@ def test_values_that_one_that_watches_has_got_are_there_for_the_giver(detached_k
     giver.ok(START)
     poked.run_in(Path(directory.detached()["train"].root), NO_ROOM)
     watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
-    cell = giver.submit(waiting(free).replace('"freed"', "__import__('numpy').arange(1_000_000)"))
+    cell = giver.submit(
+        waiting(free, "--session train").replace('"freed"', "__import__('numpy').arange(1_000_000)")
+    )
     eventually(lambda: session().running, "the job runs")
     os.kill(giver.pid, signal.SIGSTOP)
     try:
