@@ -23,8 +23,10 @@ if TYPE_CHECKING:
         NblaunchError,
         OptionError,
         RunFailedError,
+        RunPreemptedError,
         RunTimeoutError,
     )
+    from nblaunch._preempt import on_preempt
     from nblaunch._results import (
         Event,
         Handle,
@@ -49,8 +51,9 @@ _NAMES = {
     "_api": ("Session", "run", "sessions"),
     "_errors": (
         *("CaptureError", "LaunchError", "NblaunchError", "OptionError", "RunFailedError"),
-        "RunTimeoutError",
+        *("RunPreemptedError", "RunTimeoutError"),
     ),
+    "_preempt": ("on_preempt",),
     "_results": (
         *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionInfo"),
         "SessionStatus",
@@ -81,6 +84,7 @@ __all__ = [
     "RankResult",
     "RankStatus",
     "RunFailedError",
+    "RunPreemptedError",
     "RunResult",
     "RunTimeoutError",
     "Session",
@@ -89,6 +93,7 @@ __all__ = [
     "SessionStatus",
     "StoppedWatchingError",
     "doctor",
+    "on_preempt",
     "run",
     "sessions",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="look for what would make runs fail, hang or crawl here")
     doctor.add_argument("--nccl", action="store_true", help="also let all GPUs do an NCCL all_reduce")
+    doctor.add_argument(
+        "--on", metavar="ENGINE", help="check the nodes that ENGINE places; takes a run's options for nodes"
+    )
     doctor.set_defaults(run=_doctor)
     listed = commands.add_parser("sessions", help="list the sessions of this user on this machine")
     listed.set_defaults(run=_sessions)
@@ -38,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["join"]:
         # Its options are those of a run, with a parser of their own.
         return _join(words[1:])
+    if words[:1] == ["doctor"] and any(each.startswith("--on") for each in words):
+        return _doctor_of_nodes(words[1:])
     parsed = parser.parse_args(arguments)
     run: Callable[[argparse.Namespace], int] = parsed.run
     return run(parsed)
@@ -53,6 +59,20 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from nblaunch.checks.doctor import doctor
 
     report = doctor(nccl=parsed.nccl)
+    print(report)
+    return 0 if report.ok else 1
+
+
+def _doctor_of_nodes(words: Sequence[str]) -> int:
+    from nblaunch._errors import OptionError
+    from nblaunch.checks.nodes import check_nodes
+    from nblaunch.options.line import parse_line
+
+    try:
+        report = check_nodes(parse_line(shlex.join(words)).options)
+    except OptionError as error:
+        print(error, file=sys.stderr)
+        return 2
     print(report)
     return 0 if report.ok else 1
 
@@ -85,6 +105,11 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 
 def _join(words: Sequence[str]) -> int:
+    if words and not words[0].startswith("-"):
+        from nblaunch.group.runtime import local
+
+        # The fork server loads torch while this process does.
+        local().server.ensure_running()
     # torch's stores log each connection that ends, and the notebook, which hosts them, goes first.
     level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nblaunch.nodes.join import join
@@ -95,13 +120,17 @@ def _join(words: Sequence[str]) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """Exit; without finalizing the interpreter while a slow check of the doctor still runs.
+    """Exit; skip the interpreter's finalization if a check of the doctor still runs, or torch is loaded.
 
-    It may be importing torch, and would crash.
+    The check's thread may be importing torch, and would crash. With torch loaded, finalization takes a second
+    or more, and an engine waits for its nodes to exit.
     """
-    if any(each.name.startswith("nblaunch-doctor") for each in threading.enumerate()):
+    if "torch" in sys.modules or any(
+        each.name.startswith("nblaunch-doctor") for each in threading.enumerate()
+    ):
         atexit._run_exitfuncs()  # noqa: SLF001 - `os._exit` does not
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 

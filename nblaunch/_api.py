@@ -49,14 +49,15 @@ def run(  # noqa: PLR0913 - the options of a run
     `nproc` is the number of ranks: an int, `"gpu"`, `"cpu"`, or `"auto"` (one per GPU, else 2). `args` and
     `kwargs` may hold tensors of any size: CPU tensors and arrays are written once into shared memory and
     mapped by every rank. `options` are those of `LaunchOptions`: `backend`, `env`, `timeout` (seconds),
-    `grace` (seconds), `max_restarts`, `log_dir`, ...
+    `grace` (seconds), `max_restarts`, `log_dir`, ... With `on="slurm"`, `on="ssh=host1,host2"` or another
+    engine, the engine places `nnodes` nodes, with `nproc` ranks on each.
 
     `display` shows the run while it lasts; by default only in IPython. With `check=False` a failed run is
     returned, not raised.
 
     Raises `OptionError` and `CaptureError` before any process starts, `LaunchError` if the ranks could not
-    be started, `RunTimeoutError` after `timeout`, and `RunFailedError` if a rank failed; the last two hold
-    what came back in `.result`.
+    be started, `RunTimeoutError` after `timeout`, `RunPreemptedError` if the engine took the nodes back, and
+    `RunFailedError` if a rank failed; the last three hold what came back in `.result`.
 
     >>> def total(scale):                                                  # doctest: +SKIP
     ...     import torch, torch.distributed as dist
@@ -106,7 +107,12 @@ class Session:
     finds them, from any other process of the same user. They end with `close()`, after `linger` (seconds, or
     a text such as "8h"; by default "4h") without an attached process and a running job, or with the machine.
 
-    Raises `OptionError` before any process starts, `LaunchError` if the ranks could not be started.
+    With `on="slurm"`, `on="ssh=host1,host2"` or another engine, the engine places `nnodes` nodes, with
+    `nproc` ranks on each. The session gives the nodes back when it ends. If the engine takes them back
+    earlier, the running job raises `RunPreemptedError`.
+
+    Raises `OptionError` before any process starts, and `LaunchError` if the ranks could not be started or the
+    engine did not grant the nodes.
 
     >>> with nblaunch.Session(nproc=4) as session:                         # doctest: +SKIP
     ...     session.push({"scale": 10})

@@ -95,22 +95,23 @@ def is_mig(choice: str) -> bool:
     return choice.startswith(_MIG)
 
 
-def one_alone(environ: Mapping[str, str], place: int, *, hip: bool) -> dict[str, str]:
-    """Return the variables with which a process sees only the GPU that is number `place` under `environ`.
+def some_alone(environ: Mapping[str, str], places: Sequence[int], *, hip: bool) -> dict[str, str]:
+    """Return the variables with which a process sees only those of the GPUs that it sees under `environ`.
 
     Where a choice hides all GPUs, nothing changes.
     """
     # With ROCR's alone, HIP counts what that has left.
     choice = None if hip and HIP not in environ and ROCR in environ else choice_of(environ, hip=hip)
     if choice is None:
-        return {HIP if hip else CUDA: str(place)}
+        return {HIP if hip else CUDA: ",".join(map(str, places))}
     if not choice.strip():
         return {}
     # What the driver would not read is left to it to refuse.
     named = named_gpus(choice)
-    if place >= len(named):
+    if max(places) >= len(named):
         named = [part.strip() for part in choice.split(",")]
-    return {name: named[place] for name in ((HIP, CUDA) if hip else (CUDA,)) if name in environ}
+    chosen = ",".join(named[place] for place in places)
+    return {name: chosen for name in ((HIP, CUDA) if hip else (CUDA,)) if name in environ}
 
 
 def numa_options(mode: str) -> Any:

@@ -6,6 +6,7 @@ NblaunchError
   x LaunchError(RuntimeError)       the group could not be started
   x RunFailedError(RuntimeError)    a rank failed; `__cause__` is the remote exception
     x RunTimeoutError(TimeoutError) the run took longer than `timeout`
+  x RunPreemptedError               the engine took the nodes back before the run ended
 
 Each message names what was asked, what is true and what to do. All can be pickled, with their fields.
 """
@@ -109,3 +110,21 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         if self.hang_report is None:
             return super()._render_traceback_()
         return [*str(self.hang_report).splitlines(), "", f"{type(self).__name__}: {self}"]
+
+
+class RunPreemptedError(NblaunchError):
+    """The engine took the nodes back before the run ended: at a time limit, or for another job.
+
+    `result` holds the values of the ranks that had finished, and the output of all ranks. `on_preempt`
+    registers what ranks save before.
+
+    >>> try:                                                               # doctest: +SKIP
+    ...     nblaunch.run(train, nnodes=2, on="slurm")
+    ... except nblaunch.RunPreemptedError as error:
+    ...     print(error.result.preempted)
+    slurm job 17 is near its time limit
+    """
+
+    def __init__(self, message: str, *, result: RunResult | None = None) -> None:
+        super().__init__(shorten(message))
+        self.result = result

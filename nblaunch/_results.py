@@ -16,10 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch._errors import NblaunchError, RunFailedError
+from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch.protocol.client import ClientRecord
-from nblaunch.protocol.messages import FrameRecord, Phase
-from nblaunch.protocol.reports import HangReport, format_ranks, nearest_frame, place
+from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, Phase
+from nblaunch.protocol.reports import (
+    HangReport,
+    awaited_nodes,
+    by_host,
+    format_ranks,
+    nearest_frame,
+    place,
+    plural,
+    ranks_on,
+)
 from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.transcript import Display
 
@@ -32,7 +41,7 @@ class RankFailure:
     `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
     `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
     rank whose failure explains this one, or None. `shown` is the traceback as IPython shows it, in colours,
-    with the lines around.
+    with the lines around. `node` is the host that the rank ran on.
     """
 
     rank: int
@@ -49,6 +58,7 @@ class RankFailure:
     last_output: str = ""
     shown: str = field(default="", repr=False)
     reason: str = field(default="", repr=False)
+    node: str = ""
 
     @property
     def frame(self) -> FrameRecord | None:
@@ -245,6 +255,8 @@ class RunResult:
     title: str = ""
     hang_report: HangReport | None = None
     """Where the ranks were at the run's timeout, its interrupt or its last hang."""
+    preempted: str = ""
+    """Why the engine took the nodes back before the run ended; empty if it did not."""
     _warnings: tuple[str, ...] = ()
     _late: Iterable[str] = field(default_factory=list, repr=False)
     """Grows when a rank's process ends badly after it has sent its value."""
@@ -328,9 +340,11 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return one line without times or pids."""
-        state = "ok" if self.ok else "failed"
+        state = "ok" if self.ok else "preempted" if self.preempted else "failed"
         root = self.root_cause
-        why = f", root cause: rank {root.rank}: {root.reason}" if root else ""
+        hosts = {each.rank: each.node for each in self.ranks if each.node}
+        several = hosts if len(set(hosts.values())) > 1 else {}
+        why = f", root cause: {ranks_on([root.rank], several)}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
 
 
@@ -343,7 +357,9 @@ class Outcome:
 
     def unwrap(self, *, check: bool = True) -> RunResult:
         """Return the result, or raise the error; without `check` a failed run is no error."""
-        if self.error is not None and (check or not isinstance(self.error, RunFailedError)):
+        if self.error is not None and (
+            check or not isinstance(self.error, RunFailedError | RunPreemptedError)
+        ):
             raise self.error
         return self.result
 
@@ -431,12 +447,22 @@ class Handle:
 # A session, as `Session.status` and `%distributed status` show it.
 
 
+_RANKS_LISTED = 64
+"""Above this, ranks in the same state share one line."""
+_DEVICES_NAMED = 8
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank of a session: its state is `idle`, `running`, `starting` or `gone`; `memory` in bytes.
+    """One rank of a session.
 
-    `waiting` names what a rank does that was interrupted and has not stopped, and for how long, or what it
-    asks the user.
+    `state` is `idle`, `running`, `starting` or `gone`. `memory` is private memory in bytes. `waiting`
+    says what an interrupted rank still does, and for how long, or what it asks the user. `node` is the host
+    that it runs on. `cpu` is in percent of one core; None where it is not measured: it is measured on nodes
+    that an engine placed, and on this machine while the panel shows a job.
+
+    >>> [each.state for each in session.status().ranks]                    # doctest: +SKIP
+    ['idle', 'running']
     """
 
     rank: int
@@ -445,18 +471,32 @@ class RankStatus:
     device: str
     memory: int | None
     waiting: str = ""
+    node: str = ""
+    cpu: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The state, and what the rank uses, in one line."""
+        memory = f"{self.memory / 1e6:.0f} MB" if self.memory is not None else ""
+        cpu = f"CPU {self.cpu:.0f} %" if self.cpu is not None else ""
+        return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
     """A session of this user on this machine, as `nblaunch.sessions()` finds it.
 
-    `detached` ones outlive `kernel`, the pid of the process that started it, whose notebook was `notebook`.
-    `started` and `running_since` are in seconds since the epoch; `running` is the title of the job that runs,
-    empty if none does. `asking` are the ranks that wait for an answer of the user's. `memory` are the bytes
-    that belong to its ranks alone, `devices` what they use. `client` is the pid of the process that gives it
-    jobs, None if there is none; if nobody watches it either, it ends in `linger_left` seconds. `pid` is the
-    runtime's. `problem` says why nothing more is known.
+    `kernel` is the pid of the process that started the session, `notebook` that process's notebook; a
+    `detached` session outlives it. `pid` is the runtime's. `started` and `running_since` are in seconds since
+    the epoch. `running` is the title of the running job, empty if there is none. `asking` are the ranks that
+    wait for input from the user. `memory` is the ranks' private memory in bytes. `devices` are the devices
+    that the ranks use, `hosts` the hosts that they run on. `client` is the pid of the process that gives the
+    session jobs, None if there is none; if no process is attached at all, the session ends in `linger_left`
+    seconds. `engine` is what the engine reported last about the nodes, None without an engine. `problem` says
+    why the runtime could not be asked for all of this; empty if it could.
+
+    >>> [each.name for each in nblaunch.sessions() if each.detached]       # doctest: +SKIP
+    ['train']
     """
 
     name: str
@@ -472,8 +512,10 @@ class SessionInfo:
     asking: tuple[int, ...] = ()
     memory: int | None = None
     devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     client: int | None = None
     linger_left: float | None = None
+    engine: EngineSaid | None = None
     problem: str = ""
 
     def __str__(self) -> str:
@@ -482,10 +524,19 @@ class SessionInfo:
 
     @property
     def _columns(self) -> tuple[str, ...]:
-        ranks = [f"{self.world_size} ranks ({self.backend})", *self.devices] if not self.problem else []
+        engines = () if self.engine is None else self.engine.hosts
+        on = f" on {len(self.hosts)} hosts" if len(self.hosts) > 1 and not engines else ""
+        ranks = [f"{self.world_size} ranks ({self.backend}){on}"] if not self.problem else []
+        named, others = self.devices[:_DEVICES_NAMED], len(self.devices) - _DEVICES_NAMED
+        ranks += [*named, *([f"{others} more devices"] if others > 0 else [])]
         if self.memory is not None:
             ranks.append(f"{self.memory / 1e6:.0f} MB")
-        doing = self.problem or (f"runs {self.running}" if self.running else "idle")
+        nodes = "" if self.engine is None else nodes_line(self.engine, time.time())
+        if self.engine is not None and self.engine.state.early:
+            idle = nodes
+        else:
+            idle, ranks = "idle", [*ranks, *filter(None, [nodes])]
+        doing = self.problem or (f"runs {self.running}" if self.running else idle)
         if self.running_since is not None:
             doing += f" for {_span(time.time() - self.running_since)}"
         if self.asking:
@@ -517,13 +568,15 @@ def _span(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """What a session is doing; `attempt` counts how often its ranks were restarted."""
+    """What a session is doing; `attempt` counts how often its worker group was formed with other ranks."""
 
     name: str
     world_size: int
     backend: str
     attempt: int
     ranks: tuple[RankStatus, ...]
+    engine: EngineSaid | None = None
+    """What the engine reported last about the nodes; None without an engine."""
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
         """Show the lines in a notebook."""
@@ -532,11 +585,64 @@ class SessionStatus:
     def __str__(self) -> str:
         """Return a line for the session, and one for each rank."""
         lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
-        for each in self.ranks:
-            memory = f", {each.memory / 1e6:.0f} MB" if each.memory is not None else ""
-            waiting = f", {each.waiting}" if each.waiting else ""
-            lines.append(f"  rank {each.rank}: {each.state}, {each.device}{memory}{waiting}")
-        return "\n".join(lines)
+        if self.engine is not None:
+            lines.append(f"  {nodes_line(self.engine, time.time())}")
+        hosts = {each.rank: each.node for each in self.ranks if each.node}
+        hosts = hosts if len(set(hosts.values())) > 1 else {}
+        if len(self.ranks) > _RANKS_LISTED:
+            doing = {each.rank: ", ".join(filter(None, (each.state, each.waiting))) for each in self.ranks}
+            return "\n".join([*lines, *(f"  {line}" for line in (*by_host(doing, hosts), *self._used()))])
+        ranks = (f"  {ranks_on([each.rank], hosts)}: {each.words}" for each in self.ranks)
+        return "\n".join([*lines, *ranks])
+
+    def _used(self) -> list[str]:
+        """Return one line for what all ranks use together, none if it is not measured."""
+        memory = [each.memory for each in self.ranks if each.memory is not None]
+        cpu = [each.cpu for each in self.ranks if each.cpu is not None]
+        parts = (
+            [f"{sum(memory) / 1e9:.1f} GB of memory, {max(memory) / 1e6:.0f} MB at most"] if memory else []
+        )
+        parts += [f"CPU {sum(cpu):.0f} %"] if cpu else []
+        return [f"together: {', '.join(parts)}"] if parts else []
+
+
+# What an engine reports about the nodes that it places, in one line.
+
+_SHORT_SECONDS = 600.0
+_DAY_SECONDS = 72_000.0
+_HOSTS_NAMED = 4
+
+
+def nodes_line(said: EngineSaid, now: float) -> str:
+    """Describe the wait for nodes, or the nodes and the time left; `now` is `time.time()`.
+
+    >>> nodes_line(EngineSaid(engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA",), ends=1620), 0)
+    'slurm job 3 on hA, 27 min left'
+    """
+    if said.state.early:
+        return awaited_nodes(said, _expected(said.starts, now))
+    job = f"{said.engine} job {said.id}" if said.id else said.engine
+    if said.state is EngineState.ENDED:
+        return f"{job} has ended" + (f" ({said.reason})" if said.reason else "")
+    named, others = said.hosts[:_HOSTS_NAMED], len(said.hosts) - _HOSTS_NAMED
+    hosts = ",".join(named) + (f" and {others} more" if others > 0 else "")
+    where = f" on {hosts}" if hosts else f", {plural(said.joined, 'node')}" if said.joined else ""
+    if said.state is EngineState.ENDING:
+        return f"{job}{where}, ending"
+    return f"{job}{where}" + (f", {_span(said.ends - now)} left" if said.ends is not None else "")
+
+
+def time_is_short(said: EngineSaid, now: float) -> bool:
+    """Return whether the engine takes the nodes back in less than ten minutes."""
+    return not said.state.early and said.ends is not None and said.ends - now < _SHORT_SECONDS
+
+
+def _expected(starts: float | None, now: float) -> str:
+    """Return the expected start in words: `start about 18:50`; empty if it is not known, or past."""
+    if starts is None or starts < now:
+        return ""
+    form = "%H:%M" if starts - now < _DAY_SECONDS else "%b %d %H:%M"
+    return time.strftime(f"start about {form}", time.localtime(starts))
 
 
 # torchelastic's own events of a run: typed, with the JSON as torch writes it.

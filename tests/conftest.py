@@ -70,6 +70,7 @@ _NOT_OURS = ("pytest-of-", "torchinductor_")
 _CALLERS = ("PET_", "NBLAUNCH_", "TORCHELASTIC_", "PYTEST_ADDOPTS")
 """Variables that would change what the tests, or a pytest that one of them starts, are about."""
 _LEFT_TO_CI = {"browser", "notebooks", "programs"}
+_OTHER_PLACES = {"nodes", "notebook7"}
 _STARTS_ITS_OWN = {"script", "terminal", "start_kernel"}
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -106,12 +107,20 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`."""
+    """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`.
+
+    What is marked `once` is left to the slow lane in all places but the first.
+    """
     for item in items:
         left_to_ci = _LEFT_TO_CI.intersection(item.path.relative_to(ROOT).parts[:2])
         alone = _STARTS_ITS_OWN.intersection(getattr(item, "fixturenames", ()))
         if (left_to_ci or alone) and not item.get_closest_marker("quick"):
             item.add_marker("full")
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if item.get_closest_marker("once") and any(
+            each in _OTHER_PLACES for each in params if isinstance(each, str)
+        ):
+            item.add_marker("slow")
 
 
 def pytest_unconfigure() -> None:

@@ -16,10 +16,19 @@ def sampled(cases: Iterable[Any], quick: int = 1) -> list[Any]:
 
 def full(case: Any) -> Any:
     """Return a case that CI runs, and the quick lane does not."""
+    return _marked(case, pytest.mark.full)
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
     values, marks, name = case if hasattr(case, "marks") else (case, (), None)
     if not hasattr(case, "marks"):
         values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=[*marks, pytest.mark.full], id=name)
+    return pytest.param(*values, marks=[*marks, mark], id=name)
+
+
+def slow(case: Any) -> Any:
+    """Return a case that neither the quick lane nor CI runs."""
+    return _marked(case, pytest.mark.slow)
 
 
 def left_out(why: str) -> NoReturn:

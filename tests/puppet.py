@@ -63,7 +63,7 @@ def forked(server: Server, target: Callable[..., object], argument: object) -> i
 
 def read(path: Path) -> list[str]:
     deadline = time.monotonic() + 30
-    while not path.exists():
+    while not (path.exists() and path.read_bytes()):
         assert time.monotonic() < deadline, path
         time.sleep(0.001)
     return path.read_text().splitlines()
@@ -75,6 +75,8 @@ def rank(root: str) -> None:
 
     isolate()
     left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    # `Popen` returns in the middle of exec: for a moment it has no environment, by which tests find it.
+    read(Path(f"/proc/{left.pid}/environ"))
     path = Path(root, f"rank-{os.getpid()}")
     path.with_suffix(".new").write_text("\n".join([str(left.pid), *sys.modules]))
     path.with_suffix(".new").rename(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 MEGABYTE = 1 << 20
 
 INTERRUPTER = """
-import linecache, os, random, signal, sys, threading, time
+import json, linecache, os, random, signal, sys, threading, time
 import psutil
 import nblaunch
 

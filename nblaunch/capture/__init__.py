@@ -29,6 +29,7 @@ Modules, each after those that it imports:
     tensors        torch storages as buffers: once for each storage, never as a CUDA handle
     unpicklable    the parts of an object as pickle sees them; the path to the one that cannot be sent
     changes        prints of objects, to notice changes in place; the content of a push
+    modules        the notebook's own files that a job may import
     names          the names of the notebook that a cell needs, magics and shell commands included
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
     capture        a cell, a call, a push: what is sent for it, ready to be written

@@ -9,6 +9,7 @@ that raises or overruns its time becomes a warning that names it; its thread is 
               ├─ threads: torch, fork server, process control, hand-over, loopback, hostname
               ├─ threads: GPUs ── processes: nvidia-smi, nvml.py
               └─ --nccl, when the others have finished ── one process for each GPU: nccl_rank.py
+    doctor --on ── a run on nodes, one rank on each: node_rank.py
 
 Invariants:
   * The calling process gets no CUDA context, no driver library and no signal handler. What touches a driver
@@ -18,12 +19,14 @@ Invariants:
     runtime is described if there is one, and never started.
   * A machine without a GPU, or with a torch that cannot be imported, gets a report, not an exception; without
     `--nccl` within 5 seconds.
-  * Nothing here starts a worker group. What fails in the all_reduce is NCCL's doing, not nblaunch's.
+  * Nothing here starts a worker group, except `--on`, which does nothing else. What fails in the all_reduce
+    of `--nccl` is NCCL's doing, not nblaunch's.
   * The same fact has the same words in the notebook, in Python and on the command line (`DoctorReport`).
 
 Modules, each after those that it imports:
 
     nccl_rank  one rank of the all_reduce; a program of its own
+    node_rank  what a rank on a node reports
     nvml       NVML and the kernel's log as JSON; a program of its own, standard library only
     report     findings, and how a report is shown
     runtime    the doctor's own fork server and directory; the runtime of this process
@@ -33,5 +36,6 @@ Modules, each after those that it imports:
     processes  torch's build, and what ranks are made of: fork server, signals, hand-over, network
     gpu        GPUs by nvidia-smi and NVML: compute mode, memory errors, architecture, links
     nccl       an all_reduce over all GPUs, bounded in time
+    nodes      nodes that an engine places: a run that checks them
     doctor     the list of checks; runs them, and collects what they found
 """

@@ -9,12 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nblaunch import _notebook
+from nblaunch._errors import OptionError
 from nblaunch.checks import detached, gpu, machine, notebook, processes, runtime
 from nblaunch.checks import nccl as nccl_check
+from nblaunch.checks.nodes import check_nodes
 from nblaunch.checks.report import DoctorReport, Finding, warning
 from nblaunch.checks.runtime import DoctorRuntime
+from nblaunch.options.launch import LaunchOptions
 
 _SECONDS = 4.4
 _RESOLVER_SECONDS = 2.0
@@ -77,7 +81,7 @@ def checks(own: DoctorRuntime) -> tuple[Check, ...]:
     )
 
 
-def doctor(*, nccl: bool = False) -> DoctorReport:
+def doctor(*, nccl: bool = False, on: str | None = None, **options: Any) -> DoctorReport:
     """Look for what would make runs fail, hang or crawl here; return the findings.
 
     Looked at are torch and its backends, GPUs, their state and the memory this kernel holds on them, NCCL,
@@ -91,13 +95,25 @@ def doctor(*, nccl: bool = False) -> DoctorReport:
     With `nccl` every GPU takes part in an NCCL all_reduce, in processes of its own. That takes seconds, and
     up to a minute and a half where it does not work.
 
+    With `on="slurm"` or another engine, and a run's options for it, the doctor checks nodes instead: it asks
+    the engine for them, compares them with this machine and each other, has them connect in pairs, runs an
+    all_reduce, and gives the nodes back. That takes as long as the engine needs to grant them. Raises
+    `OptionError` if options contradict each other, or if an option for nodes is given without `on`.
+
     `.ok` is False if there is a problem; `.findings` has a level (ok, warning, problem), one line and what
     to do for each. `print` shows them as text, a notebook as a table.
 
     >>> report = nblaunch.doctor()                                         # doctest: +SKIP
     >>> [finding.advice for finding in report.problems]                    # doctest: +SKIP
     []
+    >>> nblaunch.doctor(on="slurm", nnodes=2, slurm="-p gpu").ok           # doctest: +SKIP
+    True
     """
+    if on is not None:
+        return check_nodes(LaunchOptions.from_keywords(on=on, **options))
+    if options:
+        msg = f"{next(iter(options))}= was given, but no engine places nodes. Add on=, or leave it out."
+        raise OptionError(msg)
     if _notebook.inside_rank() is not None:
         # A rank has no business with a fork server or a runtime directory of its own.
         return examine([_THIS_PROCESS])

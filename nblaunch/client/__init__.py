@@ -37,6 +37,8 @@ Modules, each after those that it imports:
     knowledge          which objects and names a session's ranks have
     boot               starts a keeper, which has the runtime forked; reads its last words; ends it
     line               one connection: requests, answers, what comes unasked; interrupts leave it whole
+    code               the notebook's own modules, for other machines: files by content
+    packages           the notebook's Python environment, for other machines: exact versions
     local              what a process has once: its runtime, lines, notes; end of the process, forks
     directory          the sessions of this user, from the registry and from their runtimes; ends one
     launch             one job: place, capture, write what ranks are sent

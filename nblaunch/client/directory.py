@@ -51,7 +51,8 @@ def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
     running = session.running
     return SessionInfo(
         name=session.name,
-        world_size=session.placement.nproc,
+        # If an engine places the nodes, the placement is provisional.
+        world_size=len(session.ranks) or session.placement.nproc,
         backend=session.placement.backend,
         detached=session.detached,
         started=session.started,
@@ -60,10 +61,12 @@ def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
         asking=tuple(each.rank for each in session.ranks if each.asks is not None),
         memory=sum(memory) if memory else None,
         devices=tuple(dict.fromkeys(each.device for each in session.ranks if each.device)),
+        hosts=tuple(dict.fromkeys(each.node for each in session.ranks if each.node)),
         kernel=entry.owner.pid,
         notebook=entry.owner.notebook,
         client=session.giver.pid if session.giver is not None else None,
         linger_left=session.linger_left,
+        engine=session.engine,
         pid=entry.runtime.pid,
     )
 

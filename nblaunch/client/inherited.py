@@ -25,7 +25,8 @@ def prepare_of(
     A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
     and, unless it is to have a process group, devices that were not touched.
     """
-    untouched = script and not options.init_process_group and placement.device_type != "cpu"
+    may_have_devices = placement.device_type != "cpu" or options.on is not None
+    untouched = script and not options.init_process_group and may_have_devices
     # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.
     environ = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle}
     return Prepare(

@@ -83,10 +83,23 @@ class Knowledge:
     def begin(self, attempt: int, world_size: int) -> None:
         """Start over if `attempt` is a new one: its processes have been sent nothing."""
         with self._lock:
-            if attempt != self._attempt:
+            if attempt > self._attempt:  # an older one is that of a caller which events have overtaken
                 self.close()
                 self._attempt, self._table = attempt, ObjectTable()
                 self._records = [_Record(frozenset(range(world_size)), self._table)]
+
+    def renumber(self, before: int, attempt: int, kept: Mapping[int, int], world_size: int) -> None:
+        """Renumber the ranks after a regroup; `kept` maps new numbers to those in attempt `before`."""
+        with self._lock:
+            if before != self._attempt:
+                return  # the records are of another attempt
+            self._attempt = attempt
+            for record in self._records:
+                record.ranks = frozenset(rank for rank, old in kept.items() if old in record.ranks)
+            new = frozenset(range(world_size)).difference(kept)
+            self._records = [record for record in self._records if record.ranks]
+            if new:
+                self._records.append(_Record(new, self._table))
 
     def close(self) -> None:
         """Forget everything."""

@@ -18,9 +18,11 @@ from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import Placed, Placement, PlaceRun
+from nblaunch.protocol.client import NodeEnvironment, Placed, Placement, PlaceRun
 from nblaunch.protocol.messages import (
     CellJob,
+    CodeManifest,
+    CodeTree,
     Dispatch,
     FunctionJob,
     Objects,
@@ -92,7 +94,7 @@ def place_launch(
     if sys.platform == "win32":
         msg = "torchelastic starts ranks on POSIX systems only, and this is Windows. Use WSL2."
         raise LaunchError(msg, phase=Phase.FORK.value)
-    _inherited.working_directory()
+    cwd = _inherited.working_directory()
     _inherited.check_start_method(options.start_method)
     environ = {**os.environ, **options.env}
     # What the user's code has registered here; torch is not loaded for it.
@@ -100,12 +102,25 @@ def place_launch(
     request = PlaceRun(
         options=options,
         environ=_inherited.encoded(environ),
+        cwd=cwd,
         path=_inherited.search_path(sys.path),
         backends=() if known is None else tuple(known.backend_list),
     )
     placed = local().ask(request) if runtime is None else runtime.ask_on_a_line(request)
     assert isinstance(placed, Placed)  # noqa: S101 - nothing else answers this
     return placed.placement, environ | placed.added, placed.unheeded
+
+
+def environment_for(options: LaunchOptions) -> NodeEnvironment | None:
+    """Return this process's Python environment if `--sync-env` is given, else None.
+
+    Raises `OptionError` for packages that another machine cannot install.
+    """
+    if not options.sync_env:
+        return None
+    from nblaunch.client.packages import environment_of
+
+    return environment_of(sys.path, os.fsdecode(_inherited.working_directory()), os.environ)
 
 
 def with_log_dir(options: LaunchOptions) -> LaunchOptions:
@@ -135,10 +150,14 @@ def standby_wanted() -> bool:
     return bool(switch) or getattr(_notebook.shell(), "kernel", None) is not None
 
 
-def function_job(fn: object) -> FunctionJob:
-    """Return the job that calls `fn`. Raises `OptionError` if it is not callable."""
+def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
+    """Return the job that calls `fn`. Raises `OptionError` if `fn` is not callable or `args` no sequence."""
     if not callable(fn):
         msg = f"run(): {fn!r:.200} is not callable. Pass a function or a script."
+        raise OptionError(msg)
+    given: object = args
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
+        msg = f"run(): args={args!r:.200} is not a tuple or list. Pass args=({args!r:.200},)."
         raise OptionError(msg)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     return FunctionJob(name=name.replace("<locals>.", ""))
@@ -148,20 +167,49 @@ def prepare_call(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, options: LaunchOptions
 ) -> Launch:
     """Place and capture a call of `fn` on fresh ranks."""
-    job = function_job(fn)
+    job = function_job(fn, args)
     placement, environ, unheeded = place_launch(options)
     captured = capture_call(fn, tuple(args), dict(kwargs or {}), _notebook.namespace())
     payloads = (RankPayload(captured),)
     return Launch(job, options, placement, environ, job.name, payloads, unheeded=unheeded)
 
 
+def code_of(launch: Launch) -> CodeManifest | None:
+    """Return the manifest of the notebook's own files that a job may import; None if it needs none.
+
+    Raises `CaptureError` if the files are too large to send.
+    """
+    job = launch.job
+    if launch.options.on is None or isinstance(job, PullJob) or (launch.internal and not launch.payloads):
+        return None
+    sources = [source for each in launch.payloads for source in each.captured.sources.values()]
+    scripts: tuple[str, ...] = ()
+    match job:
+        case CellJob(source=source):
+            sources.append(source)
+        case ScriptJob(module=True, name=name):
+            sources.append(f"import {name}.__main__")
+        case ScriptJob(program=False, file=file) if file:
+            scripts = (file,)
+    directory = os.fsdecode(_inherited.working_directory())
+    return local().files.manifest(
+        sys.path,
+        directory,
+        sys.modules,
+        sources,
+        compiled=[file for each in launch.payloads for file in each.captured.packed.filenames],
+        scripts=scripts,
+    )
+
+
 def dispatches(
-    launch: Launch, sent: ExitStack, root: Callable[[], Path]
+    launch: Launch, sent: ExitStack, root: Callable[[], Path], code: CodeManifest | None
 ) -> tuple[tuple[tuple[int, ...], Dispatch], ...]:
     """Write payloads, which `sent` frees, below `root()` if memory has no room.
 
     Returns the messages and who gets each; the last is for all that have none of their own.
     """
+    tree = None if code is None else CodeTree(code.tree, code.roots)
     found: list[tuple[tuple[int, ...], Dispatch]] = []
     written: list[tuple[Packed, Outgoing]] = []
     for each in launch.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
@@ -175,6 +223,7 @@ def dispatches(
             payload=outgoing.payload,
             objects=each.objects,
             imports=captured.imports,
+            code=tree,
             internal=launch.internal,
             sources={name: (_notebook.title_of(name), source) for name, source in captured.sources.items()},
         )

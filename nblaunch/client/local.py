@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch._registry import RuntimeEntry
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.client.boot import Boot, last_words, starting
-from nblaunch.client.line import ClientLine, connect
+from nblaunch.client.boot import Boot, last_words, starting, stop_keeper
+from nblaunch.client.code import KnownFiles
+from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
     AnswerToClient,
     ClientNote,
@@ -42,7 +44,7 @@ from nblaunch.protocol.state import decode_folded
 if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
-_ENDING_SECONDS = 1.0
+_ENDING_SECONDS = 15.0
 _END_SECONDS = 40.0
 _FIRST_NUMBER = 1 << 32
 
@@ -54,6 +56,7 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
+        self.files = KnownFiles()
         """What torchelastic recorded in the user's last run."""
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
@@ -74,7 +77,10 @@ class Client:
                 self._runtime.finish()
                 self.directory.remove()
                 self._runtime = None
-            self._runtime = self._runtime or OwnRuntime(self.directory.root(), owner=os.getpid())
+            if self._runtime is None:
+                # An interrupt between start and assignment would leave a runtime that holds the sockets.
+                with deferring_interrupts():
+                    self._runtime = OwnRuntime(self.directory.root(), owner=os.getpid())
             return self._runtime
 
     def ask(self, request: ClientRequest) -> AnswerToClient:
@@ -100,7 +106,8 @@ class Client:
                 # Its private directory goes with it.
                 self._runtime, self.directory = None, RuntimeDirectory()
             else:
-                runtime = OwnRuntime(RuntimeDirectory().root(), owner=0)
+                with deferring_interrupts():
+                    runtime = OwnRuntime(RuntimeDirectory().root(), owner=0)
         self._others.add(runtime)
         return runtime
 
@@ -249,8 +256,11 @@ class Runtime:
 
     def _raise_if_ending(self) -> None:
         # A process that ends closes its files one by one: where nobody listens, the rest follows.
-        with self._lock:
-            self._control.poll(_ENDING_SECONDS)
+        deadline = time.monotonic() + _ENDING_SECONDS
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self.alive:
+            raise self._gone()
 
     def _give_back(self, line: ClientLine) -> None:
         """Keep one connection for the next job; of runs side by side the others close theirs."""
@@ -412,8 +422,11 @@ class FoundRuntimeClient(Runtime):
 
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
-        with contextlib.suppress(NblaunchError, TimeoutError):
+        try:
             self.ask(Stop(), _END_SECONDS)
+        except (NblaunchError, TimeoutError):
+            # The runtime refuses us, does not answer, or is ending: its keeper ends everything.
+            stop_keeper(self.entry.keeper.pid, self.entry.keeper.start)
         self.entry.wait_until_gone(_END_SECONDS)
         self.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nblaunch._errors import LaunchError, NblaunchError, RunFailedError
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._results import (
     Attempt,
     EventLog,
@@ -26,8 +26,8 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import Phase, Stream, Unreadable
-from nblaunch.protocol.reports import format_ranks
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State, advance, signal_name
+from nblaunch.protocol.reports import format_ranks, ranks_on
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, advance, hosts_of, signal_name
 
 _LAST_OUTPUT_LINES = 10
 _CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
@@ -54,6 +54,7 @@ def collect(  # noqa: PLR0913 - what a result holds
         _warnings=(*state.notices, *dict.fromkeys(state.warnings)),
         title=title,
         hang_report=state.hang,
+        preempted=state.preempted if state.summary is State.PREEMPTED else "",
         _log_dir=log_dir,
         _events=events,
         _late=job.late,
@@ -85,7 +86,7 @@ def _unpickled(job: JobView) -> tuple[dict[int, Any], RunState]:
 def _attempt(job: JobView, attempt: AttemptState, values: Mapping[int, Any], keep: object) -> Attempt:
     logs = job.logs.get(attempt.number, {})
     failures = tuple(
-        _failure(each, _last_output(attempt.ranks[each.rank], logs.get(each.rank), job.output))
+        _failure(each, attempt.ranks[each.rank], logs.get(each.rank), job.output)
         for each in blame(attempt.ranks).failures
     )
     by_rank = {failure.rank: failure for failure in failures}
@@ -103,7 +104,9 @@ def _attempt(job: JobView, attempt: AttemptState, values: Mapping[int, Any], kee
     )
 
 
-def _failure(explained: Explained, last_output: str) -> RankFailure:
+def _failure(
+    explained: Explained, rank: RankState, logs: RankLogFiles | None, output: OutputFilter
+) -> RankFailure:
     record = explained.failure
     exception = None
     if record.exception is not None:
@@ -123,9 +126,10 @@ def _failure(explained: Explained, last_output: str) -> RankFailure:
         time=record.time,
         phase=record.phase,
         consequence_of=explained.consequence_of,
-        last_output=last_output,
+        last_output=_last_output(rank, logs, output),
         shown=record.colored,
         reason=str(reason(record)),
+        node=rank.node,
     )
 
 
@@ -200,6 +204,8 @@ def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseExc
     if job.launch_failure is not None:
         phase, message = job.launch_failure
         return LaunchError(message, phase=phase)
+    if result.state.preempted and not result.ok:
+        return RunPreemptedError(_preempted(job, result), result=result)
     if job.error is not None:
         if isinstance(job.error, NblaunchError):
             return job.error
@@ -214,8 +220,9 @@ def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseExc
             return None
         return KeyboardInterrupt("the run was interrupted") if job.interrupted else _unfinished(result)
     if root.phase in (Phase.FORK, Phase.CONNECT, Phase.PROCESS_GROUP):
+        who = ranks_on([root.rank], hosts_of(result.state.ranks))
         error = LaunchError(
-            f"the ranks could not be started: phase '{root.phase}' failed on rank {root.rank}: {root.reason}"
+            f"the ranks could not be started: phase '{root.phase}' failed on {who}: {root.reason}"
             + (f"\n{root.last_output}" if root.last_output else ""),
             phase=root.phase.value,
         )
@@ -223,6 +230,15 @@ def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseExc
         error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
     error.__cause__ = root.exception
     return error
+
+
+def _preempted(job: JobView, result: RunResult) -> str:
+    """Return why the nodes were taken back, and which ranks ended because of it."""
+    why = result.state.preempted
+    if isinstance(job.error, RunPreemptedError) and str(job.error) != why:
+        why = f"{why}; {job.error}"
+    ended = format_ranks(each.rank for each in result.ranks if each.state is not State.SUCCEEDED)
+    return f"the run was preempted: {why}\n{ended} of {result.world_size} ended because of that"
 
 
 def _unfinished(result: RunResult) -> RunFailedError:
@@ -247,7 +263,8 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
     """Return which rank failed, how, where, and how the others ended; no times, no pids."""
     found = blame(result.state.ranks)
     first, *others = found.causes
-    lines = [f"{format_ranks(first.ranks)} of {result.world_size} failed: {root.reason}"]
+    who = first.who if first.hosts else f"{format_ranks(first.ranks)} of {result.world_size}"
+    lines = [f"{who} failed: {root.reason}"]
     if root.frame is not None and root.frame.source:
         lines[0] += f"\n    {root.frame.source}"
     if others:

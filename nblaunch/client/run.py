@@ -11,12 +11,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunTimeoutError
+from nblaunch._errors import (
+    LaunchError,
+    NblaunchError,
+    RunFailedError,
+    RunPreemptedError,
+    RunTimeoutError,
+)
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
 from nblaunch.client.inherited import prepare_of
 from nblaunch.client.jobs import JobView, KeptJob, RemoteEvents
-from nblaunch.client.launch import Launch, dispatches, standby_wanted, with_log_dir
+from nblaunch.client.launch import (
+    Launch,
+    code_of,
+    dispatches,
+    environment_for,
+    standby_wanted,
+    with_log_dir,
+)
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
 from nblaunch.client.result import collect, error_of
@@ -47,6 +60,7 @@ def run_fresh(launch: Launch, view: View, cancelled: threading.Event | None = No
     script = isinstance(launch.job, ScriptJob)
     prepare = prepare_of(launch.options, launch.placement, launch.environ, script=script)
     launch = replace(launch, options=with_log_dir(launch.options))
+    environment = environment_for(launch.options)
     runtime = local().runtime
 
     def request(order: JobOrder) -> RunFresh:
@@ -56,6 +70,7 @@ def run_fresh(launch: Launch, view: View, cancelled: threading.Event | None = No
             prepare=prepare,
             standby=standby_wanted(),
             join_key=launch.environ.get(JOIN_KEY, ""),
+            environment=environment,
         )
 
     with runtime.line() as line:
@@ -159,6 +174,8 @@ def _followed(giver: Giver, job: JobView, about: About, view: View, wait: JobWai
     error = error or error_of(job, result, about.options)
     if isinstance(error, RunFailedError):
         error.result, error.root_cause = result, error.root_cause or result.root_cause
+    elif isinstance(error, RunPreemptedError):
+        error.result = result
     return Outcome(result, error)
 
 
@@ -172,15 +189,17 @@ def _give(giver: Giver, job: JobView, launch: Launch, wait: JobWait, *, usage: b
     Once the runtime has answered it holds what the job brings.
     """
     with ExitStack() as sent:
+        code = code_of(launch)
         order = JobOrder(
             number=job.number,
-            dispatches=dispatches(launch, sent, giver.runtime.spill),
+            dispatches=dispatches(launch, sent, giver.runtime.spill, code),
             state=encode_state(job.state),
             title=launch.title,
             options=launch.options,
             internal=launch.internal,
             usage=usage,
             look=launch.look,
+            code=code,
         )
         request = giver.request(order)
         while True:
@@ -246,7 +265,7 @@ def _collect(job: JobView, about: About, kept: KeptJob, giver: Giver) -> RunResu
     directory = job.end.log_dir if job.end is not None else ""
     result = collect(
         job,
-        backend=about.backend,
+        backend=(job.end.backend if job.end is not None else "") or about.backend,
         title=about.title,
         log_dir=Path(directory) if directory else None,
         events=events,

@@ -37,6 +37,7 @@ from nblaunch.client.knowledge import Delivery, Knowledge, KnowledgeView, notice
 from nblaunch.client.launch import (
     Launch,
     RankPayload,
+    environment_for,
     function_job,
     place_launch,
     refuse_inside_rank,
@@ -119,10 +120,10 @@ def start_session(
     options: LaunchOptions, *, name: str = "default", watch: Callable[[str, str], View] = silent
 ) -> LiveSession:
     """Start ranks and wait until they are ready; raises `LaunchError` if they cannot be started."""
-    if options.nodes[1] > 1:
+    if options.nodes[1] > 1 and options.on is None:
         msg = (
-            f"nnodes={options.nnodes!r}: a session's ranks are on one node. Run the cell on fresh ranks "
-            "(%%distributed --nnodes 2 ...), or leave nnodes out."
+            f"nnodes={options.nnodes!r}: without an engine a session has one node. Add --on (on=), or run "
+            "the cell on fresh ranks (%%distributed --nnodes 2 ...)."
         )
         raise OptionError(msg)
     # Before a runtime is started, of which a rank has none.
@@ -137,6 +138,7 @@ def start_session(
             placement=placement,
             prepare=prepare_of(options, placement, environ, timeout=_COLLECTIVE_SECONDS),
             detached=options.detach,
+            environment=environment_for(options),
         )
         line, attempt = _opened(runtime, request)
     except BaseException:
@@ -231,7 +233,7 @@ class LiveSession:
         self._keys = itertools.count(self._runtime.number())
         self._knowledge = Knowledge(self._keys)
         self._jobs = 0
-        self._ended = False
+        self._ended, self._why_ended = False, ""
         self._held_by = ranks.held_by
         """Another client, which gives the jobs."""
         self._gives = ranks.held_by is None
@@ -245,7 +247,8 @@ class LiveSession:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """The number of ranks; it changes when nodes come or are lost."""
+        self._look_at_events()
         return self.placement.nproc
 
     @property
@@ -291,7 +294,7 @@ class LiveSession:
         target: object = fn
         if is_script(target):
             raise refuse_in_session(target, self.name)
-        job = function_job(target)
+        job = function_job(target, args)
         namespace = _namespace_of(fn)
 
         def capture(view: KnowledgeView) -> Captured:
@@ -402,7 +405,7 @@ class LiveSession:
             self._busy.release()
 
     def _run(self, request: _JobRequest, cancelled: threading.Event | None) -> Outcome:
-        chosen = self._chosen(request.ranks)
+        self._chosen(request.ranks)
         self._refuse_if_ended()
         if not request.look:
             self._refuse_if_held()
@@ -412,9 +415,11 @@ class LiveSession:
             launch = replace(launch, options=within(self.options, request.options))
         watch = silent if request.internal else self.watch
         view = watch(request.title, launch.backend)
-        subset = None if request.ranks is None else chosen
         brought = request.brought
         while True:
+            # Since the capture, ranks may have been replaced, and their number may have changed.
+            launch = replace(launch, placement=self.placement)
+            subset = None if request.ranks is None else self._chosen(request.ranks)
             if isinstance(brought, Captured):
                 launch = replace(launch, payloads=(RankPayload(brought),))
             elif brought is not None:
@@ -455,14 +460,31 @@ class LiveSession:
                 self._names[names.rank] = names
                 if names.lost:
                     self._knowledge.lost({names.rank: names.lost})
-            case wire.RanksReplaced(session=self._key, attempt=attempt):
+            case wire.RanksReplaced(session=self._key, attempt=attempt, world_size=size, backend=backend):
                 self._attempt, self._names = attempt, {}
-            case wire.SessionEnded(session=self._key):
-                self._ended = True
+                backend = backend or self.placement.backend
+                self.placement = replace(self.placement, nproc=size, backend=backend)
+            case wire.RanksRenumbered(session=self._key):
+                self._renumber(event)
+            case wire.SessionEnded(session=self._key, why=why):
+                self._ended, self._why_ended = True, why
             case wire.GiverChanged(session=self._key, by=by):
                 self._take_giver(by)
             case _:
                 pass
+
+    def _renumber(self, event: wire.RanksRenumbered) -> None:
+        known = self._names
+        self._names = {
+            rank: msgspec.structs.replace(known[before], rank=rank)
+            for rank, before in event.kept.items()
+            if before in known
+        }
+        failed = self.failed_last
+        self.failed_last = next((rank for rank, before in event.kept.items() if before == failed), 0)
+        self._knowledge.renumber(self._attempt, event.attempt, event.kept, event.world_size)
+        self._attempt = event.attempt
+        self.placement = replace(self.placement, nproc=event.world_size)
 
     def _take_giver(self, by: wire.ClientRecord | None) -> None:
         gave, self._gives = self._gives, by is not None and _is_ours(by)
@@ -504,7 +526,7 @@ class LiveSession:
     def _refuse_if_ended(self) -> None:
         self._runtime.refuse_in_fork()
         if not self.open:
-            raise LaunchError(session_ended(self.name), phase="job")
+            raise LaunchError(session_ended(self.name, self._why_ended), phase="job")
 
     def _refuse_if_held(self) -> None:
         other = self.held_by
@@ -705,6 +727,7 @@ class LiveSession:
             world_size=self.world_size,
             backend=self.placement.backend,
             attempt=self._attempt if found is None else found.attempt,
+            engine=found.engine if found is not None else None,
             ranks=tuple(
                 RankStatus(
                     rank=each.rank,
@@ -713,6 +736,8 @@ class LiveSession:
                     device=each.device,
                     memory=each.memory,
                     waiting=each.waiting or _asks(each) or doing,
+                    node=each.node,
+                    cpu=each.cpu,
                 )
                 for each in (found.ranks if found is not None else map(_gone, range(self.world_size)))
             ),
@@ -752,19 +777,29 @@ class LiveSession:
 
     def start(self) -> None:
         """Run an empty job, which begins once the ranks are ready."""
-        launch = replace(
-            self._launch(FunctionJob(name="start"), "start", internal=True),
-            payloads=(RankPayload(capture_call(int, (), {}, None)),),
-            # The timeout is for the user's jobs; starting has limits of its own.
-            options=replace(self.options, timeout=None),
-        )
-        with self._busy, self._reading:
-            error = run_job(self._giver(), launch, SilentView()).error
+        self._look_at_events()
+        try:
+            error = self._begin_job()
+        except StaleError:  # the ranks regrouped between the look at the events and the request
+            self._look_at_events()
+            error = self._begin_job()
         if isinstance(error, RunFailedError):
             msg = f"the ranks of session {self.name!r} could not be started: {error}"
             raise LaunchError(msg, phase="job") from error
         if error is not None:
             raise error
+
+    def _begin_job(self) -> BaseException | None:
+        launch = replace(
+            self._launch(FunctionJob(name="start"), "start", internal=True),
+            payloads=(RankPayload(capture_call(type(None), (), {}, None)),),
+            # The timeout is for the user's jobs; starting has limits of its own.
+            options=replace(self.options, timeout=None),
+        )
+        # The wait for nodes may be long, so it is shown.
+        view = SilentView() if self.options.on is None else self.watch("start", launch.backend)
+        with self._busy, self._reading:
+            return run_job(self._giver(), launch, view).error
 
 
 def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, int]:

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,8 +18,8 @@ import psutil
 
 from nblaunch._cgroups import oom_kills, tightest_memory
 from nblaunch.protocol.messages import DeviceMemory, FailureRecord, Phase
-from nblaunch.protocol.reports import format_ranks, nearest_frame, place, readable_stacks, size
-from nblaunch.protocol.state import RankState, State, describe_exit, signal_name
+from nblaunch.protocol.reports import nearest_frame, place, ranks_on, readable_stacks, size
+from nblaunch.protocol.state import RankState, State, describe_exit, hosts_of, signal_name
 
 # What gloo, NCCL and TCPStore report when the *other* side went away. A rank that raises one of these
 # while a peer failed for a reason of its own is a consequence, whatever the clocks say: the agent
@@ -70,13 +70,20 @@ class Reason:
 class Alike:
     """Ranks that failed for the same reason; `failure` is that of the lowest of them.
 
-    `because_of` names the ranks that caused it; it is empty where these ranks are a cause themselves.
+    `because_of` names the ranks that caused it; it is empty if these ranks are a cause themselves. `hosts`
+    maps the attempt's ranks to their hosts; it is empty if there is only one host.
     """
 
     ranks: tuple[int, ...]
     reason: Reason
     failure: FailureRecord
     because_of: str = ""
+    hosts: Mapping[int, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def who(self) -> str:
+        """The ranks, with their hosts if there are several: `rank 3 on hB`."""
+        return ranks_on(self.ranks, self.hosts)
 
     def line(self, draw: Callable[[Reason], str] = str) -> str:
         """Return why they failed in one line, the reason as `draw` returns it."""
@@ -101,7 +108,7 @@ class Blame:
     @property
     def root(self) -> str:
         """The ranks of the root cause: `rank 1`; empty where no rank failed."""
-        return format_ranks(self.causes[0].ranks) if self.causes else ""
+        return self.causes[0].who if self.causes else ""
 
     def fate(self, rank: RankState) -> str:
         """Return how a rank ended that has neither a value nor a failure; empty for the others."""
@@ -123,10 +130,11 @@ def blame(ranks: Mapping[int, RankState]) -> Blame:
     run to run, so all of them are named.
     """
     failures = explain({number: rank.failure for number, rank in ranks.items() if rank.failure is not None})
-    causes = _alike(each for each in failures if each.consequence_of is None)
+    hosts = hosts_of(ranks)
+    causes = _alike((each for each in failures if each.consequence_of is None), hosts)
     followed = [each for each in failures if each.consequence_of is not None]
-    root = format_ranks(causes[0].ranks) if causes else ""
-    consequences = [replace(each, because_of=root) for each in _alike(followed)]
+    root = causes[0].who if causes else ""
+    consequences = [replace(each, because_of=root) for each in _alike(followed, hosts)]
     stopped = [number for number, rank in ranks.items() if rank.state is State.STOPPED]
     return Blame(
         failures=failures,
@@ -136,7 +144,7 @@ def blame(ranks: Mapping[int, RankState]) -> Blame:
     )
 
 
-def _alike(failures: Iterable[Explained]) -> list[Alike]:
+def _alike(failures: Iterable[Explained], hosts: Mapping[int, str]) -> list[Alike]:
     groups: dict[Reason, list[Explained]] = {}
     for each in failures:
         groups.setdefault(_stable_reason(each), []).append(each)
@@ -145,6 +153,7 @@ def _alike(failures: Iterable[Explained]) -> list[Alike]:
             ranks=tuple(sorted(each.rank for each in group)),
             reason=reason,
             failure=min(group, key=lambda each: each.rank).failure,
+            hosts=hosts,
         )
         for reason, group in groups.items()
     ]

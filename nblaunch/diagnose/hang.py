@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
-from nblaunch.protocol.reports import HangReport, StackGroup, format_ranks, own_frame, place, ranks_by_answer
+from nblaunch.protocol.reports import HangReport, StackGroup, own_frame, place, ranks_by_answer, ranks_on
 
 _Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
@@ -17,13 +17,15 @@ def report(
     silent: Mapping[int, str] | None = None,
     finished: Iterable[int] = (),
     elsewhere: Mapping[int, str] | None = None,
+    hosts: Mapping[int, str] | None = None,
 ) -> HangReport:
     """Combine the answers of the ranks.
 
-    `silent` maps ranks that did not answer in time to the stack that faulthandler wrote of them; `finished`
-    are ranks that have returned already; `elsewhere` is where ranks without a stack of their own are.
+    `silent` maps ranks that did not answer in time to the stack that faulthandler wrote; `finished` are ranks
+    that have returned already; `elsewhere` describes where ranks without a stack of their own are. `hosts`
+    maps ranks to their hosts; it is empty if there is only one host.
     """
-    answers, words = dict(sorted(answers.items())), elsewhere or {}
+    answers, words, hosts = dict(sorted(answers.items())), elsewhere or {}, hosts or {}
     stacks = {
         rank: tuple((frame.filename, frame.line, frame.function) for frame in answer.frames)
         for rank, answer in answers.items()
@@ -42,9 +44,10 @@ def report(
     return HangReport(
         groups=tuple(sorted(groups, key=lambda group: group.ranks)),
         collectives=collectives,
-        findings=(*_differences(recent), *_absences(collectives)),
+        findings=(*_differences(recent, hosts), *_absences(collectives, hosts)),
         silent=dict(silent or {}),
         finished=tuple(sorted(finished)),
+        hosts=hosts,
     )
 
 
@@ -63,7 +66,7 @@ def _where(frames: tuple[FrameRecord, ...]) -> str:
     return f"in {call}, {here}" if call is not None else f"at {here}"
 
 
-def _differences(recent: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
+def _differences(recent: Mapping[int, tuple[Collective, ...]], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield for each group the first collective in which its ranks disagree."""
     together: dict[tuple[_Key, int], dict[int, Collective]] = {}
     for rank, known in recent.items():
@@ -71,14 +74,15 @@ def _differences(recent: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
             together.setdefault((collective.key, collective.sequence), {})[rank] = collective
     differing = set()
     for (key, sequence), ranks in sorted(together.items()):
-        difference = difference_of(ranks) if key not in differing else None
+        difference = difference_of(ranks, hosts) if key not in differing else None
         if difference is not None:
             differing.add(key)
             yield f"collective #{sequence}{_of(key)} differs in {difference}"
 
 
-def difference_of(ranks: Mapping[int, Collective]) -> str | None:
+def difference_of(ranks: Mapping[int, Collective], hosts: Mapping[int, str] | None = None) -> str | None:
     """Return in what one collective differs from rank to rank; None if it does not."""
+    hosts = hosts or {}
     even = {rank: each for rank, each in ranks.items() if _same_on_all_ranks(each)}
     for what, values in (
         ("operation", {rank: each.operation for rank, each in ranks.items()}),
@@ -87,11 +91,11 @@ def difference_of(ranks: Mapping[int, Collective]) -> str | None:
     ):
         found = ranks_by_answer(values)
         if len(found) > 1:
-            return f"{what}: {'; '.join(f'{format_ranks(who)}: {value}' for value, who in found.items())}"
+            return f"{what}: {'; '.join(f'{ranks_on(who, hosts)}: {value}' for value, who in found.items())}"
     return None
 
 
-def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str]:
+def _absences(collectives: Mapping[int, tuple[Collective, ...]], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield for each group which ranks wait in a collective that others have not started."""
     for key, last in sorted(by_group(collectives).items()):
         newest = max(collective.sequence for collective in last.values())
@@ -100,8 +104,9 @@ def _absences(collectives: Mapping[int, tuple[Collective, ...]]) -> Iterator[str
         waiting = [rank for rank, each in ahead.items() if not each.completed]
         if behind and waiting:
             where = f"{ahead[waiting[0]].operation} #{newest}{_of(key)}"
-            late = f"{format_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not started"
-            yield f"{format_ranks(waiting)} {'is' if len(waiting) == 1 else 'are'} in {where}, which {late}"
+            late = f"{ranks_on(behind, hosts)} {'has' if len(behind) == 1 else 'have'} not started"
+            who = f"{ranks_on(waiting, hosts)} {'is' if len(waiting) == 1 else 'are'}"
+            yield f"{who} in {where}, which {late}"
 
 
 def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[_Key, dict[int, Collective]]:

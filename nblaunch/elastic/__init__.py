@@ -44,6 +44,7 @@ Modules, each after those that it imports:
     process_options    from options and environment to how processes start; what cannot be done, by name
     keeper             the keeper's own program
     rendezvous         from options to torch's rendezvous: configuration, stores, handlers
+    directed           the rendezvous of nodes that an engine placed: the runtime decides it
     forkserver         reaches the fork server, or starts one; a multiprocessing context that forks from it
     agent              `RankAgent`, and the thread that it runs on
 """

@@ -2,9 +2,9 @@
 
 Names of torch's that are not public, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` finds
 those that a release has broken; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
-`._monitor_workers`, `._restart_workers`, `._shutdown`, `._setup_healthcheck`, `._remaining_restarts`,
-`._worker_group`, `._pcontext`, `._setup_local_watchdog`, `._worker_watchdog`, `._log_watchdog_event`;
-`MultiprocessContext._pc`, `._ret_vals`.
+`._monitor_workers`, `._restart_workers`, `._assign_worker_ranks`, `._exit_barrier`, `._shutdown`,
+`._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`, `._setup_local_watchdog`,
+`._worker_watchdog`, `._log_watchdog_event`; `MultiprocessContext._pc`, `._ret_vals`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from multiprocessing import connection
 from typing import Any, Concatenate, ParamSpec
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import Worker as AssignedRank
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
@@ -31,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from nblaunch._errors import NblaunchError
 from nblaunch._waker import Waker
 from nblaunch.elastic import descriptors, forkserver, preload, rendezvous
+from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
@@ -61,15 +63,20 @@ class RankAgent(LocalElasticAgent):
         arguments: Callable[[int], tuple[Any, ...]],
         events: AgentEvents,
         server: Server,
+        waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks."""
+        """Prepare an agent; `arguments(attempt)` are those of `run_rank`, `server` forks the ranks.
+
+        With `waiting` the runtime decides each rendezvous: the agent calls it, and then waits for `meet`.
+        """
         wanted = settings.processes
         self.settings = settings
         self._arguments = arguments
         self._events = events
         self._server = server
         self._stop = threading.Event()
-        self.rendezvous = rendezvous.make_rendezvous(settings, self._stop)
+        self._directed = None if waiting is None else DirectedRendezvous(settings.run_id, waiting, self._stop)
+        self.rendezvous = self._directed or rendezvous.make_rendezvous(settings, self._stop)
         self._kept_logs = KeptLogs(wanted.logs_specs, os.fspath(settings.log_dir))
         self._stream = EventStream(wanted.event_log_handler, events.recorded)
         self._filtered: list[FilteredLines] = []
@@ -126,6 +133,11 @@ class RankAgent(LocalElasticAgent):
         self.rendezvous.rejoin()
         self._waker.wake()
 
+    def meet(self, directed: DirectedRound) -> None:
+        """Complete the rendezvous for which the agent waits."""
+        if self._directed is not None:
+            self._directed.meet(directed)
+
     def forget_orders(self) -> None:
         """Forget what was ordered in the attempt before; a node that follows decides when that is."""
         for order in (self._restart, self._rejoin, self._ordered):
@@ -170,6 +182,24 @@ class RankAgent(LocalElasticAgent):
     def close(self) -> None:
         """Close what the agent has opened itself, once it has run."""
         self._waker.close()
+
+    def _assign_worker_ranks(self, *arguments: Any, **keywords: Any) -> list[AssignedRank]:
+        if self._directed is None:
+            assigned: list[AssignedRank] = super()._assign_worker_ranks(*arguments, **keywords)
+            return assigned
+        directed = self._directed.directed
+        size = directed.world_size
+        return [
+            AssignedRank(local_rank, rank, role_rank=rank, world_size=size, role_world_size=size)
+            for local_rank, rank in enumerate(
+                range(directed.base_rank, directed.base_rank + self.settings.nproc)
+            )
+        ]
+
+    def _exit_barrier(self) -> None:
+        # The barrier keeps the node alive that hosts the ranks' store. Here the runtime hosts it.
+        if self._directed is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call] # torch's
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._raise_if_stopped()
@@ -227,7 +257,8 @@ class RankAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # A node that meets the others before they know of its failure would look like one that came late.
-        while self._follows and not self._ordered.wait(_LOOK_SECONDS / 10):
+        # With a directed rendezvous, the rendezvous itself waits for it.
+        while self._follows and self._directed is None and not self._ordered.wait(_LOOK_SECONDS / 10):
             self._raise_if_stopped()
         if self._reason == "membership":
             self._events.membership_changing()
@@ -424,6 +455,8 @@ class AgentThread:
     adopt = _passed_on(RankAgent.adopt)
     restart = _passed_on(RankAgent.restart)
     rejoin = _passed_on(RankAgent.rejoin)
+    regroup = rejoin
+    meet = _passed_on(RankAgent.meet)
     forget_orders = _passed_on(RankAgent.forget_orders)
     skip_grace = _passed_on(RankAgent.skip_grace)
     release = _passed_on(RankAgent.release)
@@ -434,11 +467,12 @@ class AgentThread:
         arguments: Callable[[int], tuple[Any, ...]],
         events: AgentEvents,
         server: Server,
+        waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Make the agent, whose ranks `server` forks."""
+        """Make the agent, whose ranks `server` forks; `waiting` is the agent's."""
         _quiet_torchelastic()
         self._events = events
-        self.agent: RankAgent | None = RankAgent(settings, arguments, events, server)
+        self.agent: RankAgent | None = RankAgent(settings, arguments, events, server, waiting)
         # The agent acquires it when it begins, or a stop that comes before.
         self._begun = threading.Lock()
         name = f"{THREAD_PREFIX}-{settings.run_id}"

@@ -3,7 +3,8 @@
 libzmq aborts the whole process when it accepts a connection and the limit is reached, so there must be room
 before the first rank connects. Measured with torch 2.13: a rank takes up to seven descriptors of the runtime
 (two pipes of its process, its connections to the hub and to the store, two log files, a mapped value), and
-has about thirty of its own and one for each peer and process group.
+has about thirty of its own and one for each peer and process group. A rank on another node takes one in the
+runtime, its connection to the store; its node takes three, for orders, payloads and the store.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from nblaunch._inherited import RANK_AT_ALL, RANK_PER_PEER, allows, needed_by_ra
 
 RUNTIME_AT_ALL = 32
 RUNTIME_PER_RANK = 7
+RUNTIME_PER_NODE = 3
+_LOGS_OF_NODES = 256
 _PIPES = 2
 _SCARCE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 # Room for what else is opened while ranks start, in the limit that is set.
@@ -44,6 +47,18 @@ def make_room(nproc: int, *, replaced: int = 0) -> None:
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"for which this process needs about {needed} ({used} are open already)"
         raise LaunchError(_too_few(nproc, what, hard), phase="fork")
+
+
+def make_room_for_nodes(nodes: int, nproc: int) -> None:
+    """Raise this process's soft limit if `nodes` nodes with `nproc` ranks in total need it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = in_use(soft)
+    needed = used + RUNTIME_AT_ALL + _LOGS_OF_NODES + RUNTIME_PER_NODE * nodes + nproc
+    if allows(soft, needed):
+        return
+    if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
+        what = f"on {nodes} nodes, for which this process needs about {needed} ({used} are open already)"
+        raise LaunchError(_too_few(nproc, what, hard), phase="engine")
 
 
 def room(hard: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
 import os
 import signal
 import socket
@@ -270,6 +271,34 @@ class GivenServer(Server):
         """Have the keeper remove the runtime's entry in the registry in the end."""
         with self._lock:
             self._order(keeper.NAMED, os.fsencode(entry))
+
+    def at_end(self, command: Sequence[str]) -> Callable[[], None]:
+        """Have the keeper run a command at its end; return a function that revokes this.
+
+        It may begin with variables: see `keeper.parted`. Commands must be distinct. If the keeper is killed,
+        the kernel kills this process, too: then a shell runs the command once the pipe from here is closed.
+        """
+        rest = json.dumps(list(command)).encode()
+        with self._lock:
+            self._order(keeper.AT_END, rest)
+        variables, words = keeper.parted(command)
+        shell = subprocess.Popen(  # noqa: S603 - the engine's own command
+            ["/bin/sh", "-c", 'read -r _ || exec "$0" "$@"', *words],
+            env={**os.environ, **variables},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=os.sep,
+            start_new_session=True,
+        )
+
+        def forget() -> None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shell.communicate(b"\n", _STOP_TIMEOUT)
+            with self._lock:
+                self._order(keeper.FORGET, rest)
+
+        return forget
 
     def detach(self) -> None:
         """Have the keeper outlive the kernel."""

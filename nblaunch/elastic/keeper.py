@@ -15,8 +15,9 @@ rule: *a child of the keeper that is neither the fork server nor the runtime doe
 * when the fork server is gone: then the runtime may order another one. Where there is no runtime, or none
   yet, the keeper goes too, and
 * when the runtime is gone, or the kernel that it is bound to, for whatever reason, or at SIGUSR1: then all
-  go, the private directory, and the runtime's entry in the registry. SIGUSR1 is the only signal that the
-  keeper heeds, for a runtime that does not answer.
+  go, the private directory, and the runtime's entry in the registry. Once the runtime is gone, the keeper
+  runs the commands that it registered: they give back what is no process of ours, such as a job in a queue.
+  SIGUSR1 is the only signal that the keeper heeds, for a runtime that does not answer.
 
 A detached runtime has no such kernel.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import select
 import shutil
@@ -37,6 +39,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from nblaunch import _process_tree
@@ -57,6 +60,10 @@ NAMED = b"n"
 """The rest is the path of the runtime's entry in the registry, to be removed in the end."""
 DETACH = b"d"
 """Outlive the kernel."""
+AT_END = b"c"
+"""The rest is a command to run at the end: a JSON list of its words (see `parted`)."""
+FORGET = b"g"
+"""The rest is a command of `AT_END` that is revoked."""
 
 ANSWER = struct.Struct("<BB")
 """The order's number, and an error number: 0 if all is well."""
@@ -68,7 +75,10 @@ Birth = tuple[str, tuple[int, ...]]
 
 _PATIENCE = 0.02
 _TRACKER_PATIENCE = 1.0
+_NODES_PATIENCE = 5.0
 _SWEEP_SECONDS = 3.0
+# How long commands delay the keeper's end, and how long they may take.
+_COMMANDS_PATIENCE, _COMMANDS_SECONDS = 2.0, 30.0
 # Without pidfd: how often to look whether the kernel is there.
 _PARENT_STEP = 0.05
 # Cleaners of temporary directories remove what is days old.
@@ -118,10 +128,17 @@ class _Keeper:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # A stray signal to all processes must not orphan the ranks.
             signal.signal(number, signal.SIG_IGN)
+        # Orphans of ranks and of node programs become its children, and must not stay zombies.
+        self._children_end, waking = os.pipe()
+        for fd in (self._children_end, waking):
+            os.set_blocking(fd, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wakeup descriptor needs a handler
+        signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
         self._orders = orders
         self._kernel = kernel_pid
         self._root = root
         self._entry = ""
+        self._at_end: list[bytes] = []
         self._server = self._runtime = 0
         self._alive = -1
         """A pipe that the fork server has the other end of: it ends with the keeper."""
@@ -146,7 +163,11 @@ class _Keeper:
 
     def _be_server(self, keeper: int, requests_fd: int, alive: int, runtime: Birth | None) -> NoReturn:
         try:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            for number in (signal.SIGUSR1, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            waking = signal.set_wakeup_fd(-1)
+            for fd in (self._children_end, waking):
+                os.close(fd)
             for fd in (self._orders.detach(), self._alive, *self._ends.values()):
                 os.close(fd)
             die_with_parent(keeper)
@@ -165,11 +186,14 @@ class _Keeper:
             self._ends[self._kernel] = process_end(self._kernel)
         while self._kernel in (0, os.getppid()):
             poller = select.poll()
-            for fd in (self._orders.fileno(), *self._ends.values()):
+            for fd in (self._orders.fileno(), self._children_end, *self._ends.values()):
                 poller.register(fd, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(_FRESHEN_SECONDS * 1000)}
             if not ready:
                 freshen(self._root)
+            if self._children_end in ready:
+                os.read(self._children_end, select.PIPE_BUF)
+                _reap(_children() - {self._server, self._runtime}, deadline=0)
             ended = {pid for pid, fd in self._ends.items() if fd in ready}
             if ended & {self._kernel, self._runtime}:
                 return False
@@ -199,6 +223,10 @@ class _Keeper:
             self._ends[self._runtime] = process_end(self._runtime)
         elif kind == NAMED:
             self._entry = os.fsdecode(rest)
+        elif kind == AT_END:
+            self._at_end.append(rest)
+        elif kind == FORGET and rest in self._at_end:
+            self._at_end.remove(rest)
         elif kind == DETACH and self._kernel:
             os.close(self._ends.pop(self._kernel))
             self._kernel = 0
@@ -231,7 +259,12 @@ class _Keeper:
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        _sweep(set())
+        with contextlib.suppress(ChildProcessError):
+            _reap({self._server, self._runtime} - {0}, time.monotonic() + _SWEEP_SECONDS)
+        # Before nodes are awaited: they may be too busy to end by themselves.
+        apart = _run_apart(self._at_end)
+        _sweep({apart}, _ends_with_its_nodes, _NODES_PATIENCE)
+        _await(apart)
         if remove:
             shutil.rmtree(self._root, ignore_errors=True)
             if self._entry:
@@ -280,23 +313,82 @@ def freshen(root: str) -> None:
                 os.utime(path, follow_symlinks=False)
 
 
-def _sweep(spare: set[int]) -> None:
+def _sweep(
+    spare: set[int], by_itself: Callable[[int], bool] | None = None, patience: float = _TRACKER_PATIENCE
+) -> None:
     """Kill and reap every child but those to `spare`; their children become the keeper's, and are killed too.
 
-    A process in uninterruptible sleep (a dead network disk) outlives SIGKILL until that sleep ends. It is
-    left to the next sweep: the kernel waits for this one.
+    A child that ends `by_itself` has `patience` seconds to do so. A process in uninterruptible sleep (a dead
+    network disk) outlives SIGKILL until that sleep ends. It is left to the next sweep: the kernel waits for
+    this one.
     """
+    by_itself = by_itself or _ends_by_itself
     started = time.monotonic()
     while children := _children() - spare:
         now = time.monotonic()
-        if now > started + _SWEEP_SECONDS:
+        if now > started + max(_SWEEP_SECONDS, patience + _TRACKER_PATIENCE):
             return
-        spared = now < started + _TRACKER_PATIENCE
+        spared = now < started + patience
         for pid in children:
-            if not (spared and _is_resource_tracker(pid)):
+            if not (spared and by_itself(pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         _reap(children, now + _PATIENCE)
+
+
+def parted(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Part a command into the variables that it begins with, NAME=VALUE each, and its words.
+
+    Every user of this machine can read a command line, and a variable may be a password.
+
+    >>> parted(["TOKEN=1=2", "scancel", "x=3"])
+    ({'TOKEN': '1=2'}, ['scancel', 'x=3'])
+    """
+    variables, words = {}, list(command)
+    while "=" in words[0]:
+        name, _, variables[name] = words.pop(0).partition("=")
+    return variables, words
+
+
+def _run_apart(commands: list[bytes]) -> int:
+    """Run commands in a process that outlives the keeper where one is slow, as Slurm's controller may be.
+
+    Returns its process id; 0 where there are no commands.
+    """
+    apart = os.fork() if commands else 0
+    if commands and apart == 0:
+        try:
+            _run(commands)
+        finally:
+            os._exit(0)
+    return apart
+
+
+def _await(apart: int) -> None:
+    """Wait for a process that runs commands, as long as it may delay the keeper's end."""
+    deadline = time.monotonic() + _COMMANDS_PATIENCE
+    while apart and os.waitpid(apart, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(_PATIENCE)
+    _sweep({apart})
+
+
+def _run(commands: list[bytes]) -> None:
+    """Run commands concurrently, and kill those that take too long."""
+    ours = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for command in commands:
+        variables, words = parted(json.loads(command))
+        environ = {**os.environ, **variables}
+        # posix_spawnp would search the PATH of this process.
+        program = shutil.which(words[0], path=environ.get("PATH"))
+        with contextlib.suppress(OSError):
+            if program is not None:  # else it is not there any more
+                os.posix_spawn(program, words, environ, setsigdef=ours)
+    deadline = time.monotonic() + _COMMANDS_SECONDS
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while commands and time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(_PATIENCE)
+    _sweep(set())
 
 
 def _reap(children: set[int], deadline: float) -> None:
@@ -307,16 +399,34 @@ def _reap(children: set[int], deadline: float) -> None:
             time.sleep(0.0005)
 
 
-def _is_resource_tracker(pid: int) -> bool:
-    """Return whether a process is Python's resource tracker.
+def _ends_by_itself(pid: int) -> bool:
+    """Return whether an orphan is a process that cleans up and then ends by itself.
 
-    It removes the shared memory that a rank made and left, and ends as soon as the rank's last child has.
+    Python's resource tracker removes the shared memory that a rank left, as soon as the rank's last child has
+    ended. The keeper of a node program on this machine removes that node's directory; the keeper of a run
+    that a rank started removes that run's.
     """
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as arguments:
-            return b"multiprocessing.resource_tracker" in arguments.read()
+        with open(f"/proc/{pid}/cmdline", "rb") as its, open("/proc/self/cmdline", "rb") as own:
+            command = its.read()
+            keeper = b"nblaunch.elastic.keeper" in command and command != own.read()
     except OSError:
         return False
+    return keeper or b"multiprocessing.resource_tracker" in command
+
+
+def _ends_with_its_nodes(pid: int) -> bool:
+    """Return whether an orphan ends by itself, those included that have placed nodes.
+
+    A node ends, and cleans up, when its connection to the runtime ends; then srun and ssh end. If srun is
+    killed, the process that it has forked kills the whole step, before the nodes have cleaned up.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as its:
+            program = its.read().partition(b"\0")[0]
+    except OSError:
+        return False
+    return os.path.basename(program) in (b"srun", b"ssh") or _ends_by_itself(pid)
 
 
 def _children() -> set[int]:

@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nblaunch._results import read_text
 from nblaunch.protocol.messages import Offsets, Printed, Stream
@@ -34,9 +34,7 @@ class _File:
     seen: int = 0
     freed: int = 0
     file: io.FileIO | None = None
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
+    decoder: codecs.IncrementalDecoder | None = None
 
     def size(self) -> int:
         with contextlib.suppress(OSError):
@@ -49,6 +47,8 @@ class _File:
         with contextlib.suppress(OSError):
             if self.file is None:
                 self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - closed by `LogTail.close`
+            if self.decoder is None:
+                self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
             fd = self.file.fileno()
             while data := os.pread(fd, min(_STEP, end - self.position), self.position):
                 self.position += len(data)
@@ -67,10 +67,19 @@ class _File:
 class LogTail:
     """The output of one rank, as `Printed` messages."""
 
-    def __init__(self, rank: int, stdout: str, stderr: str, *, bounded: bool = False) -> None:
-        """With `bounded` the files keep their last `MOST_BYTES`."""
-        self._rank, self._bounded = rank, bounded
+    __slots__ = ("_bounded", "_brief", "_files", "_rank")
+
+    def __init__(
+        self, rank: int, stdout: str, stderr: str, *, bounded: bool = False, brief: bool = False
+    ) -> None:
+        """With `bounded` the files keep their last `MOST_BYTES`; `brief` files are closed after each read."""
+        self._rank, self._bounded, self._brief = rank, bounded, brief
         self._files = {Stream.STDOUT: _File(stdout), Stream.STDERR: _File(stderr)}
+
+    def of(self, rank: int) -> LogTail:
+        """Return this tail, which from now on is that of another rank."""
+        self._rank = rank
+        return self
 
     def poll(self) -> Iterator[Printed]:
         """Yield the text that was there at the last call.
@@ -80,6 +89,11 @@ class LogTail:
         for stream, file in self._files.items():
             end, file.seen = file.seen, file.size()
             yield from self._read(stream, end)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the last `poll` read all text that was there."""
+        return all(file.position >= file.seen for file in self._files.values())
 
     def up_to(self, offsets: Offsets) -> Iterator[Printed]:
         """Yield the text before a moment in the rank's life."""
@@ -113,6 +127,8 @@ class LogTail:
                 yield Printed(rank=self._rank, stream=stream, text=text, end=file.position)
         if self._bounded:
             file.free(file.position - MOST_BYTES)
+        if self._brief:
+            file.close()
 
 
 def free(path: str, freed: int, end: int) -> int:

@@ -178,7 +178,11 @@ def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) ->
     chosen = _by_device(backend).get(there.kind)
     if chosen is not None and chosen != there.backend:
         return True
-    return there.backend == "nccl" and environ.get(_SHARING, "0").strip() not in ("", "0")
+    return there.backend == "nccl" and _shares(environ)
+
+
+def _shares(environ: Mapping[str, str]) -> bool:
+    return environ.get(_SHARING, "0").strip() not in ("", "0")
 
 
 def _too_many(count: int, backend: str, usable: int) -> str:
@@ -221,16 +225,38 @@ def visible_gpus(environ: Mapping[str, str], *, each_alone: bool = False) -> int
     return _without_mig(_count_chosen(choice), choice)
 
 
-def _count_chosen(choice: str | None) -> int:
+def own_gpus(count: int, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return which GPUs of this machine the first `count` ranks have, unless NCCL lets ranks share them.
+
+    A GPU is named by its UUID, or by its number if the driver does not tell that.
+    """
     import torch
 
+    hip = torch.version.hip is not None
+    if _shares(environ):
+        return ()
+    choice, uuids = _devices.choice_of(environ, hip=hip), _uuids()
+    if choice is not None and _devices.is_mig(choice):
+        return tuple(_devices.named_gpus(choice)[:count])
+    seen = range(count) if choice is None else _devices.ordinals(choice, _installed_here(), lambda: uuids)
+    return tuple(uuids[number] if number < len(uuids) else str(number) for number in seen[:count])
+
+
+def _count_chosen(choice: str | None) -> int:
     if not _is_built():
         return 0
+    installed = _installed_here()
+    return installed if choice is None else len(_devices.ordinals(choice, installed, _uuids))
+
+
+def _installed_here() -> int:
+    import torch
+
     installed = torch.cuda.device_count()
     # No driver, or another torch: what this process sees is the best guess.
     with contextlib.suppress(Exception):
         installed = max(_installed(), installed)
-    return installed if choice is None else len(_devices.ordinals(choice, installed, _uuids))
+    return installed
 
 
 def _is_built() -> bool:

@@ -1,11 +1,16 @@
-"""torch's rendezvous, from the options to the handlers: of one node in memory, of several at an endpoint.
+"""torch's rendezvous, from the options to the handlers: one node in memory, several nodes at an endpoint.
 
-It is not in `nodes/`: only this package imports torchelastic, the agent makes its own rendezvous, and a run
-of a single node may have an endpoint.
+The endpoint is a store that the notebook hosts, or an etcd server (`etcd-v2`, or the older `etcd`).
 
-The store of an endpoint is bound to one address. torch keeps the state of a c10d rendezvous as a pickle in
-it, and anybody who reaches the port can write there. So each state carries a code made with the run's key,
-and none without it is unpickled.
+This module is not in `nodes/`: only this package imports torchelastic, the agent makes its own rendezvous,
+and a run of a single node may have an endpoint.
+
+The store of an endpoint is bound to one address. torch keeps the state of a c10d or etcd-v2 rendezvous as a
+pickle in it, and anybody who reaches the port can write there. So each state carries a code made with the
+run's key, and none without it is unpickled. That of the older etcd rendezvous is JSON.
+
+An etcd server and its keys outlive a run, so each run meets under a unique name. The notebook publishes that
+name under the one that the user gave, with the address of its listener.
 
 Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 `DynamicRendezvousHandler._create_tcp_store_server`, `._state_holder`, `._shared_tcp_store_server`,
@@ -18,11 +23,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import importlib.util
 import json
+import logging
+import re
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -30,13 +40,19 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
     RendezvousStateError,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    RendezvousBackend,
     RendezvousTimeout,
     _RendezvousExitOp,
 )
@@ -49,11 +65,17 @@ from nblaunch.options.launch import LaunchOptions
 # From the options to the configuration; every contradiction is found before a process starts.
 
 _DEFAULT_PORT = 29400
+_ETCD = ("etcd-v2", "etcd")
+_ETCD_PORT = 2379
 _LOOPBACK_NETWORK = "127."
 _WHOLE_SECONDS = (
     *("join_timeout", "last_call_timeout", "close_timeout", "timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
+_ETCD_CONF = {
+    "etcd-v2": ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "read_timeout"),
+    "etcd": ("protocol", "cert", "key", "cacert", "etcd_prefix"),
+}
 
 
 def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousConfig | None:
@@ -61,7 +83,7 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
 
     `joining` is for a node that joins: the notebook decides how many there are. Raises `OptionError`.
     """
-    static = options.rdzv_backend == "static"
+    static, etcd = options.rdzv_backend == "static", options.rdzv_backend in _ETCD
     _refuse_contradictions(options, joining=joining)
     endpoint = options.rdzv_endpoint
     if static and not endpoint:
@@ -71,14 +93,14 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
             msg = "A node was to join, but not where. Give the notebook's --rdzv-endpoint HOST:PORT."
             raise OptionError(msg)
         return None
-    host, port = _host_and_port(endpoint)
+    host, port = _host_and_port(endpoint, _ETCD_PORT if etcd else _DEFAULT_PORT)
     least, most = options.nodes
-    if (joining or most > 1) and port == 0:
+    if (joining or most > 1 or etcd) and port == 0:
         msg = (
             f"{endpoint!r} was given for nodes to meet at, but they cannot know a port that is yet to "
             "be found. "
         )
-        raise OptionError(msg + "Give one: 29400, say.")
+        raise OptionError(msg + f"Give one: {_ETCD_PORT if etcd else _DEFAULT_PORT}, say.")
     return RendezvousConfig(
         backend=options.rdzv_backend,
         host=host,
@@ -88,30 +110,38 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
         local_addr=options.local_addr or _own_address(host, port),
         hosting=not joining,
         node_rank=options.node_rank,
-        conf=_conf(options.rdzv_conf),
+        conf=_conf(options.rdzv_conf, options.rdzv_backend),
         env=tuple(options.env.items()),
     )
 
 
 def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
-    static, alone = options.rdzv_backend == "static", options.nnodes == "1" and not joining
-    if options.rdzv_backend not in ("c10d", "static"):
-        etcd = options.rdzv_backend.startswith("etcd")
+    backend, alone = options.rdzv_backend, options.nnodes == "1" and not joining
+    static = backend == "static"
+    if backend not in ("c10d", "static", *_ETCD):
         msg = (
-            f"rdzv_backend={options.rdzv_backend!r} was asked for, but nodes reach the notebook through c10d "
-            "or static "
-            f"here{'; etcd needs a server of its own, which nblaunch does not use' if etcd else ''}. Leave "
-            "it out: c10d needs no server."
+            f"rdzv_backend={backend!r} was asked for, but nodes meet through c10d, static, etcd-v2 or etcd. "
+            "Leave it out: c10d needs no server."
+        )
+    elif backend in _ETCD and not options.rdzv_endpoint:
+        msg = (
+            f"rdzv_backend={backend!r} was given without the address of the etcd server. Give "
+            "rdzv_endpoint='HOST:2379', or leave rdzv_backend out: c10d needs no server."
+        )
+    elif backend in _ETCD and not all(map(importlib.util.find_spec, ("etcd", "urllib3"))):
+        msg = (
+            f"rdzv_backend={backend!r} needs python-etcd, which is not installed here. Install it: "
+            "pip install 'nblaunch[etcd]'."
         )
     elif not static and (options.master_addr is not None or options.master_port is not None):
         msg = (
-            "master_addr and master_port were given, but a c10d rendezvous finds the master by itself. Add "
-            "rdzv_backend='static', or give rdzv_endpoint in their place."
+            f"master_addr and master_port were given, but a {backend} rendezvous finds the master by itself. "
+            "Add rdzv_backend='static', or give rdzv_endpoint in their place."
         )
     elif not static and options.node_rank:
         msg = (
-            f"node_rank={options.node_rank} was given, but a c10d rendezvous numbers the nodes by itself. "
-            "Leave it out, or add rdzv_backend='static'."
+            f"node_rank={options.node_rank} was given, but a {backend} rendezvous numbers the nodes by "
+            "itself. Leave it out, or add rdzv_backend='static'."
         )
     elif not static and not alone and not joining and not options.rdzv_endpoint:
         msg = (
@@ -140,7 +170,14 @@ def _refuse_contradictions(options: LaunchOptions, *, joining: bool) -> None:
 
 
 def refuse_taken(rdzv: RendezvousConfig) -> None:
-    """Raise `OptionError` where the endpoint is not this machine's, or its port is taken."""
+    """Raise `OptionError` if the endpoint is not an address of this machine, or its port is taken.
+
+    An etcd server, on the other hand, must listen there already.
+    """
+    if rdzv.backend in _ETCD:
+        with contextlib.suppress(OSError), socket.create_connection((rdzv.host, rdzv.port), _LOOK_AT_SECONDS):
+            return
+        raise OptionError(_no_etcd(rdzv))
     try:
         family, *_, address = socket.getaddrinfo(rdzv.host, rdzv.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as trial:
@@ -181,10 +218,10 @@ def _own_address(host: str, port: int) -> str:
         raise OptionError(msg) from error
 
 
-def _host_and_port(endpoint: str) -> tuple[str, int]:
+def _host_and_port(endpoint: str, default: int) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]"):
-        return endpoint.strip("[]"), _DEFAULT_PORT
+        return endpoint.strip("[]"), default
     return host.strip("[]"), int(port)
 
 
@@ -192,7 +229,12 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _conf(text: str) -> tuple[tuple[str, str], ...]:
+def join_seconds(options: LaunchOptions) -> float:
+    """Return for how many seconds the runtime waits for a node that replaces a lost one."""
+    return float(dict(_conf(options.rdzv_conf, options.rdzv_backend)).get("join_timeout", _JOIN_SECONDS))
+
+
+def _conf(text: str, backend: str) -> tuple[tuple[str, str], ...]:
     pairs = [part.partition("=") for part in text.split(",")] if text else []
     conf = {key.strip(): value.strip() for key, _, value in pairs}
     for name in _WHOLE_SECONDS:
@@ -201,11 +243,18 @@ def _conf(text: str) -> tuple[tuple[str, str], ...]:
                 f"rdzv_conf has {name}={conf[name]!r}, which must be a whole number above 0. Write {name}=60."
             )
             raise OptionError(msg)
-    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout"})
-    if unknown:
+    of_etcd = _ETCD_CONF.get(backend, ())
+    if of_etcd and conf.get("protocol", "http") not in ("http", "https"):
         msg = (
-            f"rdzv_conf has {unknown[0]!r}, which has no meaning here: the notebook hosts the rendezvous. It "
-            f"takes {', '.join(_WHOLE_SECONDS)}."
+            f"rdzv_conf has protocol={conf['protocol']!r}, which must be http or https. Write protocol=https."
+        )
+        raise OptionError(msg)
+    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout", *of_etcd})
+    if unknown:
+        why = "" if of_etcd else ": the notebook hosts the rendezvous"
+        msg = (
+            f"rdzv_conf has {unknown[0]!r}, which nblaunch does not know{why}. It takes "
+            f"{', '.join((*_WHOLE_SECONDS, *of_etcd))}."
         )
         raise OptionError(msg)
     return tuple(conf.items())
@@ -214,6 +263,7 @@ def _conf(text: str) -> tuple[tuple[str, str], ...]:
 # The stores through which nodes find each other: hosted on one address, or reached.
 
 _LOOK_SECONDS = 0.2
+_LOOK_AT_SECONDS = 2.0
 _STORE_SECONDS = 60.0
 _JOIN_SECONDS = 600
 
@@ -274,6 +324,8 @@ def _wait_for_port(host: str, port: int, seconds: float, stopped: threading.Even
 
 def read_listener(rdzv: RendezvousConfig, run_id: str, stopped: threading.Event) -> str:
     """Wait until the notebook has published the address of its listener, and return it."""
+    if rdzv.backend in _ETCD:
+        return _EtcdEntry(rdzv, run_id).read(stopped)["gate"]
     seconds = float(dict(rdzv.conf).get("join_timeout", _JOIN_SECONDS))
     deadline = time.monotonic() + seconds
     _wait_for_port(rdzv.host, rdzv.port, seconds, stopped)
@@ -299,6 +351,116 @@ def _listener_key(run_id: str) -> str:
     return f"nblaunch/{run_id}/gate"
 
 
+class _EtcdEntry:
+    """What the notebook publishes in an etcd server: its listener's address, and the name of the rendezvous.
+
+    The entry is signed with the run's key, so nobody else can direct nodes to another address.
+    """
+
+    def __init__(self, rdzv: RendezvousConfig, run_id: str) -> None:
+        """Connect. Raises `LaunchError` if no etcd server answers."""
+        self._rdzv, self._run_id = rdzv, run_id
+        # Unlike the user's name, an etcd path cannot hold arbitrary characters.
+        self._path = f"/nblaunch/{hashlib.blake2b(run_id.encode(), digest_size=16).hexdigest()}"
+        self._client: Any = _connect_etcd(rdzv, "nblaunch")[1].client
+        self.name = f"{re.sub(r'[^a-zA-Z0-9_.-]', '-', run_id)}-{secrets.token_hex(8)}"
+        entry = {"gate": rdzv.listener, "name": self.name}
+        self._text = json.dumps({**entry, "code": self._code(entry)})
+
+    def publish(self) -> None:
+        """Publish the name of this rendezvous."""
+        with _etcd_errors(self._rdzv):
+            self._client.write(self._path, self._text)
+
+    def read(self, stopped: threading.Event) -> dict[str, str]:
+        """Wait for the notebook's entry and return it. Raises `LaunchError` if it does not come in time."""
+        seconds = float(dict(self._rdzv.conf).get("join_timeout", _JOIN_SECONDS))
+        deadline = time.monotonic() + seconds
+        while True:
+            with _etcd_errors(self._rdzv):
+                found = self._found()
+            if found is not None:
+                return self._checked(found)
+            if time.monotonic() > deadline or stopped.wait(_LOOK_SECONDS):
+                msg = (
+                    f"etcd at {self._rdzv.host}:{self._rdzv.port} has no run of the name {self._run_id!r}: "
+                    "the notebook publishes it while its cell runs. Run the cell, or correct --rdzv-id."
+                )
+                raise LaunchError(msg, phase="rendezvous")
+
+    def _found(self) -> str | None:
+        import etcd
+
+        try:
+            return str(self._client.read(self._path).value)
+        except etcd.EtcdKeyNotFound:
+            return None
+
+    def _checked(self, text: str) -> dict[str, str]:
+        try:
+            found = json.loads(text)
+            entry, code = {"gate": str(found["gate"]), "name": str(found["name"])}, str(found["code"])
+        except (ValueError, KeyError, TypeError):
+            entry, code = {}, ""
+        if not hmac.compare_digest(code.encode(), self._code(entry).encode()):
+            msg = (
+                f"the entry of run {self._run_id!r} in etcd at {self._rdzv.host}:{self._rdzv.port} is not "
+                "signed with this node's key. Copy the notebook's key file, or give another --rdzv-id on "
+                "both sides."
+            )
+            raise LaunchError(msg, phase="rendezvous")
+        return entry
+
+    def _code(self, entry: dict[str, str]) -> str:
+        secret = hashlib.blake2b(self._rdzv.key, person=b"nblaunch-entry").digest()
+        return hmac.digest(secret, json.dumps([self._run_id, entry]).encode(), "sha256").hex()
+
+    def withdraw(self) -> None:
+        """Delete what this node published, if etcd still answers."""
+        with contextlib.suppress(Exception):  # the run is over, so an error concerns nobody
+            self._client.delete(self._path, prevValue=self._text)
+
+
+def _connect_etcd(rdzv: RendezvousConfig, name: str) -> tuple[RendezvousBackend, Any]:
+    """Return torch's backend of the rendezvous `name`, and its store, which holds the etcd client."""
+    from torch.distributed.elastic.rendezvous.etcd_rendezvous_backend import create_backend
+
+    with _etcd_errors(rdzv):
+        connected: tuple[RendezvousBackend, Any] = create_backend(_parameters(rdzv, name, _v2_names(rdzv)))
+        return connected
+
+
+def _v2_names(rdzv: RendezvousConfig) -> dict[str, str]:
+    """Return the settings under the names of torch's etcd-v2; the older etcd has others."""
+    renamed = {"cert": "ssl_cert", "key": "ssl_cert_key", "cacert": "ca_cert"}
+    return {renamed.get(name, name) if rdzv.backend == "etcd" else name: text for name, text in rdzv.conf}
+
+
+def _parameters(rdzv: RendezvousConfig, name: str, conf: dict[str, str]) -> RendezvousParameters:
+    endpoint = f"{_bracketed(rdzv.host)}:{rdzv.port}"
+    return RendezvousParameters(
+        rdzv.backend, endpoint, name, rdzv.least, rdzv.most, local_addr=rdzv.local_addr, **conf
+    )
+
+
+@contextlib.contextmanager
+def _etcd_errors(rdzv: RendezvousConfig) -> Iterator[None]:
+    """Turn errors of the etcd client into `LaunchError`."""
+    import etcd
+
+    try:
+        yield
+    except (RendezvousConnectionError, etcd.EtcdException, OSError) as error:
+        raise LaunchError(_no_etcd(rdzv), phase="rendezvous") from error
+
+
+def _no_etcd(rdzv: RendezvousConfig) -> str:
+    return (
+        f"the nodes were to meet at {rdzv.host}:{rdzv.port}, but no etcd server with the v2 API answers "
+        "there. Start one (etcd 3.4 or 3.5 with --enable-v2=true), or correct rdzv_endpoint."
+    )
+
+
 # The rendezvous handlers.
 
 _LOOPBACK = "127.0.0.1"
@@ -312,7 +474,7 @@ _LEAVE_SECONDS = 2.0
 
 def make_rendezvous(
     settings: AgentSettings, stopped: threading.Event
-) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous:
+) -> LoopbackRendezvous | NodesRendezvous | StaticRendezvous | EtcdRendezvous:
     """Return the rendezvous of the settings; it gives up waiting once `stopped` is set.
 
     Beside torch's methods, each has `rejoin` (pretend that a node waits: the agent restarts the ranks, and
@@ -322,12 +484,27 @@ def make_rendezvous(
     rdzv = settings.rdzv
     if rdzv is None:
         return LoopbackRendezvous.standalone(settings.run_id)
+    if rdzv.backend in _ETCD:
+        return _etcd_rendezvous(rdzv, settings.run_id, stopped)
     store = host_store(rdzv.host, rdzv.port) if rdzv.hosting else connect_store(rdzv)
     if rdzv.hosting:
         store.set(_listener_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
     if rdzv.backend == "static":
         return StaticRendezvous(rdzv, settings.run_id, store)
-    return NodesRendezvous.at(rdzv, settings.run_id, store, stopped)
+    backend = _Signed(store, settings.run_id, rdzv.key, stopped)
+    return NodesRendezvous.at(rdzv, settings.run_id, store, backend)
+
+
+def _etcd_rendezvous(
+    rdzv: RendezvousConfig, run_id: str, stopped: threading.Event
+) -> NodesRendezvous | EtcdRendezvous:
+    entry = _EtcdEntry(rdzv, run_id)
+    name = entry.name if rdzv.hosting else entry.read(stopped)["name"]
+    own = entry if rdzv.hosting else None
+    if rdzv.backend == "etcd":
+        return EtcdRendezvous(rdzv, name, stopped, own)
+    backend, store = _connect_etcd(rdzv, name)
+    return NodesRendezvous.at(rdzv, name, store, _SignedState(backend, rdzv.key, stopped), own)
 
 
 class _Handler(DynamicRendezvousHandler):
@@ -417,26 +594,31 @@ class LoopbackRendezvous(_Handler):
         raise NotImplementedError
 
 
-class _Signed(C10dRendezvousBackend):
-    """Keeps torch's state in the store, signed; `stopped` ends the wait of `waiting_thread` for it."""
+class _SignedState(RendezvousBackend):
+    """Signs the state that torch keeps in its backend; `stopped` ends `waiting_thread`'s wait for it."""
 
-    def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
-        super().__init__(store, run_id)
+    def __init__(self, backend: RendezvousBackend, key: bytes, stopped: threading.Event) -> None:
+        self._backend = backend
         self._secret = hashlib.blake2b(key, person=b"nblaunch-state").digest()
         self._stopped = stopped
         self.waiting_thread = 0
+
+    @property
+    def name(self) -> str:
+        """Return torch's name for the backend."""
+        return str(self._backend.name)
 
     def get_state(self) -> Any:
         """Return the state. Raises `RendezvousStateError` for one without the code."""
         if self._stopped.is_set() and threading.get_ident() == self.waiting_thread:
             msg = "the run was stopped"
             raise SignalException(msg, 15)  # type: ignore[arg-type]
-        found = super().get_state()
+        found = self._backend.get_state()
         return None if found is None else (self._opened(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> Any:
         """Store the state with its code."""
-        found = super().set_state(hmac.digest(self._secret, state, "sha256") + state, token)
+        found = self._backend.set_state(hmac.digest(self._secret, state, "sha256") + state, token)
         return None if found is None else (self._opened(found[0]), *found[1:])
 
     def _opened(self, signed: bytes) -> bytes:
@@ -447,19 +629,31 @@ class _Signed(C10dRendezvousBackend):
         return state
 
 
+class _Signed(_SignedState):
+    """The signed state of a c10d rendezvous."""
+
+    def __init__(self, store: dist.Store, run_id: str, key: bytes, stopped: threading.Event) -> None:
+        super().__init__(C10dRendezvousBackend(store, run_id), key, stopped)
+
+
 class NodesRendezvous(_Handler):
-    """c10d rendezvous of several nodes at an endpoint."""
+    """A c10d or etcd-v2 rendezvous of several nodes at an endpoint."""
 
     rdzv: RendezvousConfig
-    _signed: _Signed
+    _signed: _SignedState
+    _entry: _EtcdEntry | None
 
     @classmethod
     def at(
-        cls, rdzv: RendezvousConfig, run_id: str, store: dist.Store, stopped: threading.Event
+        cls,
+        rdzv: RendezvousConfig,
+        run_id: str,
+        store: dist.Store,
+        backend: _SignedState,
+        entry: _EtcdEntry | None = None,
     ) -> NodesRendezvous:
-        """Make the rendezvous over the store at the endpoint."""
+        """Make the rendezvous over the store at the endpoint; `entry` is published while it lasts."""
         conf = dict(rdzv.conf)
-        backend = _Signed(store, run_id, rdzv.key, stopped)
         handler: NodesRendezvous = cls.from_backend(
             run_id,
             store,
@@ -471,41 +665,42 @@ class NodesRendezvous(_Handler):
             keep_alive_interval=int(conf.get("keep_alive_interval", _KEEP_ALIVE_SECONDS)),
             keep_alive_max_attempt=int(conf.get("keep_alive_max_attempt", _KEEP_ALIVE_ATTEMPTS)),
         )
-        handler.rdzv, handler._signed = rdzv, backend
+        handler.rdzv, handler._signed, handler._entry = rdzv, backend, entry
         return handler
 
     def next_rendezvous(self) -> Any:
-        """Meet the other nodes; raises `LaunchError` if they do not come in time."""
+        """Meet the other nodes. Raises `LaunchError` if they do not come in time."""
+        if self._entry is not None:
+            self._entry.publish()  # not earlier: nobody shuts down a rendezvous that never began
         # A new store for each round: the node that hosted the last one may be gone.
         self._forget_store()
         self._signed.waiting_thread = threading.get_ident()
         try:
             return super().next_rendezvous()
         except RendezvousTimeoutError as error:
-            rdzv = self.rdzv
-            msg = (
-                f"{rdzv.least} nodes were to meet at {rdzv.host}:{rdzv.port}, and not all of them "
-                "came in time. Start the others (python -m nblaunch join), or give them more time: "
-                "rdzv_conf='join_timeout=1200'."
-            )
+            msg = _came_too_late(self.rdzv)
             raise LaunchError(msg, phase="rendezvous") from error.with_traceback(None)
+        except RendezvousStateError as error:
+            raise LaunchError(str(error), phase="rendezvous") from error.with_traceback(None)
         finally:
             self._signed.waiting_thread = 0
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes wait to join: only the notebook's agent acts on these, for all nodes."""
+        """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
         return super().num_nodes_waiting() if self.rdzv.hosting else int(self._asked_to_rejoin)
 
     def post_attempt(self, store: dist.Store, attempt: int) -> None:
         """Publish the number of the attempt, in the store of this round."""
-        store.set("nblaunch/attempt", str(attempt))
+        store.set(_ATTEMPT_KEY, str(attempt))
 
     def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
         """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
-        return _wait_for_attempt(store, "nblaunch/attempt", stopped)
+        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
 
     def shutdown(self) -> bool:
         """Close the rendezvous, if this is the notebook's node; another one only leaves."""
+        if self._entry is not None:
+            self._entry.withdraw()
         if self.rdzv.hosting:
             return super().shutdown()
         # At once: the others would wait for the heartbeats of this node.
@@ -553,12 +748,130 @@ class StaticRendezvous(StaticTCPRendezvous):
         return True
 
 
+class EtcdRendezvous(RendezvousHandler):
+    """torch's older etcd rendezvous; the ranks' store listens only on this run's address."""
+
+    use_agent_store = True
+    """Otherwise rank 0 would host the ranks' store, on all addresses."""
+
+    def __init__(
+        self,
+        rdzv: RendezvousConfig,
+        name: str,
+        stopped: threading.Event,
+        entry: _EtcdEntry | None,
+    ) -> None:
+        """Meet under `name`; `entry` is published while it lasts."""
+        from torch.distributed.elastic.rendezvous.etcd_rendezvous import create_rdzv_handler
+
+        # Its logger writes each step to stderr, past the root logger. Errors are raised as well.
+        logging.getLogger(create_rdzv_handler.__module__).setLevel(logging.ERROR)
+        self._rdzv, self._name, self._stopped, self._entry = rdzv, name, stopped, entry
+        self._asked_to_rejoin = False
+        self._server: dist.TCPStore | None = None
+        conf = {key: text for key, text in rdzv.conf if key != "join_timeout"}
+        if (seconds := dict(rdzv.conf).get("join_timeout")) is not None:
+            conf.setdefault("timeout", seconds)
+        with _etcd_errors(rdzv):
+            self._handler: Any = create_rdzv_handler(_parameters(rdzv, name, conf))
+
+    def get_backend(self) -> str:
+        """Return torch's name for the backend."""
+        return "etcd"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes. Raises `LaunchError` if they do not come in time."""
+        self._asked_to_rejoin = False
+        self._server = None
+        if self._entry is not None:
+            self._entry.publish()
+        met: RendezvousInfo = self._met().result()
+        # Each round has its own key-value store.
+        if met.rank == 0:
+            # A new store for each round: NCCL's watchdog leaves a timeout there, under a fixed name.
+            self._server = host_store(self._rdzv.local_addr, 0)
+            met.store.set(_STORE_KEY, json.dumps([self._rdzv.local_addr, self._server.port]))
+        address, port = json.loads(_wait_for(met.store, _STORE_KEY, self._stopped))
+        return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))
+
+    def _met(self) -> Future[RendezvousInfo]:
+        """Run torch's rendezvous on another thread, since its wait cannot be stopped; return its outcome."""
+        done: Future[RendezvousInfo] = Future()
+
+        def meet() -> None:
+            try:
+                done.set_result(self._handler.next_rendezvous())
+            except RendezvousTimeoutError:
+                done.set_exception(LaunchError(_came_too_late(self._rdzv), phase="rendezvous"))
+            except BaseException as error:  # noqa: BLE001 - the agent's thread raises it
+                done.set_exception(error)
+
+        threading.Thread(target=meet, name="nblaunch-etcd", daemon=True).start()
+        while not wait([done], timeout=_LOOK_SECONDS / 10).done:
+            if self._stopped.is_set():
+                msg = "the run was stopped"
+                raise SignalException(msg, 15)  # type: ignore[arg-type]
+        return done
+
+    def is_closed(self) -> bool:
+        """Return whether the rendezvous is over."""
+        return bool(self._handler.is_closed())
+
+    def set_closed(self) -> None:
+        """Close the rendezvous."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to join; 0 except for the notebook's agent, which acts for all."""
+        if self._asked_to_rejoin:
+            return 1
+        return int(self._handler.num_nodes_waiting()) if self._rdzv.hosting else 0
+
+    def get_run_id(self) -> str:
+        """Return the name under which the nodes meet."""
+        return self._name
+
+    def rejoin(self) -> None:
+        """Pretend that a node waits."""
+        self._asked_to_rejoin = True
+
+    def post_attempt(self, store: dist.Store, attempt: int) -> None:
+        """Publish the number of the attempt, in the store of this round."""
+        store.set(_ATTEMPT_KEY, str(attempt))
+
+    def read_attempt(self, store: dist.Store, stopped: threading.Event) -> int:
+        """Wait until the notebook's ranks have been forked, and return the number of the attempt."""
+        return _wait_for_attempt(store, _ATTEMPT_KEY, stopped)
+
+    def shutdown(self) -> bool:
+        """End the ranks' store; on the notebook's node, close the rendezvous."""
+        self._server = None
+        if self._entry is not None:
+            self._entry.withdraw()
+        return bool(self._handler.shutdown()) if self._rdzv.hosting else True
+
+
+def _came_too_late(rdzv: RendezvousConfig) -> str:
+    return (
+        f"{rdzv.least} nodes were to meet at {rdzv.host}:{rdzv.port}, and not all of them came in time. "
+        "Start the others (python -m nblaunch join), or give them more time: rdzv_conf='join_timeout=1200'."
+    )
+
+
+_ATTEMPT_KEY = "nblaunch/attempt"
+_STORE_KEY = "nblaunch/store"
+
+
 def _wait_for_attempt(store: dist.Store, key: str, stopped: threading.Event) -> int:
+    return int(_wait_for(store, key, stopped))
+
+
+def _wait_for(store: dist.Store, key: str, stopped: threading.Event) -> bytes:
     while not store.check([key]):
         if stopped.wait(0.02):
             msg = "the run was stopped"
             raise SignalException(msg, 15)  # type: ignore[arg-type]
-    return int(store.get(key))
+    return bytes(store.get(key))
 
 
 def _seconds(conf: dict[str, str], name: str) -> timedelta | None:

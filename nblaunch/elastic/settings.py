@@ -79,7 +79,7 @@ class RendezvousConfig:
     most: int
     local_addr: str
     hosting: bool
-    """Whether this process hosts the store: the notebook's node does, a node that joins does not."""
+    """Whether this is the notebook's node, which hosts the store unless there is an etcd server."""
     node_rank: int = 0
     conf: tuple[tuple[str, str], ...] = ()
     ranks_backend: str = ""

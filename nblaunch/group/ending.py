@@ -67,17 +67,20 @@ def _pending(collectives: tuple[Collective, ...]) -> _Pending:
 
 
 def silent_between(before: RunState, after: RunState) -> bool:
-    """Return whether no output or message arrived between two states of a run; usage samples do not count."""
+    """Return whether no output or message of a rank arrived between two states of a run.
+
+    Usage samples and an engine's reports do not count.
+    """
     return before is after or (
         before.ranks.keys() == after.ranks.keys()
-        and _same(before, after, but="ranks")
-        and all(_same(before.ranks[rank], known, but="usage") for rank, known in after.ranks.items())
+        and _same(before, after, but=("ranks", "engine"))
+        and all(_same(before.ranks[rank], known, but=("usage",)) for rank, known in after.ranks.items())
     )
 
 
-def _same(before: RunState | RankState, after: RunState | RankState, but: str) -> bool:
+def _same(before: RunState | RankState, after: RunState | RankState, but: tuple[str, ...]) -> bool:
     # By identity: a fold keeps what a message has not changed, and comparing output would take long.
-    names = (each for each in before.__struct_fields__ if each != but)
+    names = (each for each in before.__struct_fields__ if each not in but)
     return before is after or all(getattr(before, name) is getattr(after, name) for name in names)
 
 
@@ -167,8 +170,8 @@ class Ending:
             now = time.monotonic()
             if self._interrupts:
                 return self._interrupted()
-            if self._job.questions:
-                # The time that the user takes to type counts towards no limit.
+            if self._job.questions or self._awaits_nodes:
+                # The time that the user takes to type, or a request waits in a queue, counts for no limit.
                 deadline += now - before
                 self._hang_watch = HangWatch(self._options.hang_after, self._group.where)
             if now > deadline:
@@ -177,6 +180,11 @@ class Ending:
             self._look_for_hang()
             before = now
         return None
+
+    @property
+    def _awaits_nodes(self) -> bool:
+        state = self._job.state
+        return state.engine is not None and state.engine.state.early and not state.begun
 
     def _look_for_hang(self) -> None:
         hanging = self._hang_watch.look(self._job.state)
@@ -211,9 +219,10 @@ class Ending:
         """
         where, lost = self._job.state.where, ""
         noticed = len(self._job.state.notices)
-        report = self._group.where(_ASK_SECONDS)
-        self._group.looked_at(report)
-        where = report.summary or where
+        if not self._awaits_nodes:
+            report = self._group.where(_ASK_SECONDS)
+            self._group.looked_at(report)
+            where = report.summary or where
         self._group.interrupt(self._job)
         if self._group.keep:
             self._until_ranks_end(interrupts=1)

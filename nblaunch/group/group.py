@@ -11,40 +11,44 @@ taken for failures of the run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import secrets
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
 
-from nblaunch._errors import RunFailedError
+from nblaunch._errors import RunFailedError, RunPreemptedError
 from nblaunch._results import Event, EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures
 from nblaunch.elastic.agent import AgentThread
 from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, Worker
-from nblaunch.group import lifecycle
+from nblaunch.group import lifecycle, usage
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job, RankLogs
 from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publish, Trigger, step
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
-from nblaunch.group.usage import alive
+from nblaunch.group.usage import SeenGpus, alive
 from nblaunch.protocol.client import RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,
     Asked,
     AttemptStarted,
+    EngineSaid,
     Exited,
     FromRank,
     Hello,
+    Measured,
     Names,
     Orders,
     Prepare,
@@ -53,6 +57,7 @@ from nblaunch.protocol.messages import (
     ReportWhere,
     Returned,
     ToRank,
+    Usage,
     Waiting,
     Where,
     encode,
@@ -61,6 +66,7 @@ from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
+_LOOK_SECONDS = 0.01
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 # An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
@@ -83,13 +89,53 @@ class Peers(Protocol):
         """Re-run the rendezvous, as the agent is about to do here."""
 
     def skip_grace(self) -> None:
-        """Skip what is left of the grace period."""
+        """Skip the rest of the grace period."""
+
+    def measure(self, *, wanted: bool) -> None:
+        """Start or stop measuring the ranks on their nodes; answered by `WorkerGroup.measured`."""
+
+    def dump_stacks(self, ranks: frozenset[int]) -> None:
+        """Dump the stacks of these ranks, which do not answer; answered by `WorkerGroup.dumped`."""
 
     def tick(self, now: float) -> None:
         """Detect peers that are gone; `now` is monotonic."""
 
     def close(self, *, succeeded: bool) -> None:
         """End the peers: the run is over."""
+
+
+class Agent(Protocol):
+    """Starts, ends and restarts the ranks. Any thread may call it; all but `join` return at once."""
+
+    def start(self) -> None:
+        """Begin."""
+
+    def stop(self) -> None:
+        """End the ranks, and then the agent, which may not have started."""
+
+    def restart(self) -> None:
+        """End the ranks, and start new ones."""
+
+    def rejoin(self) -> None:
+        """Repeat the rendezvous after a membership change, with other ranks."""
+
+    def regroup(self) -> None:
+        """Form the group again from the ranks that are left and new ones; for nodes of an engine only."""
+
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
+        """Expect the exits of the ranks, and stop the `others`."""
+
+    def skip_grace(self) -> None:
+        """Skip the rest of the grace period."""
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Use these settings from now on."""
+
+    def all_alive(self) -> bool:
+        """Whether no process of this attempt has ended."""
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end, for `timeout` seconds at most."""
 
 
 class GroupListener(Protocol):
@@ -101,14 +147,29 @@ class GroupListener(Protocol):
     def ranks_replaced(self, attempt: int) -> None:
         """Handle the start of other ranks, which have been sent nothing."""
 
+    def ranks_renumbered(self, attempt: int, kept: Mapping[int, int]) -> None:
+        """Handle an attempt that keeps ranks: `kept` maps new numbers to former ones; others are new."""
+
     def group_closed(self) -> None:
         """Handle the end of the last rank."""
 
 
-ConnectPeers: TypeAlias = Callable[
-    [Hub, AgentSettings, "WorkerGroup", Path], tuple[AgentSettings, Peers | None]
-]
-"""Opens a group to peers, which use its private directory; returns the settings with what these need."""
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A group's connection to its peers: the settings that they need, the peers, and their agent."""
+
+    settings: AgentSettings
+    peers: Peers | None = None
+    agent: Agent | None = None
+    """Starts all ranks, on the peers' machines; None if an agent of this process starts ranks.
+
+    The group gives its orders (release, rejoin, skip the grace period) to this agent alone, which passes them
+    on to the peers.
+    """
+
+
+ConnectPeers: TypeAlias = Callable[[Hub, AgentSettings, "WorkerGroup", Path], Connected]
+"""Connects a group to its peers, which use its private directory."""
 
 
 class WorkerGroup:
@@ -130,6 +191,8 @@ class WorkerGroup:
         self.keep = keep
         self.log_directory = Path()
         """Where peers keep the logs of the present attempt."""
+        self.when_closed: Callable[[], None] = lambda: None
+        """The hub's thread calls it once the last rank is gone."""
         self.job: Job | None = None
         self.names: dict[int, Names] = {}
         """Of a kept group: the variables that each rank has."""
@@ -147,13 +210,23 @@ class WorkerGroup:
         self._may_end = threading.Event()
         """Set once no rank is inside NCCL any more."""
         self._peers: Peers | None = None
+        self._usages: dict[int, Usage] = {}
+        """The last measurement of ranks on other machines."""
+        self._measuring = 0
+        """How many blocks of `measuring` are active."""
         self._started = False
         self._unused_logs: Path | None = None
         self._directory = server.directory.make("group-")
         self._exit_reasons = ExitReasons(self._directory)
         try:
-            self.settings, self._peers = connect_peers(hub, settings, self, self._directory)
-            self._agent = AgentThread(self.settings, self._rank_arguments, self, server)
+            connected = connect_peers(hub, settings, self, self._directory)
+            self.settings, self._peers = connected.settings, connected.peers
+            own = functools.partial(AgentThread, self.settings, self._rank_arguments, self, server)
+            self._agent: Agent = connected.agent or own()
+            self._followers = self._peers if connected.agent is None else None
+            """Peers whose nodes follow the agent of this process."""
+            self._run_logs = None if connected.agent is None else _logs_of_run(self.settings)
+            """The directory of this run's logs, if no agent of this process makes one."""
         except BaseException:
             hub.call(lambda: self._close_peers(succeeded=False))
             remove_tree(self._directory)
@@ -168,6 +241,38 @@ class WorkerGroup:
     def ready(self) -> bool:
         """Whether all ranks of this attempt have formed their process group."""
         return self._life.all_ready
+
+    @property
+    def backend(self) -> str:
+        """The backend of the default process group, "" if there is none."""
+        prepare = self._life.prepare
+        return "" if prepare is None else prepare.backend or ""
+
+    @property
+    def saving(self) -> bool:
+        """Whether ranks save because their nodes are taken back."""
+        return bool(self._life.saving)
+
+    @property
+    def why_closed(self) -> str:
+        """Which error ended the group, "" if none did."""
+        return "" if self._error is None else str(self._error)
+
+    @property
+    def engine(self) -> EngineSaid | None:
+        """The engine's last report about the nodes, None without an engine."""
+        return self._life.engine
+
+    @property
+    def regroups(self) -> bool:
+        """Whether nodes came or were lost, and the ranks are not ready yet under their new numbers."""
+        life = self._life
+        return bool(life.lost) or life.regrouping or (bool(life.adopted) and not life.all_ready)
+
+    @property
+    def usages(self) -> Mapping[int, Usage]:
+        """The last measurement of ranks on other machines."""
+        return dict(self._usages)
 
     @property
     def waited_for(self) -> Mapping[int, float]:
@@ -201,7 +306,10 @@ class WorkerGroup:
         self._hub.call(functools.partial(self._feed, event))
 
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
-        """Ask every rank where it is; wait at most `seconds` for the answers."""
+        """Ask every rank where it is; wait at most `seconds` for the answers.
+
+        Then ask the nodes about ranks that gave none, and wait one second more.
+        """
         state = self._life.at_work
         request = StackRequest(
             rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final
@@ -212,15 +320,23 @@ class WorkerGroup:
             for rank in list(request.missing):
                 self._send(rank, ReportWhere())
 
+        def ask_nodes() -> None:
+            away = frozenset(request.missing & self._life.remote - self._life.exited)
+            request.expect_dumps(away)
+            if away and self._peers is not None:
+                self._peers.dump_stacks(away)
+
         self._hub.call(ask)
-        request.complete.wait(seconds)
-        return request.report(self._here(self._life.at_work), str(self._directory), self._titles)
+        if not request.complete.wait(seconds) and self._peers is not None:
+            self._hub.call(ask_nodes)
+            request.all_dumped.wait(_ANSWER_SECONDS)
+        return request.report(self.here(self._life.at_work), str(self._directory), self._titles)
 
     @property
     def _titles(self) -> dict[str, str]:
         return self.job.titles if self.job is not None else {}
 
-    def _here(self, state: RunState) -> RunState:
+    def here(self, state: RunState) -> RunState:
         """Return the state without process ids of other machines: here they belong to other processes."""
         away = self._life.remote
         if not away:
@@ -230,6 +346,33 @@ class WorkerGroup:
             for rank, each in state.ranks.items()
         }
         return msgspec.structs.replace(state, ranks=ranks)
+
+    @contextlib.contextmanager
+    def measuring(self, state: Callable[[], RunState], seen: SeenGpus, *, wanted: bool) -> Iterator[None]:
+        """Measure the ranks of `state()` during the block, each on its own machine."""
+        self._hub.call(lambda: self._measure_peers(wanted))
+        try:
+            with usage.measuring(
+                lambda: self.here(state()),
+                lambda found: self.post(lifecycle.Observed(found)),
+                wanted=wanted,
+                seen=seen,
+            ):
+                yield
+        finally:
+            self._hub.call(lambda: self._measure_peers(-wanted))
+
+    def memory(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int | None]:
+        """Return each rank's private memory in bytes; wait at most `seconds` for ranks on other machines."""
+        found = {rank: usage.own_memory(each.pid) for rank, each in self.here(self.state).ranks.items()}
+        away = self._life.remote - self._life.exited
+        if away:
+            self._hub.run(lambda: self._measure_peers(1), seconds)
+            deadline = time.monotonic() + seconds
+            while not away <= self._usages.keys() and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+            self._hub.call(lambda: self._measure_peers(-1))
+        return found | {rank: used.memory for rank, used in dict(self._usages).items() if rank in away}
 
     def looked_at(self, report: HangReport) -> None:
         """Keep a report of where the ranks are with the state of the job."""
@@ -318,10 +461,19 @@ class WorkerGroup:
         )
         return (orders,)
 
-    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
-        """Register the attempt before forking: the first rank may connect before the last one exists."""
-        started = AttemptStarted(number=number, world_size=world_size, time=time.time(), reason=reason)
-        self._hub.run(lambda: self._on_attempt(started))
+    def attempt_starting(
+        self, number: int, world_size: int, reason: str, kept: Mapping[int, int] | None = None
+    ) -> None:
+        """Register the attempt before forking: the first rank may connect before the last one exists.
+
+        `kept` maps the numbers of ranks that the attempt keeps to their former ones.
+        """
+        # If an engine placed the nodes, the backend was not known before.
+        backend = self.backend if self._run_logs is not None else ""
+        started = AttemptStarted(
+            number=number, world_size=world_size, time=time.time(), reason=reason, backend=backend
+        )
+        self._hub.run(lambda: self._on_attempt(started, kept))
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
         """Follow the processes and their log files, before those of other nodes."""
@@ -369,6 +521,26 @@ class WorkerGroup:
 
     # --- on the hub's thread: messages of nodes -------------------------------------------------
 
+    def said(self, message: EngineSaid) -> None:
+        """Fold an engine's report about the nodes."""
+        self._feed(lifecycle.Observed(message))
+
+    def noted(self, text: str) -> None:
+        """Show a text with the next result."""
+        self._feed(lifecycle.Noted(text))
+
+    def placed(self, backend: str, device_type: str) -> None:
+        """Use, for the next attempt, the backend and devices that all of its nodes have."""
+        self._feed(lifecycle.PrepareChanged(backend, device_type))
+
+    def wrote(self, rank: int) -> None:
+        """Read, with the next output, what a rank on a node printed."""
+        self._logs.wrote(rank)
+
+    def preempted(self, why: str, seconds: float | None) -> None:
+        """Have the ranks save: their nodes will be taken back in `seconds`; None if they already were."""
+        self._feed(lifecycle.Preemption(why, seconds))
+
     def node_started(self, workers: tuple[Worker, ...]) -> None:
         """Follow a node's processes and their log files."""
         self._logs.extend(workers)
@@ -383,13 +555,35 @@ class WorkerGroup:
         """Release those of these ranks that have failed: none is still at work."""
         self._feed(lifecycle.RanksStopped(frozenset(ranks)))
 
-    def node_leaves(self, name: str, *, asked: bool, enough: bool) -> bool:
-        """Go on without a node, if there are enough; those that stay begin again."""
-        self._feed(lifecycle.NodeLeaving(name, asked=asked, enough=enough))
+    def node_leaves(
+        self, name: str, *, asked: bool, enough: bool, ranks: frozenset[int], address: str
+    ) -> bool:
+        """Go on without a node if enough are left; return whether the other nodes meet again."""
+        self._feed(lifecycle.NodeLeaving(name, asked, enough, ranks, address))
         return self._life.changing
 
+    def node_waits(self) -> None:
+        """Have a new node's ranks join the others."""
+        self._feed(lifecycle.NodeArrived())
+
+    def measured(self, usages: Mapping[int, Usage]) -> None:
+        """Fold a measurement of a node's ranks."""
+        self._usages |= usages
+        self._feed(lifecycle.Observed(Measured(usages=dict(usages))))
+
+    def dumped(self, rank: int, text: str) -> None:
+        """Take the stack that a node dumped for a rank that does not answer."""
+        for request in self._stack_requests:
+            request.dumped(rank, text)
+
+    def _measure_peers(self, more: int) -> None:
+        before, self._measuring = self._measuring, self._measuring + more
+        if self._peers is not None and (before > 0) != (self._measuring > 0):
+            self._usages = {} if before == 0 else self._usages
+            self._peers.measure(wanted=self._measuring > 0)
+
     def _close_peers(self, *, succeeded: bool) -> None:
-        peers, self._peers = self._peers, None
+        peers, self._peers, self._followers = self._peers, None, None
         if peers is not None:
             peers.close(succeeded=succeeded)
 
@@ -403,6 +597,10 @@ class WorkerGroup:
             case Hello():
                 message = msgspec.structs.replace(message, token="")  # those who follow a job need none
             case Names():
+                # Thousands of ranks may send the same text: keep one copy.
+                known = next(iter(self.names.values()), message)
+                if known.names == message.names:
+                    message = msgspec.structs.replace(message, names=known.names)
                 self.names[message.rank] = message
                 if self.listener is not None:
                     self.listener.names_changed(message)
@@ -435,8 +633,8 @@ class WorkerGroup:
         if not isinstance(message, Raised) or message.failure.memory is None:
             return message
         node = self.state.ranks[message.rank].node
-        caller = self.settings.caller
-        holders = {caller.pid: caller.name} if node == platform.node() else {}
+        caller, here = self.settings.caller, message.rank not in self._life.remote
+        holders = {caller.pid: caller.name} if here and node == platform.node() else {}
         for group in self._hub.members():
             known = group.state.ranks.values() if isinstance(group, WorkerGroup) else ()
             name = "rank {}" if group is self else "ranks of other runs"
@@ -468,22 +666,45 @@ class WorkerGroup:
         )
         self._feed(Trigger.HUB_LOST)
 
-    def _on_attempt(self, message: AttemptStarted) -> None:
+    def _on_attempt(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
         self._hub.drain(_LAST_DRAIN_SECONDS)
         self._feed(Trigger.DRAINED)
+        self._usages = {}
+        if kept is not None:
+            self._go_on(message, kept)
+            return
         self._logs.close()
         self.names = {}
         self._may_end.clear()
         if self._peers is not None:
             self._peers.begin_attempt()
         self._feed(lifecycle.AttemptStarting(message))
+        if self._run_logs is not None:
+            self.log_directory = self._run_logs / f"attempt_{message.number}"
+            self._logs.begin(message.number, ())
         if self.listener is not None:
             self.listener.ranks_replaced(self.attempt)
 
+    def _go_on(self, message: AttemptStarted, kept: Mapping[int, int]) -> None:
+        """Begin an attempt that keeps ranks, and their logs."""
+        names = self.names
+        self.names = {
+            rank: msgspec.structs.replace(names[before], rank=rank)
+            for rank, before in kept.items()
+            if before in names
+        }
+        self._feed(lifecycle.AttemptStarting(message, kept))
+        self._logs.renumber(message.number, kept)
+        if self.listener is not None:
+            self.listener.ranks_renumbered(self.attempt, kept)
+
     def _on_workers(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
-        self._logs.begin(number, workers)
-        self.log_directory = Path(workers[0].stdout).parent.parent
-        self._forked(number, world_size, workers)
+        if self._run_logs is None:
+            self._logs.begin(number, workers)
+            self.log_directory = Path(workers[0].stdout).parent.parent
+            self._forked(number, world_size, workers)
+        else:
+            self._forked(number, world_size, ())
 
     def _forked(
         self, number: int, world_size: int, workers: tuple[Worker, ...], *, remote: bool = False
@@ -501,6 +722,8 @@ class WorkerGroup:
             error = error or broken
         finally:
             self._error = self._error or error
+            if isinstance(error, RunPreemptedError):
+                self._feed(lifecycle.Preemption(str(error), None))
             self._feed(Trigger.AGENT_ENDED)
 
     def _close(self, *, succeeded: bool) -> None:
@@ -514,6 +737,7 @@ class WorkerGroup:
             remove_tree(self._unused_logs)
         if self.listener is not None:
             self.listener.group_closed()
+        self.when_closed()
 
     def _feed(self, event: GroupEvent, now: float | None = None) -> None:
         """Feed an event to the machine, and perform the actions that follow; only on the hub's thread."""
@@ -540,8 +764,8 @@ class WorkerGroup:
                 self._feed(lifecycle.ExitExplained(explained))
             case lifecycle.ReleaseWorkers(succeeded, others):
                 self._agent.release(succeeded=succeeded, others=others)
-                if self._peers is not None:
-                    self._peers.release(succeeded=succeeded, others=others)
+                if self._followers is not None:
+                    self._followers.release(succeeded=succeeded, others=others)
             case lifecycle.CloseGroup(succeeded):
                 self._close(succeeded=succeeded)
             case lifecycle.SendJob(rank) if job is not None:
@@ -573,10 +797,12 @@ class WorkerGroup:
                 self._agent.restart()
             case Order.REJOIN_NODES:
                 self._agent.rejoin()
+            case Order.REGROUP_NODES:
+                self._agent.regroup()
             case Order.SKIP_GRACE:
                 self._agent.skip_grace()
-                if self._peers is not None:
-                    self._peers.skip_grace()
+                if self._followers is not None:
+                    self._followers.skip_grace()
             case Order.END_RANKS:
                 self._may_end.set()
             case _:
@@ -589,3 +815,9 @@ class WorkerGroup:
     def _send(self, rank: int, message: ToRank) -> None:
         if self._peers is None or not self._peers.send(rank, message):
             self._hub.send(self, rank, message)
+
+
+def _logs_of_run(settings: AgentSettings) -> Path:
+    """Make a run's log directory with torchelastic's layout: attempts below it, ranks below those."""
+    settings.log_dir.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{settings.run_id}_", dir=settings.log_dir))

@@ -130,8 +130,11 @@ class Hub:
     def run(self, action: Callable[[], None], seconds: float | None = None) -> None:
         """Run `action` on the hub's thread and wait for its end, at most `seconds`; raise what it raises.
 
-        Raises `LaunchError` if the hub ends instead. Not on the hub's thread.
+        Raises `LaunchError` if the hub ends instead. On the hub's thread it is an ordinary call.
         """
+        if threading.current_thread() is self._thread:
+            action()
+            return
         raised: list[Exception] = []
         done = threading.Event()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from nblaunch._errors import RunPreemptedError
 from nblaunch.capture import shared_memory
 from nblaunch.capture.shared_memory import HeldPayload
 from nblaunch.diagnose.failures import value_lost
@@ -31,6 +32,7 @@ from nblaunch.protocol.messages import (
     FromRank,
     Noticed,
     Offsets,
+    Preempted,
     Printed,
     Raised,
     Returned,
@@ -53,18 +55,21 @@ class RankLogs:
         """Files below `private` are bounded, and removed when no job refers to them."""
         self._private = private
         self._attempt = 0
-        self._files: dict[int, list[Path]] = {}
+        self._files: dict[int, list[str]] = {}
         """The private files by attempt."""
         self.attempts: dict[int, dict[int, RankLogFiles]] = {}
         self._present: dict[int, RankLogFiles] = {}
         self._tails: dict[int, LogTail] = {}
+        self._growing: dict[int, bool] = {}
+        """The ranks whose files may have grown; True for ranks of this machine, which are always polled."""
 
     def begin_job(self, attempt: int) -> dict[int, dict[int, RankLogFiles]]:
         """Return the logs of a job that begins now, by attempt and rank; they are updated from now on."""
         self._present = {
             rank: replace(logs, started=Offsets(), ended=None) for rank, logs in self._present.items()
         }
-        self.attempts = {attempt: self._present} if self._present else {}
+        # Nodes that have not started their ranks yet add the files later (`extend`).
+        self.attempts = {attempt: self._present} if attempt in self.attempts else {}
         return self.attempts
 
     def begin(self, attempt: int, workers: tuple[Worker, ...]) -> None:
@@ -72,19 +77,53 @@ class RankLogs:
         self.close()
         self._attempt = attempt
         self._present = self.attempts[attempt] = {}
-        self.extend(workers)
+        self._follow(workers, brief=False)
+        self._growing = dict.fromkeys(self._tails, True)
 
     def extend(self, workers: tuple[Worker, ...]) -> None:
-        """Follow the files of more processes of the same attempt: another node's."""
+        """Follow the files of another node's processes of the same attempt; `wrote` reports their growth."""
+        # Brief: thousands of files must not stay open.
+        self._follow(workers, brief=True)
+
+    def wrote(self, rank: int) -> None:
+        """Poll the files of a rank on another node, which have grown."""
+        if rank in self._tails:
+            self._growing.setdefault(rank, False)
+
+    def _follow(self, workers: tuple[Worker, ...], *, brief: bool) -> None:
         for worker in workers:
             self._present[worker.rank] = RankLogFiles(
                 worker.rank, worker.local_rank, worker.pid, worker.stdout, worker.stderr
             )
-            files = [Path(worker.stdout), Path(worker.stderr)]
-            private = self._private is not None and all(each.is_relative_to(self._private) for each in files)
+            files = [worker.stdout, worker.stderr]
+            private = self._private is not None and all(
+                Path(each).is_relative_to(self._private) for each in files
+            )
             if private:
                 self._files.setdefault(self._attempt, []).extend(files)
-            self._tails[worker.rank] = LogTail(worker.rank, worker.stdout, worker.stderr, bounded=private)
+            self._tails[worker.rank] = LogTail(
+                worker.rank, worker.stdout, worker.stderr, bounded=private, brief=brief
+            )
+
+    def renumber(self, attempt: int, kept: Mapping[int, int]) -> None:
+        """Follow the kept ranks under their new numbers; `kept` maps these to the former ones."""
+        tails, present = self._tails, self._present
+        for rank in tails.keys() - set(kept.values()):
+            tails[rank].close()
+        self._tails = {rank: tails[before].of(rank) for rank, before in kept.items() if before in tails}
+        self._growing = {
+            rank: self._growing[before] for rank, before in kept.items() if before in self._growing
+        }
+        self._present = self.attempts[attempt] = {
+            rank: replace(present[before], rank=rank) for rank, before in kept.items() if before in present
+        }
+        # The files of the others go with the jobs that had them.
+        files = self._files.pop(self._attempt, [])
+        stay = {path for each in self._present.values() for path in (each.stdout, each.stderr)}
+        for number, those in ((self._attempt, False), (attempt, True)):
+            if some := [each for each in files if (each in stay) is those]:
+                self._files[number] = some
+        self._attempt = attempt
 
     def free_before(self, oldest: Mapping[int, Mapping[int, RankLogFiles]]) -> None:
         """Give back the room of what is older than a job, whose logs these are: no job refers to it.
@@ -95,7 +134,7 @@ class RankLogs:
         for attempt in [each for each in self._files if each < first]:
             for path in self._files.pop(attempt):
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    Path(path).unlink()
         if first == self._attempt and self._files:
             for rank, tail in self._tails.items():
                 if not oldest:
@@ -112,7 +151,7 @@ class RankLogs:
         """Close the files of the present attempt."""
         for tail in self._tails.values():
             tail.close()
-        self._tails, self._present = {}, {}
+        self._tails, self._present, self._growing = {}, {}, {}
 
     def before(self, message: FromRank) -> Iterator[Printed]:
         """Yield the output that precedes `message`; keep the offsets where the rank's job begins and ends."""
@@ -129,7 +168,9 @@ class RankLogs:
                     yield from tail.up_to(offsets)
             case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Asked(offsets=offsets):
                 yield from tail.up_to(offsets)
-            case Returned(offsets=offsets) | Raised(offsets=offsets):
+            case (
+                Returned(offsets=offsets) | Raised(offsets=offsets) | Preempted(offsets=Offsets() as offsets)
+            ):
                 self._present[message.rank] = replace(known, ended=offsets)
                 yield from tail.up_to(offsets)
             case _:
@@ -137,9 +178,13 @@ class RankLogs:
 
     def news(self, ranks: Mapping[int, RankState]) -> Iterator[Printed]:
         """Yield the new output of ranks whose job has begun."""
-        for rank, tail in self._tails.items():
-            if rank in ranks and ranks[rank].started is not None:
+        for rank, always in list(self._growing.items()):
+            known = ranks.get(rank)
+            if known is not None and known.started is not None:
+                tail = self._tails[rank]
                 yield from tail.poll()
+                if not always and tail.idle:
+                    del self._growing[rank]
 
     def rest(self, rank: int) -> Iterator[Printed]:
         """Yield the remaining output of a rank that is gone."""
@@ -218,6 +263,8 @@ class Job:
         """Open a value while its rank still holds it; return the message to fold, which names it here."""
         if self.ended.is_set():
             return None
+        if message.value.inline is not None and not self._values:
+            return message  # there is no payload to hold
         try:
             held = shared_memory.hold(message.value, self._directory)
         except (FileNotFoundError, ProcessLookupError):
@@ -275,7 +322,8 @@ class Job:
         if self.state.doing:
             self.fold(Waiting())
         if not self.state.finished:
-            self.fold(RunEnded(time=time, stopped=self.error is None))
+            stopped = self.error is None or isinstance(self.error, RunPreemptedError)
+            self.fold(RunEnded(time=time, stopped=stopped))
         self.ended.set()
         for act in self.when_ended:
             act()

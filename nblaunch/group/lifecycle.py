@@ -29,7 +29,11 @@ that do not come back are replaced.
     REPLACING    kept ranks must be ended        STARTING: torchelastic starts others; the job ends
     CHANGING     the membership changes          STARTING: after the next rendezvous; a dispatched job starts
                                                  again
+                 (kept ranks go on if they can: STARTING, from READY, with other numbers, then RECOVERING)
     CLOSED       the agent has ended             -
+
+At a `Preemption` the ranks save. The running job is interrupted, waits until all ranks have saved, and then
+ends as an interrupted job does. A fresh group ends with it, without a restart.
 
 From any stage: an exit is folded once the rank's last messages have had 0.05 s to arrive. If a kept rank
 dies, torchelastic ends the others, and the job ends with STARTING. At the latest, a job ends with the agent.
@@ -52,16 +56,21 @@ from nblaunch.protocol.messages import (
     Arrived,
     AttemptStarted,
     Displayed,
+    EngineSaid,
     Entered,
     Exited,
     FromRank,
     GivenTo,
     Hello,
     InterruptSeen,
+    JobSent,
     Leave,
     Measured,
     Noticed,
     Phase,
+    Preempt,
+    Preempted,
+    Preempting,
     Prepare,
     Printed,
     Proceed,
@@ -70,11 +79,13 @@ from nblaunch.protocol.messages import (
     Recovered,
     ReportReached,
     Returned,
+    RunPreempted,
     ToRank,
     Unwritten,
     Waiting,
     Where,
 )
+from nblaunch.protocol.ranks import RankSet
 from nblaunch.protocol.reports import LocatedAll, format_ranks
 from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 
@@ -93,7 +104,7 @@ RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
-_SETTLES_NOTHING = (Printed, Displayed, Unwritten, Measured, Reached, LocatedAll)
+_SETTLES_NOTHING = (Printed, Displayed, Unwritten, Measured, Reached, LocatedAll, EngineSaid)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -120,7 +131,7 @@ class JobState(msgspec.Struct, frozen=True):
     internal: bool = False
     """Whether the user does not see its result: notes wait for the next job."""
     dispatched: bool = False
-    arrived: frozenset[int] = frozenset()
+    arrived: RankSet = RankSet()
     """Ranks on which all of the payload has arrived."""
     interrupted: bool = False
     """Whether the user has interrupted it."""
@@ -134,6 +145,10 @@ class JobState(msgspec.Struct, frozen=True):
     unmatched: bool = False
     """Whether these operations wait for a rank that has returned without them."""
     ended: bool = False
+
+    def lacks(self, world_size: int) -> bool:
+        """Whether it is for a subset, and one of these ranks does not exist in a world of this size."""
+        return len(self.run.ranks) < self.run.world_size and max(self.run.ranks) >= world_size
 
     @property
     def succeeded(self) -> bool:
@@ -150,14 +165,24 @@ class GroupState(msgspec.Struct, frozen=True):
     grace: float = 0.0
     attempt: int = 0
     prepare: Prepare | None = None
-    connected: frozenset[int] = frozenset()
-    ready: frozenset[int] = frozenset()
+    engine: EngineSaid | None = None
+    """The engine's last report about the nodes; None without an engine."""
+    connected: RankSet = RankSet()
+    ready: RankSet = RankSet()
     """Ranks that have formed their process group."""
-    forked: frozenset[int] = frozenset()
+    forked: RankSet = RankSet()
     """Ranks whose processes, and log files, are known."""
-    remote: frozenset[int] = frozenset()
+    remote: RankSet = RankSet()
     """Those of them that are on another node."""
-    exited: frozenset[int] = frozenset()
+    exited: RankSet = RankSet()
+    lost: RankSet = RankSet()
+    """Kept ranks that were lost with their nodes; the others regroup once they have ended the job."""
+    adopted: RankSet = RankSet()
+    """Ranks that this attempt kept from the one before."""
+    regroups: bool = False
+    """Whether nodes came or were lost: the remaining ranks regroup as soon as they are idle."""
+    regrouping: bool = False
+    """Whether `REGROUP_NODES` was ordered, and the next attempt has not begun."""
     unfolded: Mapping[int, tuple[float, Exited]] = {}
     """Exits not folded yet: until then (monotonic), the rank's last messages may still arrive."""
     limited: Phase | None = None
@@ -170,8 +195,10 @@ class GroupState(msgspec.Struct, frozen=True):
     """Whether the ranks of this attempt are being ended, and replaced."""
     changing: bool = False
     """Whether the membership changes: how the ranks of this attempt end is no failure."""
-    holding: frozenset[int] | None = None
+    holding: RankSet | None = None
     """Ranks that have not released NCCL yet, once they are about to be ended; None before that."""
+    saving: RankSet = RankSet()
+    """Ranks that were ordered to save, and have not saved yet."""
     notes: tuple[str, ...] = ()
     """What has happened to the ranks, for the next job with a result that the user sees."""
     launch_failure: tuple[str, str] | None = None
@@ -184,6 +211,11 @@ class GroupState(msgspec.Struct, frozen=True):
         return len(self.ready) == self.members.world_size
 
     @property
+    def some_here(self) -> bool:
+        """Whether some ranks are on this machine."""
+        return len(self.remote) < self.members.world_size
+
+    @property
     def working(self) -> JobState | None:
         """The job, if it has not ended."""
         return self.job if self.job is not None and not self.job.ended else None
@@ -192,6 +224,11 @@ class GroupState(msgspec.Struct, frozen=True):
     def at_work(self) -> RunState:
         """The state of the job if it has not ended, else that of the ranks, which are idle."""
         return self.members if self.working is None else self.working.run
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the running job ends because its nodes are taken back."""
+        return self.working is not None and bool(self.working.run.preempted)
 
     @property
     def working_ranks(self) -> Mapping[int, RankState]:
@@ -246,6 +283,9 @@ class Trigger(enum.Enum):
     FORGET_NOTES = "the user knows of all notes"
 
 
+Observation: TypeAlias = Printed | Measured | Noticed | Waiting | LocatedAll | EngineSaid
+
+
 class Received(msgspec.Struct, frozen=True):
     """A message of a rank; all output that precedes it is observed."""
 
@@ -253,15 +293,19 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """What the runtime itself finds out about ranks: output, measurements, a notice, where they are."""
+    """What the runtime itself observes: ranks' output, measurements, notices and stacks; engine reports."""
 
-    message: Printed | Measured | Noticed | Waiting | LocatedAll
+    message: Observation
 
 
 class AttemptStarting(msgspec.Struct, frozen=True):
-    """The agent is about to start processes, which may connect before the last of them is forked."""
+    """The agent is about to start processes, which may connect before the last of them is forked.
+
+    `kept` maps the numbers of ranks that keep their variables to those in the attempt before.
+    """
 
     message: AttemptStarted
+    kept: Mapping[int, int] | None = None
 
 
 class WorkersForked(msgspec.Struct, frozen=True):
@@ -291,11 +335,34 @@ class RanksStopped(msgspec.Struct, frozen=True):
 
 
 class NodeLeaving(msgspec.Struct, frozen=True):
-    """A node leaves, or is gone; `enough` says whether the run can go on without it."""
+    """A node leaves, or is lost; `enough` says whether the run can go on without it.
+
+    `ranks` were on it. `address` is where other nodes reached it, "" if it is on the runtime's machine.
+    """
 
     name: str
     asked: bool
     enough: bool
+    ranks: frozenset[int] = frozenset()
+    address: str = ""
+
+
+class NodeArrived(msgspec.Struct, frozen=True):
+    """A node came while other nodes have ranks; its ranks may join them."""
+
+
+class PrepareChanged(msgspec.Struct, frozen=True):
+    """The nodes of the next attempt are known, and with them the backend; precedes its first rank."""
+
+    backend: str
+    device_type: str
+
+
+class Preemption(msgspec.Struct, frozen=True):
+    """The nodes will be taken back in `seconds`; None if they have been already."""
+
+    why: str
+    seconds: float | None
 
 
 class JobGiven(msgspec.Struct, frozen=True):
@@ -320,8 +387,9 @@ class RestartAsked(msgspec.Struct, frozen=True):
 
 
 FromAgent: TypeAlias = AttemptStarting | WorkersForked | WorkerExited | ExitExplained | RanksStopped
+FromNodes: TypeAlias = NodeLeaving | NodeArrived | PrepareChanged | Preemption
 GroupEvent: TypeAlias = (
-    Received | Observed | FromAgent | NodeLeaving | JobGiven | Noted | RestartAsked | Trigger
+    Received | Observed | FromAgent | FromNodes | JobGiven | Noted | RestartAsked | Trigger
 )
 
 
@@ -334,6 +402,7 @@ class Order(enum.Enum):
     STOP_AGENT = "end the ranks, and the agent with them"
     RESTART_AGENT = "end the ranks, and start others"
     REJOIN_NODES = "have the nodes repeat the rendezvous"
+    REGROUP_NODES = "form the group again from the remaining ranks and those of new nodes"
     SKIP_GRACE = "kill ranks that are being ended"
     END_RANKS = "no rank is inside NCCL any more: the agent may end them"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
@@ -395,8 +464,8 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
             machine.received(message)
         case Observed(message):
             machine.observed(message)
-        case AttemptStarting(message):
-            machine.attempt_starting(message)
+        case AttemptStarting(message, kept):
+            machine.attempt_starting(message, kept)
         case WorkersForked(message, ranks, remote):
             machine.workers_forked(message, ranks, remote=remote)
         case WorkerExited(exited):
@@ -404,9 +473,9 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
         case ExitExplained(exited):
             machine.exit_explained(exited)
         case RanksStopped(ranks):
-            machine.send_leave(state.members.ranks.keys() - state.remote if ranks is None else ranks)
-        case NodeLeaving():
-            machine.node_leaving(event)
+            machine.ranks_stopped(ranks)
+        case NodeLeaving() | NodeArrived() | PrepareChanged() | Preemption():
+            machine.of_nodes(event)
         case JobGiven():
             machine.job_given(event)
         case Noted(text):
@@ -415,6 +484,7 @@ def step(state: GroupState, event: GroupEvent, now: float) -> tuple[GroupState, 
             machine.replace_ranks(reason)
         case _:
             machine.triggered(event)
+    machine.regroup_if_idle()
     return machine.state, (*machine.folded, *machine.actions)
 
 
@@ -474,6 +544,17 @@ class _Step:
             case _:
                 assert_never(trigger)
 
+    def of_nodes(self, event: FromNodes) -> None:
+        match event:
+            case NodeLeaving():
+                self.node_leaving(event)
+            case NodeArrived():
+                self.set(regroups=self.state.kept)
+            case PrepareChanged():
+                self.prepare_changed(event)
+            case Preemption():
+                self.preempt(event)
+
     # --- messages of ranks, and observations -----------------------------------------------------
 
     def received(self, message: FromRank) -> None:
@@ -486,7 +567,7 @@ class _Step:
             case Hello():
                 self.connected(message.rank)
             case Entered(phase=Phase.READY):
-                self.set(ready=state.ready | {message.rank})
+                self.set(ready=state.ready.with_rank(message.rank))
             case Returned(open=True):
                 self.set_job(open=True)
             case Arrived():
@@ -499,15 +580,18 @@ class _Step:
                 self.recovered(message)
             case Aborted():
                 self.released_nccl(message.rank)
+            case Preempting() | Preempted():
+                self.saves(message)
             case _:
                 pass
         self.fold(self.state.interruption.as_stopped(message))
         self.dispatch_when_ready()
 
     def connected(self, rank: int) -> None:
-        if self.state.prepare is not None:
-            self.send(rank, self.state.prepare)
-        self.set(connected=self.state.connected | {rank})
+        state = self.state
+        if state.prepare is not None and rank not in state.adopted:
+            self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
+        self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
 
     def payload_arrived(self, rank: int) -> None:
@@ -515,9 +599,9 @@ class _Step:
         job = self.state.working
         if job is None or self.state.interruption.begun or job.run.failed:
             return
-        arrived = job.arrived | {rank}
+        arrived = job.arrived.with_rank(rank) if rank in job.run.ranks else job.arrived
         self.set_job(arrived=arrived)
-        if arrived == job.run.ranks.keys() and arrived != job.arrived:
+        if len(job.arrived) < len(arrived) == len(job.run.ranks):
             self.act(Order.KEEP_PAYLOAD)
             for each in job.run.ranks:
                 self.send(each, Proceed())
@@ -532,10 +616,13 @@ class _Step:
             if job.left_open.missing <= {answer.rank}:
                 self.settle()
 
-    def observed(self, message: Printed | Measured | Noticed | Waiting | LocatedAll) -> None:
+    def observed(self, message: Observation) -> None:
+        if isinstance(message, EngineSaid):
+            self.set(engine=message)
         self.fold(message)
         ranks = self.state.at_work.ranks
-        if isinstance(message, Measured) and len(ranks) > 1:
+        # Nodes measure their own ranks.
+        if isinstance(message, Measured) and len(ranks) > 1 and self.state.some_here:
             for rank in ranks.values():
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
@@ -571,16 +658,21 @@ class _Step:
 
     # --- an attempt begins -----------------------------------------------------------------------
 
-    def attempt_starting(self, message: AttemptStarted) -> None:
+    def attempt_starting(self, message: AttemptStarted, kept: Mapping[int, int] | None) -> None:
         if message.number < self.state.attempt or self.state.closed:
             return
+        adopted = RankSet(kept or ())
         self.set(
             attempt=message.number,
-            connected=frozenset(),
-            ready=frozenset(),
-            forked=frozenset(),
-            remote=frozenset(),
-            exited=frozenset(),
+            connected=RankSet(),
+            ready=RankSet(),
+            forked=adopted,
+            remote=adopted,
+            exited=RankSet(),
+            lost=RankSet(),
+            adopted=adopted,
+            regroups=False,
+            regrouping=False,
             unfolded={},
             limited=None,
             deadline=_NEVER,
@@ -588,12 +680,15 @@ class _Step:
             replacing=False,
             changing=False,
             holding=None,
+            saving=RankSet(),
         )
         if message.number > 0 and self.state.kept:
-            self.note(RESTARTED)
+            self.note(RESTARTED if kept is None else _gone_on(kept, message.world_size))
         job = self.state.working
-        if job is not None and job.dispatched and self.state.kept:
-            self.finish()  # its ranks are gone, with all the variables it could use
+        # Its ranks are gone, with all the variables it could use, or it was captured for other ranks.
+        gone = job is not None and (job.dispatched or kept is not None or job.lacks(message.world_size))
+        if self.state.kept and gone:
+            self.finish()
         elif job is not None:
             self.set(job=JobState(job.run, internal=job.internal, interrupted=job.interrupted))
             self.act(Order.FORGET_VALUES)
@@ -619,7 +714,11 @@ class _Step:
         state = self.state
         if len(state.connected) != state.members.world_size:
             return
-        if state.prepare is None:
+        if state.adopted:
+            # New ranks have prepared before they form the group with the others.
+            self.set(deadline=_NEVER)
+            self.begin_recovery(cut=True)
+        elif state.prepare is None:
             # Standby: every rank is connected and idle, so no deadline applies.
             self.set(deadline=_NEVER)
         elif state.limited is not Phase.PROCESS_GROUP:
@@ -633,11 +732,24 @@ class _Step:
         reached = state.connected if phase is Phase.CONNECT else state.ready
         late = format_ranks(state.members.ranks.keys() - reached)
         what = f"phase '{phase}' did not finish in {_LIMITS[phase]:.0f} s"
+        if state.adopted:
+            self.set(deadline=_NEVER)
+            self.replace_ranks(what)
+            return
         self.set(
             deadline=_NEVER,
             launch_failure=(phase.value, f"{what}: {late} did not come that far"),
         )
         self.act(Order.STOP_AGENT)
+
+    def prepare_changed(self, event: PrepareChanged) -> None:
+        """Use this backend for the next attempt, unless its ranks get no process group."""
+        prepare = self.state.prepare
+        if prepare is not None:
+            backend = None if prepare.backend is None else event.backend
+            # If ranks are to leave devices alone, that holds on every node.
+            kind = event.device_type if prepare.device_type else ""
+            self.set(prepare=replace(prepare, backend=backend, device_type=kind))
 
     # --- a job begins ----------------------------------------------------------------------------
 
@@ -659,6 +771,8 @@ class _Step:
             return
         places = {rank: known.place for rank, known in state.members.ranks.items() if rank in run.ranks}
         self.fold_run(GivenTo(ranks=places, attempt=state.attempt))
+        if state.engine is not None:
+            self.fold_run(state.engine)
         if not event.internal:
             self.set(notes=())
             for note in state.notes:
@@ -674,6 +788,8 @@ class _Step:
             self.set(deadline=_NEVER)
         if job is None or job.dispatched or job.settled or state.interruption.begun:
             return
+        if state.recovery.busy or state.lost or state.regrouping:
+            return  # these ranks are about to form a group
         if not state.kept and (state.changing or state.holding is not None):
             return  # these ranks are about to be ended: the job is for the next ones
         # A kept group's job goes with the ranks it was captured for: the next ones lack what these have.
@@ -681,8 +797,7 @@ class _Step:
         for rank in job.run.ranks:
             if rank not in state.exited:
                 self.act(SendJob(rank))
-            # A rank that dies at once (`os._exit`) may not live to report that its job has begun.
-            self.fold_run(Entered(rank=rank, phase=Phase.JOB))
+        self.fold_run(JobSent(ranks=tuple(job.run.ranks)))
 
     def note(self, text: str) -> None:
         """Show what has happened to the ranks with the present job, or else with the next one."""
@@ -702,7 +817,7 @@ class _Step:
         if job is not None and job.settle_at is not None and now >= job.settle_at:
             self.settle()
         state = self.state
-        interruption, sends = state.interruption.tick(state.at_work, state.members, now)
+        interruption, sends = state.interruption.tick(state.at_work, self.present(), now)
         self.set(sends, interruption=interruption)
         self.press()
         recovery, sends = self.state.recovery.tick(now)
@@ -719,6 +834,8 @@ class _Step:
         job = self.state.working
         if job is None or job.settled or self.state.changing:
             return
+        if self.state.preempted and (self.state.saving or not job.run.finished):
+            return  # a failure does not end ranks that save
         if self.state.kept:
             self.settle_kept(job)
             return
@@ -738,8 +855,9 @@ class _Step:
         state = self.state
         self.set_job(settle_at=None)
         if not job.dispatched:
-            self.act(Order.STOP_AGENT)  # a rank failed before it had the job: its successor would, too
-        elif state.exited:
+            if not state.adopted:
+                self.act(Order.STOP_AGENT)  # a rank failed before it had the job: its successor would, too
+        elif state.exited - state.lost:
             pass  # the agent ends the others, and starts the group again
         elif not job.run.finished:
             # A peer of the ranks that are still at work has given up, and so do they.
@@ -750,9 +868,15 @@ class _Step:
             if job.succeeded:
                 self.finish()
             else:
-                ranks, cut = state.members.ranks, state.interruption.cut
-                recovery, sends = state.recovery.begin(ranks, self.now, state.grace, cut=cut)
-                self.set(sends, recovery=recovery)
+                self.begin_recovery()
+
+    def begin_recovery(self, *, cut: bool = False) -> None:
+        """Make the ranks fit for another job; if some are lost, for a group without these."""
+        state, ranks = self.state, self.present().ranks
+        cut = cut or state.interruption.cut
+        gone = state.interruption.lost if state.lost else None
+        recovery, sends = state.recovery.begin(ranks, self.now, state.grace, cut=cut, gone=gone)
+        self.set(sends, recovery=recovery)
 
     def left_nothing_open(self, job: JobState) -> bool:
         """Whether all open NCCL operations will end; where a rank has left some, asks all ranks first."""
@@ -792,6 +916,36 @@ class _Step:
         else:
             self.act(Order.STOP_AGENT)  # nothing of the user's runs yet, so there is nothing to wait for
 
+    def preempt(self, event: Preemption) -> None:
+        """Have all ranks save; the running job ends for that."""
+        state, job = self.state, self.state.working
+        if state.closed:
+            return
+        if event.seconds is not None:
+            there = RankSet(rank.rank for rank in state.members.ranks.values() if rank.node) - state.exited
+            self.set(saving=state.saving | there)
+            for rank in there:
+                self.send(rank, Preempt(event.seconds))
+        if job is None or not job.dispatched or state.interruption.begun or job.run.failed:
+            return  # the job ends for another reason, or begins in the time that is left
+        self.fold_run(RunPreempted(why=event.why))
+        if event.seconds is not None:
+            self.begin_interruption()
+
+    def saves(self, message: Preempting | Preempted) -> None:
+        if isinstance(message, Preempting):
+            self.set(interruption=self.state.interruption.left_alone(message.rank))
+            return
+        for each in message.failed:
+            self.note(f"rank {message.rank} did not save all: {each}")
+        self.no_longer_saves(message.rank)
+
+    def no_longer_saves(self, rank: int) -> None:
+        job = self.state.working
+        self.set(saving=self.state.saving - {rank})
+        if self.state.preempted and job is not None and job.run.finished:
+            self.settle()
+
     def begin_interruption(self) -> None:
         interruption, sends = self.state.interruption.begin(self.state.at_work, self.now)
         self.set(sends, interruption=interruption)
@@ -809,11 +963,11 @@ class _Step:
     def press(self) -> None:
         """Replace kept ranks that have seen the interrupt twice and go on with their job."""
         state, job, now = self.state, self.state.working, self.now
-        if not state.kept or job is None or not job.dispatched:
+        if not (state.kept or state.preempted) or job is None or not job.dispatched:
             return
         interruption, sends = state.interruption.press(now, state.grace)
         self.set(sends, interruption=interruption)
-        if state.replacing:
+        if state.replacing or not state.kept:
             return
         if unfreed := interruption.unfreed(now):
             self.replace_ranks(
@@ -836,7 +990,11 @@ class _Step:
             self.note(REFORMED)
         if outcome.dead:
             self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
-        self.finish()
+        job = self.state.working
+        if job is None or job.dispatched:
+            self.finish()
+        elif job.run.doing:
+            self.fold_run(Waiting())
 
     def replace_ranks(self, reason: str) -> None:
         """End the ranks of a kept group, and start others."""
@@ -851,16 +1009,20 @@ class _Step:
         state = self.state
         if exited.rank in state.exited:
             return
-        if state.changing:
+        job = state.working
+        at_work = job is not None and job.dispatched and exited.rank in job.run.ranks
+        if state.changing or state.preempted or (exited.rank in state.lost and not at_work):
             exited = replace(exited, expected=True)
-        if state.kept and not state.all_ready and not exited.expected:
+        if state.kept and not (state.all_ready or state.adopted or exited.expected):
             self.act(Order.STOP_AGENT)  # a rank that dies while it starts would do so again
         self.set(
-            recovery=state.recovery.abandoned(),
-            exited=state.exited | {exited.rank},
+            recovery=state.recovery if exited.rank in state.lost else state.recovery.abandoned(),
+            exited=state.exited.with_rank(exited.rank),
             unfolded={**state.unfolded, exited.rank: (self.now + _LAST_MESSAGES_SECONDS, exited)},
         )
         self.fold_exits(self.now)
+        if exited.rank in self.state.saving:
+            self.no_longer_saves(exited.rank)
 
     def fold_exits(self, now: float) -> None:
         """Fold exits of ranks whose last messages have had time to arrive, or make no difference."""
@@ -890,7 +1052,7 @@ class _Step:
         state = self.state
         if state.holding is not None:
             return
-        alive = frozenset(rank.rank for rank in state.members.ranks.values() if rank.node)
+        alive = RankSet(rank.rank for rank in state.members.ranks.values() if rank.node)
         self.set(holding=alive - state.remote - state.exited)
         for rank in alive:
             self.send(rank, Abort())
@@ -902,6 +1064,10 @@ class _Step:
             self.set(holding=self.state.holding - set(ranks))
             if not self.state.holding:
                 self.act(Order.END_RANKS)
+
+    def ranks_stopped(self, ranks: frozenset[int] | None) -> None:
+        here = self.state.members.ranks.keys() - self.state.remote
+        self.send_leave(here if ranks is None else ranks)
 
     def send_leave(self, ranks: Collection[int]) -> None:
         job = self.state.job
@@ -916,17 +1082,64 @@ class _Step:
                 self.send(rank.rank, Leave(exitcode=exitcode, abort=abort))
 
     def node_leaving(self, event: NodeLeaving) -> None:
-        job = self.state.working
-        if job is None or job.settled or self.state.interruption.begun or not event.enough:
-            return  # the node's ranks are lost
+        state, job = self.state, self.state.working
         how = "left" if event.asked else "was lost"
-        self.note(f"node {event.name} {how}; the others begin again without it")
-        self.act(Order.REJOIN_NODES)
+        starting = state.kept and not (state.all_ready or state.adopted)
+        if not (event.enough or starting) or state.closed or state.replacing or state.changing:
+            return  # the node's ranks have failed with it
+        if not state.kept and (job is None or job.settled or state.interruption.begun):
+            return
+        if state.kept and not starting:
+            self.note(f"node {event.name} {how}, with the variables of {format_ranks(event.ranks)}")
+            away = state.interruption.without(event.address)
+            self.set(lost=state.lost | event.ranks, interruption=away, regroups=True)
+            if state.recovery.busy:
+                self.begin_recovery()
+            return
+        if event.enough:
+            self.note(f"node {event.name} {how}; the others begin again without it")
+            self.act(Order.REJOIN_NODES)
+        # Else the nodes meet again once another has come; without one, the agent ends.
         self.change_membership()
 
+    def regroup_if_idle(self) -> None:
+        """Order the regroup once the remaining ranks have ended the job."""
+        state, job = self.state, self.state.working
+        # Ranks that save answer under the number that they were ordered by.
+        busy = state.recovery.busy or bool(state.saving) or (job is not None and job.dispatched)
+        if not state.regroups or busy:
+            return
+        # An `Adopt` reaches only ranks that have said hello in this attempt.
+        everyone = len(state.connected | state.lost) == state.members.world_size
+        if (state.all_ready or state.adopted) and everyone:
+            self.set(regroups=False, regrouping=True)
+            self.act(Order.REGROUP_NODES)
+
+    def present(self) -> RunState:
+        """Return the ranks that are not lost."""
+        members, lost = self.state.members, self.state.lost
+        if not lost:
+            return members
+        return replace(
+            members, ranks={rank: each for rank, each in members.ranks.items() if rank not in lost}
+        )
+
     def change_membership(self) -> None:
-        self.set(changing=True)
+        self.set(changing=True, deadline=_NEVER)
         self.set_job(settle_at=None)
+
+
+def _gone_on(kept: Mapping[int, int], world_size: int) -> str:
+    """Describe which ranks were kept, which have a new number, and which are new."""
+    others = {rank: before for rank, before in kept.items() if rank != before}
+    new = [rank for rank in range(world_size) if rank not in kept]
+    parts = [
+        f"the group has {world_size} rank{'' if world_size == 1 else 's'} now",
+        f"variables kept: {format_ranks(kept)}",
+        f"{format_ranks(others)} formerly {format_ranks(others.values())}" if others else "",
+        f"new, without variables: {format_ranks(new)}" if new else "",
+    ]
+    return "; ".join(filter(None, parts))
 
 
 def _as_exitcode(code: int) -> int:

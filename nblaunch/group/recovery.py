@@ -156,6 +156,11 @@ class Recovery(msgspec.Struct, frozen=True):
     fitness: Survey | None = None
     """What the ranks need; they answer once they have ended the job."""
     reform: bool = False
+    gone: frozenset[str] | None = None
+    """The addresses of lost machines if ranks are lost; the other ranks then only end what they do.
+
+    They form the process group afterwards, without the lost ranks.
+    """
     began: float = 0.0
     waiting: frozenset[int] = frozenset()
     dead: Mapping[DeadVariable, tuple[int, ...]] = {}
@@ -180,11 +185,19 @@ class Recovery(msgspec.Struct, frozen=True):
         """Whether forming the process group takes a time that needs an explanation: on GPUs, seconds."""
         return self.reform and bool(self.waiting) and now >= self.began + _SHOWN_SECONDS
 
-    def begin(self, members: Iterable[int], now: float, grace: float, *, cut: bool) -> tuple[Recovery, Sends]:
+    def begin(
+        self,
+        members: Iterable[int],
+        now: float,
+        grace: float,
+        *,
+        cut: bool,
+        gone: frozenset[str] | None = None,
+    ) -> tuple[Recovery, Sends]:
         """Find out what the ranks need; `cut` says whether connections between them have been cut."""
         fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
         until = now + _RECOVERY_SECONDS
-        begun = Recovery(self.number, fitness.missing, fitness, reform=cut, until=until)
+        begun = Recovery(self.number, fitness.missing, fitness, reform=cut, gone=gone, until=until)
         return begun.patient(now, grace), sends
 
     def patient(self, now: float, grace: float) -> Recovery:
@@ -217,15 +230,18 @@ class Recovery(msgspec.Struct, frozen=True):
         return replace(after, late=None, overdue_at=now + 1.0, lost=not busy or now >= after.until), sends
 
     def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Sends]:
-        number, reform = self.number + 1, self.reform or not agree(answers, self.members)
+        number = self.number + 1
+        reform = self.gone is None and (self.reform or not agree(answers, self.members))
         shared_ends = between_ranks(answers) if reform else {}
+        # A rank that forms its group with lost ranks would wait without end.
+        freed = () if self.gone is None else _free(answers, answers, self.gone)
         sends = (
             Send(rank, Recover(number, reform, shared_ends.get(rank, ()))) for rank in sorted(self.members)
         )
         begun = replace(
             self, fitness=None, number=number, began=now, reform=reform, waiting=self.members, lost=False
         )
-        return begun, tuple(sends)
+        return begun, (*freed, *sends)
 
     def recovered(self, message: Recovered) -> tuple[Recovery, RecoveryOutcome | None]:
         """Take one rank's answer; return the outcome with the last of them, or the first that failed."""
@@ -326,6 +342,8 @@ class Interruption(msgspec.Struct, frozen=True):
     begun: bool = False
     cut: bool = False
     """Whether connections between ranks have been cut."""
+    lost: frozenset[str] = frozenset()
+    """Addresses of lost machines: a connection to one may never end."""
     number: int = 0
     interrupted: Mapping[int, Interrupted] = {}
     look_at: float | None = None
@@ -345,6 +363,10 @@ class Interruption(msgspec.Struct, frozen=True):
     def busy(self) -> bool:
         """Whether something is due."""
         return self.look_at is not None or self.look is not None or bool(self.interrupted)
+
+    def without(self, address: str) -> Interruption:
+        """Return this with a lost machine's `address` added; "" if other ranks run at that address."""
+        return replace(self, lost=self.lost | {address}) if address else self
 
     def fresh(self) -> Interruption:
         """Return the value for the next job, before it is interrupted."""
@@ -375,6 +397,10 @@ class Interruption(msgspec.Struct, frozen=True):
             return self
         seen = replace(known, seen=now, handled=message.handled)
         return replace(self, interrupted={**self.interrupted, message.rank: seen})
+
+    def left_alone(self, rank: int) -> Interruption:
+        """Stop waiting for this rank to end the job: it saves first."""
+        return replace(self, interrupted={key: each for key, each in self.interrupted.items() if key != rank})
 
     def tick(self, state: RunState, members: RunState, now: float) -> tuple[Interruption, Sends]:
         """Do what is due; `state` is that of the job, `members` are all ranks of the group."""
@@ -453,19 +479,23 @@ def _free_stuck(interruption: Interruption, state: RunState, now: float) -> tupl
         if after.aborted_at is not None or not after.steps.stuck(answers, state, now, interruption.grace):
             return after, ()
         # All ranks abort NCCL: where only some do, that hangs, or frees memory that others write to.
-        return replace(after, cut=True, aborted_at=now), _free(answers.keys() | look.missing, answers)
+        everyone = answers.keys() | look.missing
+        return replace(after, cut=True, aborted_at=now), _free(everyone, answers, interruption.lost)
     since = min(known.since for known in interruption.interrupted.values())
     if _in_step(answers, state) and now < since + _IN_STEP_SECONDS:
         return after, ()
     at_work = _at_work(state)
-    sends = _free([rank for rank in waiting if rank in at_work], answers)
+    sends = _free([rank for rank in waiting if rank in at_work], answers, interruption.lost)
     return replace(after, cut=after.cut or bool(sends)), sends
 
 
-def _free(ranks: Collection[int], answers: Mapping[int, Where]) -> Sends:
-    """Free these ranks; their descriptors of connections to other ranks are to be shut."""
-    shared_ends = between_ranks(answers)
-    return tuple(Send(rank, FreeCollective(fds=shared_ends.get(rank, ()))) for rank in sorted(ranks))
+def _free(ranks: Collection[int], answers: Mapping[int, Where], lost: frozenset[str]) -> Sends:
+    """Free these ranks by shutting down their connections to each other and to lost machines."""
+    ends = between_ranks(answers)
+    for rank, where in answers.items():
+        away = (each.fd for each in where.connections if each.remote[0].removeprefix("::ffff:") in lost)
+        ends[rank] = (*ends.get(rank, ()), *away)
+    return tuple(Send(rank, FreeCollective(fds=ends.get(rank, ()))) for rank in sorted(ranks))
 
 
 def _in_collective(answer: Where) -> bool:

@@ -19,7 +19,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.forkserver import OwnServer, Server
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 _END_SECONDS = 30.0
 # What an agent does once its ranks are gone takes milliseconds.
 _AGENT_SECONDS = 5.0
+
+
+class UsedByGroups(Protocol):
+    """A resource of groups, closed after them."""
+
+    def close(self) -> None:
+        """End it, and wait for the end; a second call does nothing."""
 
 
 class LocalRuntime:
@@ -50,6 +57,7 @@ class LocalRuntime:
         self._standby: Standby | None = None
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._leaving: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
+        self._held: weakref.WeakSet[UsedByGroups] = weakref.WeakSet()
         # Never collected: that would close the parent's sockets.
         self._parents = parents
 
@@ -86,6 +94,11 @@ class LocalRuntime:
         with self._lock:
             self._leaving.add(group)
 
+    def hold(self, used: UsedByGroups) -> None:
+        """Keep a resource of groups, to close it after them when the process ends."""
+        with self._lock:
+            self._held.add(used)
+
     def wait_until_left(self, wanted: Callable[[WorkerGroup], bool]) -> None:
         """Wait until the ranks of earlier runs have exited, in the groups that are `wanted`."""
         for group in self._open(self._leaving):
@@ -108,6 +121,7 @@ class LocalRuntime:
             group.stop()
         for group in groups:
             group.closed.wait(_END_SECONDS)
+        self._close_held()
         # While the keeper lives: a kill of this process from here on leaves nothing that it would not remove.
         self.directory.remove()
         self.server.stop()
@@ -120,6 +134,14 @@ class LocalRuntime:
                 hub, self._hub = self._hub, None
             hub.close()
         self.directory.remove()
+
+    def _close_held(self) -> None:
+        with self._lock:
+            threads = [threading.Thread(target=each.close) for each in self._held]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(_END_SECONDS)
 
     def abandon(self) -> None:
         """Leave everything to the parent: this process is a fork, and must neither use nor end it."""

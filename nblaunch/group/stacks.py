@@ -19,9 +19,11 @@ from nblaunch.diagnose.failures import explain_exit
 from nblaunch.elastic.logs import read_end
 from nblaunch.protocol.messages import DUMP_SIGNAL, Exited, Phase, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import HangReport, readable_main_stack
-from nblaunch.protocol.state import RunState, State
+from nblaunch.protocol.state import RunState, State, hosts_of
 
 _DUMP_SECONDS = 0.5
+_STOPPED = "its process is stopped (SIGSTOP); kill -CONT would let it go on"
+_NODE_SILENT = "  its node has not answered either"
 # NCCL's watchdog writes some 10 KB when it ends a process.
 _STDERR_BYTES = 200_000
 
@@ -33,6 +35,10 @@ class StackRequest:
         self.missing = set(ranks)
         self.answers: dict[int, Where] = {}
         self.complete = threading.Event()
+        self.dumps: dict[int, str] = {}
+        """For ranks on other machines that gave no answer: the stacks that their nodes dumped."""
+        self.all_dumped = threading.Event()
+        self._undumped: set[int] = set()
         if not self.missing:
             self.complete.set()
 
@@ -43,14 +49,29 @@ class StackRequest:
         if not self.missing:
             self.complete.set()
 
+    def expect_dumps(self, ranks: Iterable[int]) -> None:
+        """Wait for the stacks that the nodes of these ranks dump."""
+        self._undumped = set(ranks)
+        self.dumps = dict.fromkeys(self._undumped, _NODE_SILENT)
+        if not self._undumped:
+            self.all_dumped.set()
+
+    def dumped(self, rank: int, text: str) -> None:
+        """Take the stack of a rank from its node."""
+        if rank in self._undumped:
+            self.dumps[rank] = text
+            self._undumped.discard(rank)
+            if not self._undumped:
+                self.all_dumped.set()
+
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
         """Return the report; for ranks that did not answer, with what faulthandler writes.
 
         `titles` maps the file names of cells to the names that the user knows.
         """
         # An answer may still arrive while this looks; a rank is in the report once.
-        answers = dict(self.answers)
-        silent, finished, elsewhere = {}, [], {}
+        answers, dumps = dict(self.answers), dict(self.dumps)
+        silent, finished, elsewhere, here = {}, [], {}, {}
         for known in state.ranks.values():
             answer = answers.get(known.rank)
             if known.state is State.SUCCEEDED:
@@ -58,32 +79,60 @@ class StackRequest:
                 answers.pop(known.rank, None)
             elif known.state.final:
                 continue
+            elif answer is None and known.rank in dumps:
+                silent[known.rank] = dumps[known.rank]
             elif answer is None and known.node and known.pid is not None:
-                silent[known.rank] = _silent(known.pid, known.rank, directory, titles)
+                here[known.rank] = known.pid
             elif answer is None or not answer.frames:
                 idle = known.phase is Phase.READY
                 elsewhere[known.rank] = "idle" if idle else f"in phase '{known.phase}'"
-        return hang.report(answers, silent=silent, finished=finished, elsewhere=elsewhere)
+        silent |= stacks_of_silent(here, directory, titles)
+        return hang.report(
+            answers,
+            silent=dict(sorted(silent.items())),
+            finished=finished,
+            elsewhere=elsewhere,
+            hosts=hosts_of(state.ranks),
+        )
 
 
-def _silent(pid: int, rank: int, directory: str, titles: Mapping[str, str]) -> str:
+def stacks_of_silent(pids: Mapping[int, int], directory: str, titles: Mapping[str, str]) -> dict[int, str]:
+    """Return the stacks of ranks of this machine that do not answer; blocks for half a second at most.
+
+    `pids` are their processes, which dump to files in `directory`. `titles` is as in `StackRequest.report`.
+    """
+    stopped = {rank: _STOPPED for rank, pid in pids.items() if _is_stopped(pid)}
+    dumps = _dumped({rank: pid for rank, pid in pids.items() if rank not in stopped}, directory)
+    return {**stopped, **{rank: readable_main_stack(dump, titles) for rank, dump in dumps.items()}}
+
+
+def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
-        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-            return "its process is stopped (SIGSTOP); kill -CONT would let it go on"
-    return readable_main_stack(_dumped(pid, rank, directory), titles)
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
-def _dumped(pid: int, rank: int, directory: str) -> str:
-    """Have faulthandler write a rank's stacks, for which its interpreter is not needed."""
-    path = dump_path(directory, rank)
+def _dumped(pids: Mapping[int, int], directory: str) -> dict[int, str]:
+    """Have faulthandler dump the ranks' stacks, which needs no lock of their interpreters."""
+    paths = {rank: dump_path(directory, rank) for rank in pids}
+    before: dict[int, int] = {}
+    for rank, pid in pids.items():
+        with contextlib.suppress(OSError):
+            # No file means no handler: the signal would end the process.
+            size = paths[rank].stat().st_size
+            os.kill(pid, DUMP_SIGNAL)
+            before[rank] = size
+    deadline = time.monotonic() + _DUMP_SECONDS
+    while any(_size(paths[rank]) == size for rank, size in before.items()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.02 if before else 0)  # for the rest of these dumps
+    return {rank: read_text(str(paths[rank]), before[rank]) if rank in before else "" for rank in pids}
+
+
+def _size(path: Path) -> int:
     with contextlib.suppress(OSError):
-        before, deadline = path.stat().st_size, time.monotonic() + _DUMP_SECONDS
-        os.kill(pid, DUMP_SIGNAL)
-        while path.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.02)  # the rest of the same dump
-        return path.read_text(errors="replace")[before:]
-    return ""
+        return path.stat().st_size
+    return -1
 
 
 class ExitReasons:

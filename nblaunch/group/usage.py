@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +39,7 @@ def measuring(
     wanted: bool,
     seen: SeenGpus | None = None,
 ) -> Iterator[None]:
-    """Measure the ranks of `state()` while the block lasts; calls `report` on another thread."""
+    """Measure the ranks of `state()` that have a process here; calls `report` on another thread."""
     if not wanted:
         yield
         return
@@ -62,13 +61,12 @@ def _measure(
 ) -> None:
     meter: Meter | None = None
     pause = _FIRST_SECONDS
-    here = ("", platform.node())
     while not ended.wait(pause):
         began = time.monotonic()
         meter = meter or Meter(seen)
         usages = {}
         for rank in state().ranks.values():
-            if rank.pid is None or rank.node not in here or rank.state.final:
+            if rank.pid is None or rank.state.final:
                 continue
             rank_began = time.monotonic()
             usage = meter.measure(rank.pid, rank.device, rank.local_rank)

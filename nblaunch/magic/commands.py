@@ -240,7 +240,7 @@ def _push(line: str, namespace: Namespace) -> None:
     sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
 
 
-_NCCL = "--nccl"
+_NCCL, _ON = "--nccl", "--on"
 _ONE_RANK = re.compile(r"(?:^|\s)--rank(?:\s+|=)(\S+)")
 
 
@@ -276,11 +276,18 @@ def _debug(line: str, _: Namespace) -> None:
 
 def _doctor(line: str, _: Namespace) -> DoctorReport:
     words = split_words(line)
+    # Imported here: the checks load modules of the runtime, which the kernel does not need for cells.
+    if any(each.startswith(_ON) for each in words):
+        from nblaunch.checks.nodes import check_nodes
+
+        return check_nodes(parse_line(line).options)
     if set(words) - {_NCCL}:
         asked = f"%distributed doctor {line}"
-        msg = f"{asked!r}: doctor takes nothing after it but {_NCCL}. Write %distributed doctor."
+        msg = (
+            f"{asked!r}: doctor takes only {_NCCL}, or {_ON} with a run's options for nodes. Write "
+            "%distributed doctor."
+        )
         raise OptionError(msg)
-    # It looks at what the runtime is made of, which a notebook does not load for its cells.
     from nblaunch.checks.doctor import doctor
 
     return doctor(nccl=_NCCL in words)
@@ -336,7 +343,7 @@ def command_completions(text_so_far: str) -> list[str]:
         case ["attach"]:
             possible = (*directory.detached(), _TAKE)
         case ["doctor", *_]:
-            possible = (_NCCL,)
+            possible = (_NCCL, _ON)
         case ["export", *_]:
             possible = export.FLAGS
         case _:

@@ -66,6 +66,7 @@ class DistributedMagics(Magics):
             auto.run_here(self.shell, cell)
             return None
         session = sessions.session_for(options)
+        options = sessions.on_its_nodes(options)
         first_line = 1 if inserted else 2
         filename, title = self._name(cell if first_line == 1 else f"%%distributed {line}\n{cell}")
         number = self.shell.displayhook.prompt_count

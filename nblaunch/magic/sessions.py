@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch.client import directory
@@ -13,6 +14,7 @@ from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
 
 DEFAULT = "default"
+_OF_NODES = ("nnodes", "nproc_per_node")
 
 _sessions: dict[str, LiveSession] = {}
 _lost: set[str] = set()
@@ -92,6 +94,20 @@ def session_for(options: LaunchOptions) -> LiveSession | None:
     if DEFAULT in sessions:
         return sessions[DEFAULT]
     return named(None) if sessions else None
+
+
+def on_its_nodes(options: LaunchOptions) -> LaunchOptions:
+    """Return the options of a cell on fresh ranks beside a session: on its nodes, unless they name others."""
+    sessions = opened()
+    beside = sessions.get(DEFAULT) or next(iter(sessions.values()), None)
+    if not options.fresh or options.on is not None or beside is None or beside.options.on is None:
+        return options
+    wanted = {
+        each.name: getattr(beside.options, each.name)
+        for each in OPTIONS
+        if (each.scope == "engine" or each.name in _OF_NODES) and getattr(options, each.name) == each.default
+    }
+    return replace(options, **wanted)
 
 
 def named(name: str | None) -> LiveSession:

@@ -1,12 +1,14 @@
-"""`python -m nblaunch join`: this machine's ranks for a run that a notebook elsewhere has begun.
+"""`python -m nblaunch join`: this machine's ranks for what a notebook elsewhere runs.
 
-It joins the rendezvous only after it has proved to the notebook that it has the key: so a node with another
-key disturbs no run.
+A node joins the rendezvous of a run only after it has proved to the notebook that it has the key, so a node
+with another key disturbs no run. With the notebook's own address it joins no rendezvous (`host`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
+import io
 import os
 import platform
 import shlex
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,21 +32,29 @@ from nblaunch.elastic.process_options import check_process_options, process_sett
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.group.runtime import LocalRuntime, local
 from nblaunch.nodes import messages as wire
-from nblaunch.nodes.key import KEY_FILE, read_key, versions
+from nblaunch.nodes.host import NOTICES, NodeHost, OutOfReachError
+from nblaunch.nodes.key import KEY_FILE, key_from_stdin, read_key, versions
 from nblaunch.nodes.listener import REFUSALS, encrypted
-from nblaunch.nodes.node import NodeRelay, of_this_machine
+from nblaunch.nodes.node import JoinedRelay, of_this_machine
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
-from nblaunch.options.table import plain_help
+from nblaunch.options.table import Option, plain_help
 
 USAGE = """\
-usage: python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N] [options]
+usage: python -m nblaunch join HOST:PORT [-n N] [--key-stdin]
+       python -m nblaunch join --rdzv-endpoint HOST:PORT --rdzv-id NAME [-n N] [options]
 
-Start N ranks here: a node of the run that a notebook has begun with --nnodes, the same endpoint and name.
-The notebook's key is taken from NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY.
+Start N ranks here. With HOST:PORT, as the notebook prints it (--on join), this machine is a node of that
+session or run. With --rdzv-endpoint it is a node of the run that a notebook has started with --nnodes and the
+same endpoint and name.
+
+The notebook's key is taken from the first line of the standard input (--key-stdin), else from
+NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY, else from a prompt at the terminal.
 
 """
+_KEY_STDIN = "--key-stdin"
 _OF_A_NODE = [option for option in OPTIONS if option.scope in ("node", "rendezvous")]
+_OF_A_PLACED_NODE = [option for option in OPTIONS if option.name in ("nproc_per_node", "signals_to_handle")]
 _ANSWER_SECONDS = 30.0
 _UNLIMITED = 2**31 - 1
 
@@ -52,13 +62,20 @@ _UNLIMITED = 2**31 - 1
 def join(arguments: Sequence[str]) -> int:
     """Join, and return the exit status: 0 if the run succeeded, 1 if not, 2 for a wrong option."""
     try:
-        parsed = parse_line(shlex.join(arguments))
+        words = [word for word in arguments if word != _KEY_STDIN]
+        endpoint = words.pop(0) if words and not words[0].startswith("-") else ""
+        parsed = parse_line(shlex.join(words))
         if parsed.help_wanted:
             print(USAGE + plain_help(_OF_A_NODE))  # noqa: T201 - a command line
             return 0
-        return _join_run(_checked(parsed.options))
+        from_stdin = _KEY_STDIN in arguments
+        if endpoint:
+            return _serve_groups(endpoint, parsed.options, from_stdin=from_stdin)
+        return _join_run(_checked(parsed.options), from_stdin=from_stdin)
     except OptionError as error:
         return _failed(str(error), 2)
+    except OutOfReachError as error:
+        return _failed(str(error), 3)
     except NblaunchError as error:
         return _failed(str(error), 1)
     except KeyboardInterrupt:
@@ -70,11 +87,11 @@ def _failed(why: str, status: int) -> int:
     return status
 
 
-def _checked(options: LaunchOptions) -> LaunchOptions:
+def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
     foreign = [
         option.flags[0]
         for option in OPTIONS
-        if option not in _OF_A_NODE and getattr(options, option.name) != option.default
+        if option not in own and getattr(options, option.name) != option.default
     ]
     if foreign:
         msg = (
@@ -82,6 +99,10 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
             "out here."
         )
         raise OptionError(msg)
+
+
+def _checked(options: LaunchOptions) -> LaunchOptions:
+    _refuse_foreign(options, _OF_A_NODE)
     if options.rdzv_id is None:
         msg = "No --rdzv-id was given. Give the name that the notebook's run has."
         raise OptionError(msg)
@@ -90,14 +111,39 @@ def _checked(options: LaunchOptions) -> LaunchOptions:
     return options
 
 
-def _join_run(options: LaunchOptions) -> int:
-    key = read_key(os.environ)
+def _serve_groups(endpoint: str, options: LaunchOptions, *, from_stdin: bool) -> int:
+    _refuse_foreign(options, _OF_A_PLACED_NODE)
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isdecimal()):
+        msg = f"{endpoint!r} is not the address of a notebook. Write HOST:PORT, as the notebook prints it."
+        raise OptionError(msg)
+    key = _key(from_stdin=from_stdin)
+    with _signals(options.signals_to_handle, threading.Event(), NOTICES) as signals:
+        return NodeHost(local(), endpoint, key, options).serve(signals, _joined)
+
+
+def _joined(name: str, nproc: int) -> None:
+    # Not to stdout, which may be the user's own if an engine starts this program.
+    text = f"nblaunch join: {nproc} ranks of this machine take part, as {name}"
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command line
+
+
+def _key(*, from_stdin: bool) -> bytes:
+    """Return the notebook's key: from the standard input, the environment, or a prompt at the terminal."""
+    key = key_from_stdin(sys.stdin.buffer) if from_stdin else read_key(os.environ)
+    if key is None and sys.stdin.isatty():
+        key = key_from_stdin(io.BytesIO(getpass.getpass("Key of the notebook: ").encode()))
     if key is None:
         msg = (
             f"the notebook's key is needed, and neither {KEY_FILE} nor {JOIN_KEY} is set. "
             "Copy the file that the notebook names, and set the first to its path."
         )
         raise OptionError(msg)
+    return key
+
+
+def _join_run(options: LaunchOptions, *, from_stdin: bool) -> int:
+    key = _key(from_stdin=from_stdin)
     rdzv = rendezvous.config_of(options, joining=True)
     assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
     rdzv = replace(rdzv, key=key)
@@ -178,7 +224,7 @@ def _relay(
     rdzv: RendezvousConfig,
     welcome: wire.Welcome,
     socket: zmq.Socket[bytes],
-) -> NodeRelay:
+) -> JoinedRelay:
     env = dict(welcome.env)
     env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
     environ = {**os.environ, **env}
@@ -199,14 +245,14 @@ def _relay(
         processes=process_settings(options, environ, runtime.server.loaded_under()),
         rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
     )
-    relay = NodeRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
+    relay = JoinedRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
     print(  # noqa: T201 - a command line
         f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
     )
     return relay
 
 
-def _wait(relay: NodeRelay, events: zmq.Socket[bytes], signals: list[int]) -> int:
+def _wait(relay: JoinedRelay, events: zmq.Socket[bytes], signals: list[int]) -> int:
     """Wait for the end of the run, of the connection, or for signals; return the exit status."""
     leaving = False
     while not relay.ended.wait(0.05):
@@ -225,7 +271,9 @@ def _wait(relay: NodeRelay, events: zmq.Socket[bytes], signals: list[int]) -> in
 
 
 @contextlib.contextmanager
-def _signals(names: str, stopped: threading.Event) -> Iterator[list[int]]:
+def _signals(
+    names: str, stopped: threading.Event, others: Iterable[signal.Signals] = ()
+) -> Iterator[list[int]]:
     """Collect signals instead of dying of them; the first sets `stopped`."""
     received: list[int] = []
 
@@ -233,7 +281,8 @@ def _signals(names: str, stopped: threading.Event) -> Iterator[list[int]]:
         received.append(number)
         stopped.set()
 
-    before = {signal.Signals[name]: signal.signal(signal.Signals[name], handle) for name in names.split(",")}
+    numbers = {*(signal.Signals[name] for name in names.split(",")), *others}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield received
     finally:

@@ -15,6 +15,7 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -25,7 +26,7 @@ from nblaunch.nodes.messages import Joining
 from nblaunch.protocol.messages import PROTOCOL_VERSION
 
 KEY_FILE = "NBLAUNCH_JOIN_KEY_FILE"
-_LEAST_CHARACTERS = 32
+_LEAST_CHARACTERS, _LONGEST = 32, 4096
 
 
 def read_key(environ: Mapping[str, str]) -> bytes | None:
@@ -41,7 +42,7 @@ def read_key(environ: Mapping[str, str]) -> bytes | None:
     try:
         with Path(file).open(encoding="ascii", errors="replace") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-            text = opened.read(4096).strip()
+            text = opened.read(_LONGEST).strip()
     except OSError as error:
         msg = (
             f"{KEY_FILE} names {file!r}, which cannot be read: {error.strerror}. Copy the notebook's "
@@ -52,6 +53,14 @@ def read_key(environ: Mapping[str, str]) -> bytes | None:
         msg = f"{KEY_FILE} names {file!r}, which others may read (mode {mode:o}). Run chmod 600 on it."
         raise OptionError(msg)
     return _valid(text, file)
+
+
+def key_from_stdin(stdin: BinaryIO) -> bytes:
+    """Return the key in the first line of this input; read nothing after it.
+
+    Raises `OptionError` if the key is too short.
+    """
+    return _valid(stdin.readline(_LONGEST).decode("ascii", "replace").strip(), "the standard input")
 
 
 def read_or_make_key(environ: Mapping[str, str], root: Callable[[], Path]) -> tuple[bytes, str]:
@@ -87,11 +96,12 @@ def curve_secret(key: bytes, side: str) -> bytes:
 
 def join_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> str:
     """Return how to join the run with the key in this file."""
-    static = " --rdzv-backend static --node-rank 1" if rdzv.backend == "static" else ""
+    backend = "" if rdzv.backend == "c10d" else f" --rdzv-backend {rdzv.backend}"
+    number = " --node-rank 1" if rdzv.backend == "static" else ""
     return (
         f"To join from another terminal, or from a machine to which you copy the key file:\n"
         f"{KEY_FILE}={file} python -m nblaunch join --rdzv-endpoint {rdzv.host}:{rdzv.port} "
-        f"--rdzv-id {settings.run_id}{static} -n {settings.nproc}"
+        f"--rdzv-id {settings.run_id}{backend}{number} -n {settings.nproc}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,15 +21,25 @@ from zmq.utils import monitor, z85
 from nblaunch._errors import LaunchError
 from nblaunch.group.hub import Hub
 from nblaunch.nodes.key import curve_secret, refusal_of
-from nblaunch.nodes.messages import FromNode, Joining, Ping, Refused, ToNode, decode_from_node, encode
-from nblaunch.protocol.messages import ProtocolError
+from nblaunch.nodes.messages import (
+    Arriving,
+    FromNode,
+    Joining,
+    Ping,
+    Refused,
+    ToNode,
+    decode_from_node,
+    encode,
+)
+from nblaunch.protocol.messages import PROTOCOL_VERSION, ProtocolError
 
 _log = logging.getLogger("nblaunch")
 _LISTEN_SECONDS = 0.02
 # ZMQ forgets a connection a moment after it has reported its end.
-_PROBE_SECONDS = 1.0
+_PROBE_SECONDS, _PROBE_EVERY_SECONDS = 1.0, 0.05
 _LINGER_MS = 2000
-_HEARTBEAT_MS, _SILENCE_MS = 2000, 15_000
+_HEARTBEAT_SECONDS, SILENCE_SECONDS = 2.0, 15.0
+_LONGEST_TTL_MS = 6_553_599
 REFUSALS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -36,54 +47,77 @@ REFUSALS = (
 )
 
 
-def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str) -> bytes:
-    """Give a socket the keys of one `side` (`notebook` or `node`); return the other side's public key."""
-    other = "node" if side == "notebook" else "notebook"
+_OTHER_SIDE = {"notebook": "node", "node": "notebook", "taker": "giver", "giver": "taker"}
+_SERVERS = {"notebook", "taker"}
+# The sides that decide how long a silence may be.
+_LIMITING = {"notebook", "giver"}
+LONGEST_SILENCE_SECONDS = 3600.0
+"""For the other sides: these get the limit with each heartbeat."""
+
+
+def encrypted(socket: zmq.Socket[bytes], key: bytes, side: str, silence: float = SILENCE_SECONDS) -> bytes:
+    """Give a socket the keys of one `side`; return the other side's public key.
+
+    `notebook` listens for `node`; for payloads, `taker` listens for `giver`. The connection ends after
+    `silence` seconds without a heartbeat of the other side.
+    """
     own = z85.encode(curve_secret(key, side))
     socket.curve_secretkey, socket.curve_publickey = own, zmq.curve_public(own)
-    theirs = zmq.curve_public(z85.encode(curve_secret(key, other)))
-    if side == "notebook":
+    theirs = zmq.curve_public(z85.encode(curve_secret(key, _OTHER_SIDE[side])))
+    if side in _SERVERS:
         socket.curve_server = True
     else:
         socket.curve_serverkey = theirs
+    if side in _LIMITING:
+        # The other side ends the connection after the same silence.
+        socket.setsockopt(zmq.HEARTBEAT_TTL, min(int(1000 * silence), _LONGEST_TTL_MS))
     for option, value in (
         (zmq.SNDHWM, 0),
         (zmq.RCVHWM, 0),
         (zmq.LINGER, _LINGER_MS),
         # No packet reports the end of a machine that is cut off.
-        (zmq.HEARTBEAT_IVL, _HEARTBEAT_MS),
-        (zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS),
+        (zmq.HEARTBEAT_IVL, int(1000 * min(_HEARTBEAT_SECONDS, silence / 3))),
+        (zmq.HEARTBEAT_TIMEOUT, int(1000 * silence)),
     ):
         socket.setsockopt(option, value)
     return theirs
 
 
+def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadAuthenticator:
+    """Start the thread that admits only peers with this public key to the servers of a context."""
+    # pyzmq would log each connection.
+    silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
+    authenticator = ThreadAuthenticator(context, log=silent)
+    authenticator.start()
+    # Only a peer with this run's key has the secret key for `theirs`.
+    accept = SimpleNamespace(callback=lambda _domain, key: hmac.compare_digest(key, theirs))
+    authenticator.configure_curve_callback("*", accept)
+    return authenticator
+
+
 class Listener:
     """The socket for nodes; all of it but `__init__` runs on the hub's thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where, by which key, for whom
         self,
         hub: Hub,
         host: str,
         key: bytes,
         receive: Callable[[bytes, FromNode, memoryview], None],
         lost: Callable[[bytes], None],
+        *,
+        first: type[Joining | Arriving] = Joining,
+        silence: float = SILENCE_SECONDS,
     ) -> None:
-        """Listen at a free port of `host`; `receive` takes messages, `lost` the id of a node that is gone.
+        """Listen at a free port of `host`; `receive` gets messages, `lost` the id of a node that is gone.
 
-        Raises `LaunchError` if `host` is no address of this machine.
+        `first` is the type of a node's first message. Raises `LaunchError` if `host` is not an address of
+        this machine.
         """
-        self._hub, self._receive, self._lost = hub, receive, lost
+        self._hub, self._receive, self._lost, self._first = hub, receive, lost, first
         self._context = zmq.Context()
-        # pyzmq would log each connection; a refusal is logged once, here.
-        silent = logging.Logger("nblaunch.listener", logging.CRITICAL + 1)  # noqa: LOG001 - nobody configures it
-        self._authenticator = ThreadAuthenticator(self._context, log=silent)
-        self._authenticator.start()
         self._socket = self._context.socket(zmq.ROUTER)
-        theirs = encrypted(self._socket, key, "notebook")
-        # Only nodes with this run's key have the secret key of `theirs`.
-        accept = SimpleNamespace(callback=lambda _domain, key: hmac.compare_digest(key, theirs))
-        self._authenticator.configure_curve_callback("*", accept)
+        self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             self._socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -100,9 +134,13 @@ class Listener:
         self._events: Any = self._socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
-        self._probe_until = 0.0
-        hub.call(lambda: hub.watch(self._socket, self._receive_all))
-        hub.call(lambda: hub.watch(self._events, self._connection_changed))
+        self._probe_until = self._next_probe = 0.0
+        hub.call(self._listen)
+
+    def _listen(self) -> None:
+        self._hub.watch(self._socket, self._receive_all)
+        self._hub.watch(self._events, self._connection_changed)
+        self._hub.after_turn.append(self._probe)
 
     def send(self, node: bytes, message: ToNode, data: memoryview | None = None) -> bool:
         """Send to a node; return whether it is connected."""
@@ -125,15 +163,16 @@ class Listener:
             self._refused.add(node)
             _log.warning("refused: %s", why)
 
-    def tick(self, now: float) -> None:
-        """Probe all nodes for a moment after a connection has ended."""
-        if now < self._probe_until:
-            self._probe()
+    def drop(self, node: bytes) -> None:
+        """Ignore a node from now on."""
+        self._known.discard(node)
+        self._refused.add(node)
 
     def close(self) -> None:
         """Close the sockets; ZMQ sends what is left."""
         for socket in (self._socket, self._events):
             self._hub.watch(socket, None)
+        self._hub.after_turn.remove(self._probe)
         self._socket.disable_monitor()
         self._authenticator.stop()
         # ZMQ's own thread sends the rest, while the linger lasts.
@@ -154,9 +193,14 @@ class Listener:
         except ProtocolError as error:
             self.refuse(node, str(error))
             return
+        begins = isinstance(message, self._first)
         if isinstance(message, Joining) and (why := refusal_of(message)):
             self.refuse(node, why)
-        elif node in self._known or isinstance(message, Joining):
+        elif isinstance(message, Arriving) and message.version != PROTOCOL_VERSION:
+            self.refuse(
+                node, f"{message.name} has another version of nblaunch. Install the notebook's there."
+            )
+        elif node in self._known or begins:
             self._receive(node, message, frames[1].buffer if len(frames) > 1 else memoryview(b""))
         else:
             self.refuse(node, "a node spoke before it had joined")
@@ -172,12 +216,17 @@ class Listener:
                     self.address,
                 )
             self._probe_until = time.monotonic() + _PROBE_SECONDS
-            self._probe()
 
-    def _probe(self) -> None:
-        for node in list(self._known):
-            if not self.send(node, Ping()):
-                self._known.discard(node)
-                # A node that came back under this id would have missed messages.
-                self._refused.add(node)
-                self._lost(node)
+    def _probe(self) -> float:
+        """Probe all nodes for a moment after a connection ended; return when the next probe is due."""
+        now = time.monotonic()
+        if now >= self._probe_until:
+            return math.inf
+        if now >= self._next_probe:
+            self._next_probe = now + _PROBE_EVERY_SECONDS
+            for node in list(self._known):
+                if not self.send(node, Ping()):
+                    # A node that reconnected under this id would have missed messages.
+                    self.drop(node)
+                    self._lost(node)
+        return max(self._next_probe - time.monotonic(), 0.0)

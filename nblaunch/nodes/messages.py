@@ -2,15 +2,20 @@
 
 Each message is one MessagePack frame; `Wrote` and `Piece` have a second one with raw bytes. Messages from and
 to ranks are carried as they are, encoded by `nblaunch.protocol.messages`.
+
+A node that joins torch's rendezvous serves one run: it sends `Joining`, and gets `Welcome`. A node that an
+engine placed serves the groups of a fleet: it sends `Arriving`, gets `Admitted`, and each message names its
+`group`. The sockets for data carry `Piece` from a parent and `PieceTaken` from a child.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
-from nblaunch.protocol.messages import PROTOCOL_VERSION, ProtocolError, Stream
+from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
@@ -19,6 +24,49 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     rank: int
     local_rank: int
     pid: int
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's versions, each empty if the node lacks the component, and its devices.
+
+    `boot` is the same for two nodes of one machine. `backend` and `device_type` are those that its ranks
+    would have alone, `own_gpus` the GPUs of its ranks that NCCL gives to no other rank.
+    """
+
+    python: str
+    torch: str
+    nblaunch: str
+    boot: str
+    backend: str
+    device_type: str
+    nccl: str = ""
+    cuda: str = ""
+    driver: str = ""
+    glibc: str = ""
+    gpus: tuple[str, ...] = ()
+    own_gpus: tuple[str, ...] = ()
+
+
+class ReachTarget(msgspec.Struct, frozen=True):
+    """A socket of `node` that another node must reach; "" stands for the notebook's machine.
+
+    A `probe` proves that it has the run's key; the other sockets only have to accept the connection.
+    """
+
+    node: str
+    what: Literal["listener", "store", "data", "probe"]
+    address: str
+    port: int
+
+
+class ReachResult(msgspec.Struct, frozen=True):
+    """Whether the sender reached a target: `error` is empty, the name of an errno, or `stranger`.
+
+    `stranger` means that another machine answered, which does not have the key.
+    """
+
+    target: ReachTarget
+    error: str = ""
 
 
 # From a node
@@ -39,6 +87,7 @@ class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     attempt: int
     workers: tuple[WorkerRecord, ...]
+    group: str = ""
 
 
 class RankMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -54,14 +103,20 @@ class Wrote(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: int
     rank: int
     stream: Stream
+    group: str = ""
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The bytes of payload `number` from `offset` on; the payload has `total`."""
+    """The bytes of payload `number` from `offset` on; the payload has `total`.
+
+    In the first piece, `to` holds the nodes to which its receiver forwards: names and data addresses.
+    """
 
     number: int
     offset: int
     total: int
+    group: str = ""
+    to: tuple[tuple[str, str], ...] = ()
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -73,10 +128,13 @@ class Gone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     expected: bool
     reason: str = ""
     details: str = ""
+    group: str = ""
 
 
 class OthersStopped(msgspec.Struct, frozen=True, tag=True):
     """Its ranks that were still at work have exited."""
+
+    group: str = ""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
@@ -87,6 +145,109 @@ class NodeEnded(msgspec.Struct, frozen=True, tag=True):
     """Its ranks have exited, and it is about to; `error` is the reason, if the runtime does not know it."""
 
     error: str = ""
+    group: str = ""
+
+
+# From a node that an engine has placed, besides these
+
+
+class Arriving(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Its first message.
+
+    `place` orders the nodes: the engine's number of the node, -1 if it has none, -2 for the node of the
+    notebook's machine. `address` is the node's own end of this connection, at which other nodes reach it,
+    `data` the ZMQ address of its socket for data.
+    """
+
+    name: str
+    nproc: int
+    address: str
+    data: str
+    inventory: Inventory
+    place: int = -1
+    version: int = PROTOCOL_VERSION
+
+
+class MeetAgain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Its agent waits for the next rendezvous; `after` is the previous attempt, -1 if there was none."""
+
+    group: str
+    after: int = -1
+    error: str = ""
+
+
+class RankMessages(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Messages of its ranks, in the order in which they were sent."""
+
+    group: str
+    attempt: int
+    data: tuple[bytes, ...]
+
+
+class RanksMeasured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A measurement of its ranks, by rank."""
+
+    group: str
+    attempt: int
+    usages: dict[int, Usage]
+
+
+class Notice(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The engine is about to end this node, in `seconds` unless it reports another time; `words` say why.
+
+    With `leaves` the node asks to leave once its ranks have saved.
+    """
+
+    kind: Literal["preempt"] = "preempt"
+    seconds: float = 0.0
+    words: str = ""
+    leaves: bool = False
+
+
+class Dumped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stack, written by faulthandler, of a rank that does not answer; or that its process is stopped."""
+
+    group: str
+    rank: int
+    text: str
+
+
+class ProbeOpen(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """It listens at this port of its address for a few seconds, so that others can try to reach it.
+
+    `interfaces` are its network interfaces with their addresses: `eth0 10.0.0.2`.
+    """
+
+    port: int
+    interfaces: tuple[str, ...] = ()
+
+
+class Reachable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The results of its trials."""
+
+    results: tuple[ReachResult, ...]
+
+
+class PieceLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A node to which it forwards pieces of this payload is gone."""
+
+    group: str
+    number: int
+
+
+class PieceTaken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Acknowledges the piece at `offset`: more pieces may be sent."""
+
+    group: str
+    number: int
+    offset: int
+
+
+class CodeLacking(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The digests of the files that it lacks for this tree; if there are none, it has the tree."""
+
+    tree: str
+    digests: tuple[bytes, ...] = ()
 
 
 # To a node
@@ -124,16 +285,20 @@ class Release(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: int
     succeeded: bool
     others: tuple[int, ...]
+    group: str = ""
 
 
 class Rejoin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Re-run the rendezvous: the membership changes."""
 
     attempt: int
+    group: str = ""
 
 
 class SkipGrace(msgspec.Struct, frozen=True, tag=True):
     """Skip what is left of the grace period."""
+
+    group: str = ""
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
@@ -146,8 +311,139 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     """Liveness probe; only its delivery matters."""
 
 
-FromNode = Joining | Workers | RankMessage | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
-ToNode = Welcome | Refused | ForRank | Piece | Release | Rejoin | SkipGrace | Finish | Ping
+# To a node that an engine has placed, besides these
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Accept the node, under a name that no other has.
+
+    Either side takes the other for lost after `silence` seconds without a sign of it. `now` is the notebook's
+    clock, to which the node shifts the times in its messages, assuming half the round-trip time.
+    """
+
+    name: str
+    silence: float
+    now: float
+
+
+class OpenGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Prepare a group and its agent; answered by `MeetAgain`.
+
+    `backend` is the one asked for; `Prepare` carries the final one, once all nodes are known. `env` are
+    variables for the ranks. `cwd` is the notebook's directory, used if it exists. `processes` lack `environ`:
+    a node's ranks have the node's environment.
+    """
+
+    group: str
+    keep: bool
+    role: str
+    backend: str
+    env: tuple[tuple[str, str], ...]
+    grace: float
+    shutdown_timeout: int
+    monitor_interval: float
+    processes: ProcessSettings
+    cwd: bytes
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Complete the rendezvous: all nodes of this attempt are there.
+
+    The node's first rank is `base_rank`. `store` is the address of the ranks' store, on the notebook's
+    machine.
+    """
+
+    group: str
+    attempt: int
+    node_rank: int
+    node_count: int
+    base_rank: int
+    world_size: int
+    store: tuple[str, int]
+    reason: str
+
+
+class ForRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A message for some of its ranks."""
+
+    group: str
+    attempt: int
+    ranks: tuple[int, ...]
+    data: bytes
+
+
+class Restart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End the ranks of this attempt, and wait for the next rendezvous."""
+
+    group: str
+    attempt: int
+
+
+class EndGroup(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End the group: its ranks and its agent; answered by `NodeEnded`."""
+
+    group: str
+    succeeded: bool
+
+
+class OpenProbe(msgspec.Struct, frozen=True, tag=True):
+    """Listen at a free port for a few seconds; answered by `ProbeOpen`."""
+
+
+class Try(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Try to reach these targets; answered by `Reachable`."""
+
+    targets: tuple[ReachTarget, ...]
+
+
+class MeasureRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Start or stop measuring the ranks; answered by `RanksMeasured` at intervals."""
+
+    group: str
+    wanted: bool
+
+
+class DumpStacks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Dump the stacks of these ranks, which do not answer; answered by a `Dumped` for each."""
+
+    group: str
+    ranks: tuple[int, ...]
+
+
+class HaveCode(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Make this tree of the notebook's own modules; answered by `CodeLacking`."""
+
+    manifest: CodeManifest
+
+
+class CodeFiles(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The files that were lacking, by digest, as MessagePack: payload `number` of group "".
+
+    With number 0 they are in this message's second frame.
+    """
+
+    tree: str
+    number: int
+
+
+class AdoptRanks(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The ranks of `attempt` go on in attempt `number` with new numbers, which begin at `base_rank`."""
+
+    group: str
+    attempt: int
+    number: int
+    node_rank: int
+    node_count: int
+    base_rank: int
+    world_size: int
+
+
+_FromJoined = Joining | Workers | RankMessage | Wrote | Piece | Gone | OthersStopped | Leaving | NodeEnded
+_FromPlaced = Arriving | MeetAgain | RankMessages | RanksMeasured | Notice | Dumped | PieceLost | PieceTaken
+FromNode = _FromJoined | _FromPlaced | ProbeOpen | Reachable | CodeLacking
+_ToJoined = Welcome | Refused | ForRank | Piece | Release | Rejoin | SkipGrace | Finish | Ping
+_ToPlaced = Admitted | OpenGroup | Meet | ForRanks | Restart | EndGroup | MeasureRanks | DumpStacks
+ToNode = _ToJoined | _ToPlaced | OpenProbe | Try | HaveCode | CodeFiles | AdoptRanks
 
 M = TypeVar("M")
 

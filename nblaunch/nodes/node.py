@@ -1,17 +1,22 @@
-"""A node: relays between its ranks and the notebook's worker group.
+"""A node's relays, between its ranks and the notebook's worker group.
 
-It is a member of this process's hub, and handles the events of its agent. It reads the ranks' log files, and
-sends the new bytes of a rank before the rank's next message.
+A relay is a member of this process's hub, and handles the events of its agent. It reads the ranks' log files,
+and sends a rank's new bytes before the rank's next message. A node that joins the rendezvous of one run has
+one relay; a node that an engine placed has one for each group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 import zmq
@@ -20,150 +25,216 @@ from nblaunch import _inherited
 from nblaunch._errors import LaunchError
 from nblaunch._results import Event
 from nblaunch._runtime_dir import remove_tree
+from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.agent import AgentThread
+from nblaunch.elastic.directed import DirectedRound
 from nblaunch.elastic.logs import MOST_BYTES, free
 from nblaunch.elastic.settings import AgentSettings, Worker
 from nblaunch.group.runtime import LocalRuntime
-from nblaunch.group.stacks import ExitReasons
+from nblaunch.group.stacks import ExitReasons, stacks_of_silent
+from nblaunch.group.usage import SeenGpus, measuring
 from nblaunch.nodes import messages as wire
+from nblaunch.nodes.code import NodeCode
 from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import (
+    Abort,
+    Aborted,
+    Adopt,
     CellJob,
     Dispatch,
+    Entered,
     Exited,
+    FailureRecord,
     FromRank,
+    Hello,
+    Interrupt,
+    InterruptSeen,
+    Leave,
+    Measured,
     Orders,
     Payload,
+    Preempt,
+    Preempted,
     Prepare,
+    Raised,
+    ReportReached,
+    ReportWhere,
     Returned,
+    Started,
     Stream,
     ToRank,
     decode_to_rank,
     encode,
 )
+from nblaunch.protocol.state import RankState, RunState
 
 _LOG_BYTES = 1 << 20
 _END_SECONDS = 5.0
+_GONE = "  its process has ended"
+# An abort takes NCCL a second or two; a rank that holds its interpreter does not answer.
+_ABORT_SECONDS = 2.0
 
 
 class NodeRelay:
-    """Relays between this node's ranks and the notebook; on the hub's thread but for the agent's calls."""
+    """Relays between this node's ranks of one group and the notebook.
+
+    On the hub's thread, except the agent's calls and methods that say otherwise.
+    """
 
     quiet = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a group is, and what of this process it uses
         self,
         runtime: LocalRuntime,
-        socket: zmq.Socket[bytes],
+        send: Callable[[wire.FromNode, memoryview | bytes | None], None],
         settings: AgentSettings,
         prepare: Callable[[Prepare], Prepare],
+        *,
+        name: str = "",
+        keep: bool = False,
+        waiting: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare; `start` starts the ranks. `prepare` adapts the notebook's `Prepare` to this machine."""
+        """Prepare; `start` starts the ranks. `prepare` adapts the notebook's `Prepare` to this machine.
+
+        `send` sends to the notebook, on the hub's thread. `name` is the group's at the notebook.
+        """
         self.group, self.token = secrets.token_hex(4), secrets.token_hex(16)
+        self.name = name
         self.attempt = -1
         self.ended = threading.Event()
         self.succeeded = False
         """Whether the notebook has released the ranks with all of their values."""
         self.left = ""
         """Why this node left before the run was over."""
-        self._hub, self._socket, self._prepare = runtime.hub, socket, prepare
+        self._hub, self._to_notebook, self._prepare = runtime.hub, send, prepare
         self._directory = runtime.directory.make("group-")
         self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
-        self._payload: tuple[Payload, Payload] | None = None
-        """The ticket of the present job's payload, and the payload."""
+        self._tickets: dict[int, Payload] = {}
+        """The payload's ticket in each rank's last job."""
+        self._claimed: dict[str, Payload | Exception] = {}
+        """What these tickets, by path, are for."""
         self._titles: dict[str, str] = {}
+        self._pids: dict[int, int] = {}
+        """The processes of this attempt that have not ended, by rank."""
         self._logs: dict[int, list[_Log]] = {}
         self._private_logs = settings.private_logs
         self._early: list[tuple[FromRank, bytes]] = []
         """Messages of an attempt whose processes the notebook does not know yet."""
+        self._shift = 0
+        """The difference between the ranks' numbers and those that their agent knows."""
         self._started = False
-        self._finished = False
-        self._processes = settings.processes
-        self._agent = AgentThread(settings, self._rank_arguments, self, runtime.server)
+        self._prepared: Prepare | None = None
+        """As the ranks of this machine got it last."""
+        self._processes, self._keep = settings.processes, keep
+        try:
+            self._agent = AgentThread(settings, self._rank_arguments, self, runtime.server, waiting)
+        except BaseException:
+            remove_tree(self._directory)
+            raise
 
     def start(self) -> None:
-        """Meet the other nodes, and start the ranks."""
+        """Meet the other nodes, and start the ranks; from any thread."""
         self._hub.add(self)
-        self._hub.call(lambda: self._hub.watch(self._socket, self._receive_orders))
         self._agent.start()
 
-    def leave(self) -> None:
-        """Ask the notebook to go on without this node; from any thread."""
-        self._hub.call(lambda: self._send(wire.Leaving()))
-
     def stop(self, why: str) -> None:
-        """End the ranks, and then this node; from any thread."""
+        """End the ranks, and then the agent; from any thread."""
         self.left = self.left or why
         self._agent.stop()
 
     def join(self) -> None:
-        """Wait for the agent's thread, and close."""
+        """Wait for the agent's thread, and close; not on the hub's thread."""
         self._agent.join(_END_SECONDS)
         with contextlib.suppress(LaunchError):  # the hub has ended, and uses neither any more
             self._hub.run(self._close, _END_SECONDS)
         remove_tree(self._directory)
 
     def _close(self) -> None:
-        self._hub.watch(self._socket, None)
         self._hub.remove(self)
         self._incoming.close()
 
     # --- from the notebook -------------------------------------------------------------------------
 
-    def _receive_orders(self) -> None:
-        while self._socket.poll(0):
-            frames = self._socket.recv_multipart(copy=False)
-            data = frames[1].buffer if len(frames) > 1 else memoryview(b"")
-            self._obey(wire.decode_to_node(frames[0].bytes), data)
-
-    def _obey(self, message: wire.ToNode, data: memoryview) -> None:
+    def obey(self, message: wire.ToNode, data: memoryview) -> None:
+        """Carry out an order of the notebook; drop one for another attempt than the current one."""
         match message:
-            case wire.ForRank(attempt=attempt, rank=rank, data=encoded) if attempt == self.attempt:
-                self._hub.send(self, rank, self._adapted(decode_to_rank(encoded, "the notebook")))
             case wire.Piece():
                 self._incoming.receive(message, data)
             case wire.Release(succeeded=succeeded, others=others) if message.attempt == self.attempt:
                 self.succeeded = succeeded
-                self._agent.release(succeeded=succeeded, others=frozenset(others))
+                self._agent.release(
+                    succeeded=succeeded, others=frozenset(rank - self._shift for rank in others)
+                )
             case wire.Rejoin(attempt=attempt) if attempt == self.attempt:
                 self._agent.rejoin()
             case wire.SkipGrace():
                 self._agent.skip_grace()
-            case wire.Finish(succeeded=succeeded):
-                self.succeeded, self._finished = succeeded or self.succeeded, True
-                if not self.succeeded:
-                    self.stop("the run is over, and did not succeed")
-            case wire.Refused(why=why):
-                self.stop(why)
+            case wire.DumpStacks(ranks=ranks):
+                self._find_out(ranks)
             case _:
                 pass
 
-    def _adapted(self, message: ToRank) -> ToRank:
-        """Return a message as a rank of this machine gets it."""
+    def _find_out(self, ranks: tuple[int, ...]) -> None:
+        """Report the stacks of these ranks, which do not answer; on a thread, because it may block."""
+        # Processes and their dump files have the numbers with which the ranks began.
+        shift, known = self._shift, self._pids
+        pids = {rank - shift: known[rank - shift] for rank in ranks if rank - shift in known}
+        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank - shift not in known}
+
+        def look() -> None:
+            found = stacks_of_silent(pids, str(self._directory), titles)
+            for rank, text in {**gone, **{rank + shift: text for rank, text in found.items()}}.items():
+                dumped = wire.Dumped(group=self.name, rank=rank, text=text)
+                self._hub.call(functools.partial(self._send, dumped))
+
+        threading.Thread(target=look, name="nblaunch-stacks", daemon=True).start()
+
+    def _deliver(self, rank: int, message: ToRank) -> None:
+        """Send a message to a rank, as a rank of this machine gets it."""
         match message:
             case Prepare():
-                return self._prepare(message)
+                message = self._prepared = self._prepare(message)
             case Dispatch():
-                return self._with_payload(message)
+                try:
+                    message = self._with_payload(rank, message)
+                except (OSError, MemoryError) as error:
+                    now = time.time()
+                    failure = value_lost(
+                        error, now, f"the node could not take over what the job needs: {error}"
+                    )
+                    self._pass_on(Raised(rank=rank, failure=failure))
+                    return
             case _:
-                return message
+                pass
+        self._hub.send(self, rank, message)
 
-    def _with_payload(self, dispatch: Dispatch) -> Dispatch:
+    def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
+        """Return a job with its payload in place of the ticket. Raises the error of a piece that failed."""
         self._titles = {name: title for name, (title, _) in dispatch.sources.items()}
         if isinstance(dispatch.job, CellJob):
             self._titles[dispatch.job.filename] = dispatch.job.title
-        if self._payload is None or self._payload[0] != dispatch.payload:
-            if self._payload is not None:
-                self._incoming.drop(self._payload[0])
-            self._payload = dispatch.payload, self._incoming.claim(dispatch.payload)
-        return msgspec.structs.replace(dispatch, payload=self._payload[1])
+        ticket, before = dispatch.payload, self._tickets.get(rank)
+        self._tickets[rank] = ticket
+        if before is not None and before not in self._tickets.values():
+            # The rank has finished with the payload, and no other rank uses it.
+            self._incoming.drop(before)
+            self._claimed.pop(before.path, None)
+        if ticket.inline is not None:
+            return dispatch
+        if ticket.path not in self._claimed:
+            try:
+                self._claimed[ticket.path] = self._incoming.claim(ticket)
+            except (OSError, MemoryError) as error:
+                self._claimed[ticket.path] = error
+        payload = self._claimed[ticket.path]
+        if isinstance(payload, Exception):
+            raise payload
+        return msgspec.structs.replace(dispatch, payload=payload)
 
     def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
-        frames = [wire.encode(message), *([] if data is None else [data])]
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart(frames, copy=data is None)
+        self._to_notebook(message, data)
 
     # --- from the ranks ----------------------------------------------------------------------------
 
@@ -172,16 +243,28 @@ class NodeRelay:
         if not self._started:
             self._early.append((message, data))
             return
+        self._pass_on(message, data)
+
+    def _pass_on(self, message: FromRank, data: bytes | None = None) -> None:
+        """Send a message of a rank to the notebook; `data` is what the rank has sent."""
         self._send_logs(message.rank)
-        if isinstance(message, Returned):
+        sent = self._translated(message)
+        if isinstance(sent, Returned):
             try:
-                ticket, pieces = self._outgoing.pieces(message.value)
+                ticket, pieces = self._outgoing.pieces(sent.value)
             except OSError:
                 return  # the process is gone, and its exit will be reported
             for piece, part in pieces:
-                self._send(piece, part)
-            data = encode(msgspec.structs.replace(message, value=ticket))
-        self._send(wire.RankMessage(attempt=self.attempt, data=data))
+                self._send(msgspec.structs.replace(piece, group=self.name), part)
+            sent = msgspec.structs.replace(sent, value=ticket)
+        self._send_from_rank(data if data is not None and sent is message else encode(sent))
+
+    def _translated(self, message: FromRank) -> FromRank:
+        """Return a message as the notebook understands it."""
+        return message
+
+    def _send_from_rank(self, data: bytes) -> None:
+        raise NotImplementedError
 
     def tick(self, now: float) -> None:  # noqa: ARG002 - as every member of a hub has it
         """Send new output."""
@@ -195,17 +278,22 @@ class NodeRelay:
     def _send_logs(self, rank: int) -> None:
         for log in self._logs.get(rank, ()):
             for data in log.unread():
-                self._send(wire.Wrote(attempt=self.attempt, rank=rank, stream=log.stream), data)
+                wrote = wire.Wrote(group=self.name, attempt=self.attempt, rank=rank, stream=log.stream)
+                self._send(wrote, data)
 
     # --- from the agent, on its thread -------------------------------------------------------------
 
     def _rank_arguments(self, attempt: int) -> tuple[Orders]:
+        # If a group starts again after days, a cleaner may have removed both.
+        self._hub.be_reachable()
+        self._directory.mkdir(mode=0o700, exist_ok=True)
         orders = Orders(
             self._hub.address,
             self.group,
             self.token,
             attempt,
             str(self._directory),
+            keep=self._keep,
             fresh=self._processes.environ if self._processes.start_method == "spawn" else None,
             virtual_local_rank=self._processes.virtual_local_rank,
             numa_binding=self._processes.numa_binding,
@@ -214,21 +302,24 @@ class NodeRelay:
 
     def attempt_starting(self, number: int, world_size: int, reason: str) -> None:  # noqa: ARG002 - as called
         """Record the attempt before the first process is forked: it may send before the last one is."""
+        self._hub.run(lambda: self._begin(number))
 
-        def begin() -> None:
-            self._close_logs()
-            self.attempt, self._started, self._early = number, False, []
-            # On this thread: an order for the new attempt must not be forgotten with the others.
-            self._agent.forget_orders()
-
-        self._hub.run(begin)
+    def _begin(self, number: int) -> None:
+        self._close_logs()
+        self.attempt, self._started, self._early, self._pids = number, False, [], {}
+        for ticket in set(self._tickets.values()):
+            self._incoming.drop(ticket)
+        self._tickets, self._claimed = {}, {}
+        # On this thread: orders for the new attempt must not be dropped with the old ones.
+        self._agent.forget_orders()
 
     def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:  # noqa: ARG002
         """Report the processes, and then what the first of them have sent meanwhile."""
 
         def report() -> None:
             records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
-            self._send(wire.Workers(attempt=number, workers=records))
+            self._send(wire.Workers(group=self.name, attempt=number, workers=records))
+            self._pids = {each.rank: each.pid for each in workers}
             self._logs = {
                 each.rank: [
                     _Log(Stream.STDOUT, each.stdout, bounded=self._private_logs),
@@ -248,12 +339,14 @@ class NodeRelay:
 
         def report() -> None:
             self._hub.drain()
-            self._send_logs(rank)
+            self._pids.pop(rank, None)
+            self._send_logs(rank + self._shift)
             exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
             exited = self._exit_reasons.explained(exited, self._titles)
             gone = wire.Gone(
+                group=self.name,
                 attempt=self.attempt,
-                rank=rank,
+                rank=rank + self._shift,
                 exitcode=exitcode,
                 expected=expected,
                 reason=exited.reason,
@@ -271,7 +364,7 @@ class NodeRelay:
 
     def others_stopped(self) -> None:
         """Report it."""
-        self._hub.call(lambda: self._send(wire.OthersStopped()))
+        self._hub.call(lambda: self._send(wire.OthersStopped(group=self.name)))
 
     def recorded(self, event: Event) -> None:
         """Do nothing: a result has the events of the notebook's own agent, as torchrun's log has its own."""
@@ -283,11 +376,13 @@ class NodeRelay:
 
         def report() -> None:
             self._close_logs()
-            if not self._finished:
-                self._send(wire.NodeEnded(self.left))
+            self._report_end()
             self.ended.set()
 
         self._hub.call(report)
+
+    def _report_end(self) -> None:
+        self._send(wire.NodeEnded(self.left, group=self.name))
 
     def _close_logs(self) -> None:
         for rank, logs in self._logs.items():
@@ -295,6 +390,382 @@ class NodeRelay:
             for log in logs:
                 log.close()
         self._logs = {}
+
+
+class JoinedRelay(NodeRelay):
+    """The relay of a node that has joined the rendezvous of one run, on a connection of its own."""
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        socket: zmq.Socket[bytes],
+        settings: AgentSettings,
+        prepare: Callable[[Prepare], Prepare],
+    ) -> None:
+        """Prepare, as every relay."""
+        self._socket = socket
+        self._finished = False
+        super().__init__(runtime, functools.partial(send_to_notebook, socket), settings, prepare)
+
+    def start(self) -> None:
+        """Meet the other nodes, and start the ranks."""
+        self._hub.call(lambda: self._hub.watch(self._socket, self._receive_orders))
+        super().start()
+
+    def leave(self) -> None:
+        """Ask the notebook to go on without this node; from any thread."""
+        self._hub.call(lambda: self._send(wire.Leaving()))
+
+    def _close(self) -> None:
+        self._hub.watch(self._socket, None)
+        super()._close()
+
+    def _receive_orders(self) -> None:
+        for message, data in orders_of(self._socket):
+            self.obey(message, data)
+
+    def obey(self, message: wire.ToNode, data: memoryview) -> None:
+        """Carry out an order of the notebook."""
+        match message:
+            case wire.ForRank(attempt=attempt, rank=rank, data=encoded) if attempt == self.attempt:
+                self._deliver(rank, decode_to_rank(encoded, "the notebook"))
+            case wire.Finish(succeeded=succeeded):
+                self.succeeded, self._finished = succeeded or self.succeeded, True
+                if not self.succeeded:
+                    self.stop("the run is over, and did not succeed")
+            case wire.Refused(why=why):
+                self.stop(why)
+            case _:
+                super().obey(message, data)
+
+    def _send_from_rank(self, data: bytes) -> None:
+        self._send(wire.RankMessage(attempt=self.attempt, data=data))
+
+    def _report_end(self) -> None:
+        if not self._finished:
+            super()._report_end()
+
+
+class PlacedRelay(NodeRelay):
+    """The relay of one group on a node that an engine placed; the runtime directs its agent."""
+
+    def __init__(  # noqa: PLR0913 - as every relay, and what the node is to the notebook
+        self,
+        runtime: LocalRuntime,
+        send: Callable[[wire.FromNode, memoryview | bytes | None], None],
+        settings: AgentSettings,
+        prepare: Callable[[Prepare], Prepare],
+        *,
+        code: NodeCode,
+        keep: bool,
+        node: str,
+        clock: float,
+        note: str = "",
+    ) -> None:
+        """Prepare, as every relay; the notebook's name for this node is `node`.
+
+        The notebook's clock is ahead by `clock` seconds. `note` is a text about this machine's ranks for the
+        user.
+        """
+        self._node, self._clock, self._note, self._code = node, clock, note, code
+        self._log_directory = settings.log_dir
+        self._nproc, self._base = settings.nproc, 0
+        self.longest_end = settings.shutdown_timeout + settings.grace + _END_SECONDS
+        """How many seconds the group may take to end after it was released or stopped."""
+        self._waits: list[bytes] = []
+        """Messages of ranks to send with the hub's next turn, or before any other message."""
+        self._held: dict[int, deque[ToRank]] = {}
+        """Messages that wait for each rank, behind a job whose payload is incomplete."""
+        self._whole: set[Payload] = set()
+        """Tickets of held jobs whose payloads have arrived since."""
+        self._ranks: dict[int, RankState] = {}
+        """The processes of this attempt that have not ended."""
+        self._aborting: set[int] = set()
+        """Ranks that are to be ended, but are still inside NCCL."""
+        self._saving: set[int] | None = None
+        """Ranks that were ordered to save, and have not saved yet; None before the first order."""
+        self._ending = False
+        self._may_end = threading.Event()
+        self._measuring = contextlib.ExitStack()
+        super().__init__(
+            runtime, send, settings, prepare, name=settings.run_id, keep=keep, waiting=self._awaits_meeting
+        )
+
+    def join(self) -> None:
+        """Wait for the agent's thread, and close; not on the hub's thread."""
+        self._measuring.close()
+        super().join()
+        remove_tree(self._log_directory)
+
+    @property
+    def saved(self) -> bool:
+        """Whether all ranks here have saved after an order to; from any thread."""
+        return not self._ranks or (self._saving is not None and not self._saving)
+
+    def _awaits_meeting(self) -> None:
+        note, self._note = self._note, ""
+        self._hub.call(lambda: self._send(wire.MeetAgain(group=self.name, after=self.attempt, error=note)))
+
+    def obey(self, message: wire.ToNode, data: memoryview) -> None:
+        """Carry out an order of the notebook."""
+        match message:
+            case wire.Meet(attempt=attempt):
+                self.flush()
+                # Set now, not at the fork: the notebook may order the next restart at once.
+                self._begin(attempt)
+                self._held, self._whole, self._ranks, self._ending = {}, set(), {}, False
+                self._base, self._shift, self._saving = message.base_rank, 0, None
+                self._agent.meet(_round_of(message))
+            case wire.AdoptRanks() if message.attempt == self.attempt:
+                self._go_on_as(message)
+            case wire.ForRanks(attempt=attempt, ranks=ranks, data=encoded) if attempt == self.attempt:
+                to_rank = decode_to_rank(encoded, "the notebook")
+                for rank in ranks:
+                    self._order(rank, to_rank)
+            case wire.MeasureRanks(wanted=wanted):
+                self._measure(wanted=wanted)
+            case wire.Restart(attempt=attempt) if attempt == self.attempt:
+                self._agent.restart()
+            case wire.EndGroup():
+                self._agent.stop()
+            case _:
+                super().obey(message, data)
+
+    def _go_on_as(self, message: wire.AdoptRanks) -> None:
+        """Go on with the same ranks in another attempt; their agent does not notice."""
+        self.flush()
+        before, shift = self._shift, message.base_rank - self._base
+        numbers = {rank + before: rank + shift for rank in range(self._base, self._base + self._nproc)}
+        for old, new in numbers.items():
+            other = Adopt(
+                attempt=message.number,
+                rank=new,
+                world_size=message.world_size,
+                group_rank=message.node_rank,
+                group_world_size=message.node_count,
+            )
+            self._hub.send(self, old, other)
+        self.attempt, self._shift = message.number, shift
+        self._held, self._whole = {}, set()
+        if self._saving is not None:
+            self._saving = {numbers[rank] for rank in self._saving}
+        self._logs = {numbers[rank]: logs for rank, logs in self._logs.items()}
+        self._tickets = {numbers[rank]: ticket for rank, ticket in self._tickets.items()}
+        self._ranks = {
+            numbers[rank]: msgspec.structs.replace(known, rank=numbers[rank])
+            for rank, known in self._ranks.items()
+        }
+
+    def _order(self, rank: int, message: ToRank) -> None:
+        """Deliver a message, unless it waits behind a job whose payload is still on its way."""
+        held = self._held.get(rank)
+        match message:
+            case Interrupt(number=number) if held:
+                self._take_back(rank, number)
+            case Leave() if held:
+                del self._held[rank]
+                self._deliver(rank, message)
+            case Abort() | ReportWhere() | ReportReached():
+                self._deliver(rank, message)
+            case Preempt():
+                self._saving = {*(self._saving or ()), rank}
+                self._deliver(rank, message)
+            case _ if held:
+                held.append(message)
+            case Dispatch():
+                self._held[rank] = deque([message])
+                self._go_on(rank)
+            case _:
+                self._deliver(rank, message)
+
+    def _go_on(self, rank: int) -> None:
+        """Deliver a rank's held messages, up to a job whose payload is incomplete."""
+        held = self._held[rank]
+        while held:
+            first = held[0]
+            code = first.code if isinstance(first, Dispatch) else None
+            if code is not None and not self._code.is_settled(code.tree):
+                self._code.when_settled(code.tree, functools.partial(self._code_is_here, rank, first))
+                return
+            if isinstance(first, Dispatch) and first.payload not in self._whole:
+                self._incoming.when_whole(first.payload, functools.partial(self._is_whole, first.payload))
+                return
+            self._deliver(rank, held.popleft())
+        del self._held[rank]
+
+    def _code_is_here(self, rank: int, message: ToRank) -> None:
+        held = self._held.get(rank)
+        if held and held[0] is message:  # the job has not been taken back
+            self._go_on(rank)
+
+    def _with_payload(self, rank: int, dispatch: Dispatch) -> Dispatch:
+        """Return a job as a rank of this machine gets it. Raises the error of incomplete data."""
+        dispatch = super()._with_payload(rank, dispatch)
+        if dispatch.code is None:
+            return dispatch
+        return msgspec.structs.replace(dispatch, code=self._code.here(dispatch.code, self.name))
+
+    def _is_whole(self, ticket: Payload) -> None:
+        self._whole.add(ticket)
+        for rank in [each for each, held in self._held.items() if _waits_for(held, ticket)]:
+            self._go_on(rank)
+        self._whole.discard(ticket)
+
+    def _take_back(self, rank: int, number: int) -> None:
+        """End a job that the rank has not received, with the outcome of an interrupt."""
+        held = self._held.pop(rank)
+        dispatch = held[0]
+        if isinstance(dispatch, Dispatch) and not any(
+            _waits_for(each, dispatch.payload) for each in self._held.values()
+        ):
+            self._incoming.drop(dispatch.payload)
+        self._pass_on(InterruptSeen(rank=rank, number=number))
+        failure = FailureRecord(
+            type="builtins.KeyboardInterrupt",
+            message="",
+            traceback="KeyboardInterrupt\n",
+            exception=pickle.dumps(KeyboardInterrupt()),
+            time=time.time(),
+        )
+        self._pass_on(Raised(rank=rank, failure=failure))
+
+    def _measure(self, *, wanted: bool) -> None:
+        """Start or stop measuring the ranks."""
+        self._measuring.close()
+        if not wanted:
+            return
+
+        def report(measured: Measured) -> None:
+            used = wire.RanksMeasured(group=self.name, attempt=self.attempt, usages=measured.usages)
+            self._hub.call(lambda: self._send(used))
+
+        alone, prepared = self._processes.virtual_local_rank, self._prepared
+        seen = None if prepared is None else SeenGpus.by(prepared, alone=alone)
+        self._measuring.enter_context(measuring(self._state, report, wanted=True, seen=seen))
+
+    def _state(self) -> RunState:
+        return msgspec.structs.replace(RunState.fresh(0), ranks=self._ranks.copy())
+
+    def flush(self) -> None:
+        """Send the ranks' messages since the last turn."""
+        if self._waits:
+            data, self._waits = tuple(self._waits), []
+            self._to_notebook(wire.RankMessages(group=self.name, attempt=self.attempt, data=data), None)
+
+    def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
+        self.flush()
+        super()._send(message, data)
+
+    def _send_from_rank(self, data: bytes) -> None:
+        self._waits.append(data)
+
+    def _translated(self, message: FromRank) -> FromRank:
+        """Return a message with the notebook's name for this node, and times of the notebook's clock."""
+        match message:
+            case Hello():
+                return msgspec.structs.replace(message, node=self._node)
+            case Started() | Returned() if self._clock:
+                return msgspec.structs.replace(message, time=message.time + self._clock)
+            case Raised(failure=failure) if self._clock:
+                failure = msgspec.structs.replace(failure, time=failure.time + self._clock)
+                return msgspec.structs.replace(message, failure=failure)
+            case _:
+                return message
+
+    def receive(self, message: FromRank, data: bytes) -> None:
+        """Forward a rank's message."""
+        match message:
+            case Entered(rank=rank, device=device) if rank in self._ranks:
+                self._ranks[rank] = msgspec.structs.replace(self._ranks[rank], device=device)
+            case Aborted(rank=rank):
+                self._released(rank)
+            case Preempted(rank=rank):
+                self._has_saved(rank)
+            case Raised() if self._ending:
+                return  # the rank failed because of the abort
+            case _:
+                pass
+        super().receive(message, data)
+
+    def _has_saved(self, rank: int) -> None:
+        if self._saving is not None:
+            self._saving = self._saving - {rank}
+
+    def _released(self, rank: int) -> None:
+        self._aborting.discard(rank)
+        if not self._aborting:
+            self._may_end.set()
+
+    def attempt_starting(self, number: int, world_size: int, reason: str) -> None:
+        """Do nothing: the attempt began with the runtime's message."""
+
+    def attempt_started(self, number: int, world_size: int, workers: tuple[Worker, ...]) -> None:
+        """Report the processes."""
+        ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
+        self._hub.call(lambda: self._ranks.update(ranks))
+        super().attempt_started(number, world_size, workers)
+
+    def worker_exited(self, rank: int, exitcode: int, *, expected: bool, reason: str = "") -> None:
+        """Report the exit."""
+
+        def forget() -> None:
+            self._ranks.pop(rank + self._shift, None)
+            self._released(rank + self._shift)
+            self._has_saved(rank + self._shift)
+
+        super().worker_exited(rank, exitcode, expected=expected, reason=reason)
+        self._hub.call(forget)
+
+    def ranks_ending(self) -> None:
+        """Have the ranks abort NCCL before the first one is killed, as a group does for local ranks."""
+        if self._prepared is None or self._prepared.device_type == "cpu":
+            return
+        self._may_end.clear()
+
+        def abort() -> None:
+            self._ending, self._aborting = True, set(self._ranks)
+            for rank in self._ranks:
+                self._hub.send(self, rank, Abort())
+
+        self._hub.call(abort)
+        self._may_end.wait(_ABORT_SECONDS)
+
+
+def _waits_for(held: deque[ToRank], ticket: Payload) -> bool:
+    """Whether the first of these messages is a job with this payload."""
+    first = held[0] if held else None
+    return isinstance(first, Dispatch) and first.payload == ticket
+
+
+def _round_of(meet: wire.Meet) -> DirectedRound:
+    return DirectedRound(
+        attempt=meet.attempt,
+        node_rank=meet.node_rank,
+        node_count=meet.node_count,
+        base_rank=meet.base_rank,
+        world_size=meet.world_size,
+        store=meet.store,
+        reason=meet.reason,
+    )
+
+
+def send_to_notebook(
+    socket: zmq.Socket[bytes], message: wire.FromNode, data: memoryview | bytes | None = None
+) -> None:
+    """Send a message, with its bytes."""
+    frames = [wire.encode(message), *([] if data is None else [data])]
+    with contextlib.suppress(zmq.ZMQError):  # the connection has ended, and this node ends with it
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=data is None)
+
+
+def orders_of(socket: zmq.Socket[bytes]) -> Iterator[tuple[wire.ToNode, memoryview]]:
+    """Yield what the notebook has sent, each with its bytes."""
+    while socket.poll(0):
+        frames = socket.recv_multipart(copy=False)
+        yield (
+            wire.decode_to_node(frames[0].bytes),
+            frames[1].buffer if len(frames) > 1 else memoryview(b""),
+        )
 
 
 class _Log:
@@ -317,12 +788,14 @@ class _Log:
         os.close(self._fd)
 
 
-def of_this_machine(prepare: Prepare, env: dict[str, str], placement: Placement) -> Prepare:
-    """Return a `Prepare` with this machine's environment, directory and path."""
+def of_this_machine(
+    prepare: Prepare, env: Mapping[str, str], placement: Placement, cwd: bytes | None = None
+) -> Prepare:
+    """Return a `Prepare` with this machine's environment, path and directory (`cwd`, or this process's)."""
     return msgspec.structs.replace(
         prepare,
         environ=_inherited.encoded({**os.environ, **env}),
-        cwd=_inherited.working_directory(),
+        cwd=_inherited.working_directory() if cwd is None else cwd,
         path=_inherited.search_path(sys.path),
         umask=_inherited.umask(),
         limits=_inherited.limits(placement.nproc),

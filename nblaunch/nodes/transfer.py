@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from nblaunch.capture import shared_memory
 from nblaunch.nodes.messages import Piece
 from nblaunch.protocol.messages import Payload
 
-PIECE_BYTES = 8 * 1024 * 1024
-"""An interrupt waits for no more than one piece."""
+PIECE_BYTES = 1024 * 1024
+"""A later message on the same connection waits for at most one piece, and so does the next node."""
 _PREFIX = "parcel:"
 
 
@@ -29,13 +29,21 @@ class OutgoingTransfer:
             return payload, iter(())
         whole = shared_memory.joined(payload, private=True)
         self._count += 1
-        ticket = Payload(sizes=payload.sizes, path=f"{_PREFIX}{self._count}")
-        return ticket, _cut(self._count, whole)
+        return ticket_of(self._count, payload), cut(self._count, whole)
 
 
-def _cut(number: int, whole: memoryview) -> Iterator[tuple[Piece, memoryview]]:
+def ticket_of(number: int, payload: Payload) -> Payload:
+    """Return the ticket that replaces a payload in messages; the payload travels under this number."""
+    return Payload(sizes=payload.sizes, path=f"{_PREFIX}{number}")
+
+
+def cut(
+    number: int, whole: memoryview, *, group: str = "", to: tuple[tuple[str, str], ...] = ()
+) -> Iterator[tuple[Piece, memoryview]]:
+    """Yield the pieces of a payload, each with its bytes; the first has the nodes `to` which it goes on."""
     for offset in range(0, whole.nbytes, PIECE_BYTES):
-        piece = Piece(number=number, offset=offset, total=whole.nbytes)
+        further = () if offset else to
+        piece = Piece(number=number, offset=offset, total=whole.nbytes, group=group, to=further)
         yield piece, whole[offset : offset + PIECE_BYTES]
 
 
@@ -47,17 +55,37 @@ class IncomingTransfer:
         self._directory = directory
         self._incoming: dict[int, shared_memory.Incoming] = {}
         self._errors: dict[int, Exception] = {}
+        self._missing: dict[int, int] = {}
+        """How many bytes of each payload are missing."""
+        self._waiting: dict[int, Callable[[], None]] = {}
+        self._dropped: set[int] = set()
+        """Payloads that failed, or were dropped before they were whole: their later pieces are ignored."""
 
     def receive(self, piece: Piece, data: memoryview) -> None:
         """Write a piece; if that fails, `claim` raises the error."""
-        if piece.number in self._errors:
+        number = piece.number
+        if number in self._errors or number in self._dropped:
             return
         try:
-            if piece.number not in self._incoming:
-                self._incoming[piece.number] = shared_memory.Incoming(piece.total, self._directory)
-            self._incoming[piece.number].write(data, piece.offset)
+            if number not in self._incoming:
+                self._incoming[number] = shared_memory.Incoming(piece.total, self._directory)
+                self._missing[number] = piece.total
+            self._incoming[number].write(data, piece.offset)
+            self._missing[number] -= data.nbytes
         except (OSError, MemoryError) as error:
-            self._errors[piece.number] = error
+            self._errors[number] = error
+        if self._settled(number) and (act := self._waiting.pop(number, None)):
+            act()
+
+    def _settled(self, number: int) -> bool:
+        return number in self._errors or self._missing.get(number, 1) <= 0
+
+    def when_whole(self, ticket: Payload, act: Callable[[], None]) -> None:
+        """Call `act` once the payload can be claimed, at once if it can be now; never, if it is dropped."""
+        if not ticket.path.startswith(_PREFIX) or self._settled(number_of(ticket)):
+            act()
+        else:
+            self._waiting[number_of(ticket)] = act
 
     def claim(self, ticket: Payload) -> Payload:
         """Return the payload for a process of this machine. Raises the error of a piece that failed."""
@@ -66,22 +94,30 @@ class IncomingTransfer:
         if not ticket.path.startswith(_PREFIX):
             msg = "a payload came without its bytes"
             raise OSError(msg)
-        number = _number_of(ticket)
+        number = number_of(ticket)
         if number in self._errors:
-            raise self._errors.pop(number)
+            raise self._errors[number]
         return self._incoming[number].payload(ticket.sizes)
 
     def drop(self, ticket: Payload) -> None:
         """Free a payload; a process that has mapped it keeps it."""
-        if ticket.path.startswith(_PREFIX) and (found := self._incoming.pop(_number_of(ticket), None)):
+        if not ticket.path.startswith(_PREFIX):
+            return
+        number = number_of(ticket)
+        if self._errors.pop(number, None) or not self._settled(number):
+            self._dropped.add(number)
+        self._waiting.pop(number, None)
+        self._missing.pop(number, None)
+        if found := self._incoming.pop(number, None):
             found.close()
 
     def close(self) -> None:
         """Free all."""
         for incoming in self._incoming.values():
             incoming.close()
-        self._incoming = {}
+        self._incoming, self._waiting = {}, {}
 
 
-def _number_of(ticket: Payload) -> int:
+def number_of(ticket: Payload) -> int:
+    """Return the number under which the payload of a ticket travels."""
     return int(ticket.path.removeprefix(_PREFIX))

@@ -6,8 +6,10 @@ is simply not what it takes, with one ("what is true. What to do.") where there 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ _TRUTH = {"1": True, "true": True, "yes": True, "on": True}
 _TRUTH |= {"0": False, "false": False, "no": False, "off": False}
 _NAME = r"[a-z][a-z0-9_]*"
 _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
+_ENGINES = ("process", "join", "ssh=", "slurm", "ray")
+_SSH_HOST = re.compile(r"(?:\w[\w.-]*@)?(?P<place>[^@]+)")
 _STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
 _BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
 _AGENT_VARIABLE = re.compile(
@@ -106,6 +110,8 @@ class Kind:
     """Values to offer where one is typed; not always all there are."""
     switch: bool = False
     """The option is written without a value."""
+    dashed: bool = False
+    """A word behind the option is its value even if it begins with a dash, unless it is an option of ours."""
     default: Callable[[Any], str] = str
     """Shows a default to the reader of a table."""
     join: Callable[[Any, Any], object] | None = None
@@ -251,8 +257,53 @@ def host(text: str) -> object:
 @_text("host or host:port (an IPv6 address in brackets)", "HOST:PORT")
 def endpoint(text: str) -> bool:
     """Take a host, or a host and its port, or nothing."""
-    found = re.fullmatch(rf"(?:{_HOST}(?::(?P<port>\d{{1,5}}))?)?", text)
+    return text == "" or _is_endpoint(text)
+
+
+def _is_endpoint(text: str) -> bool:
+    found = re.fullmatch(rf"{_HOST}(?::(?P<port>\d{{1,5}}))?", text)
     return found is not None and int(found["port"] or 0) <= LAST_PORT
+
+
+@_text(
+    "process, join, ssh=HOST[:PORT],..., slurm, ray or ray=ray://HOST:PORT",
+    "ENGINE",
+    words=_ENGINES,
+)
+def engine(text: str) -> bool:
+    """Take the name of what places nodes, with what it needs to know behind an equals sign."""
+    name, equals, argument = text.partition("=")
+    if name == "ssh":
+        hosts = [_SSH_HOST.fullmatch(each) for each in argument.split(",")]
+        if not all(each is not None and _is_endpoint(each["place"]) for each in hosts):
+            message = "ssh needs hosts that it can reach. Write ssh=HOST1,HOST2; a host may have its :PORT."
+            raise ValueError(message)
+        return True
+    if name == "ray" and equals:
+        head = argument.removeprefix("ray://")
+        return head != argument and ":" in head and _is_endpoint(head)
+    if name not in _ENGINES:
+        near = difflib.get_close_matches(name, [each.strip("=") for each in _ENGINES], n=1)
+        message = f"there is no engine of that name. Did you mean {near[0]}?" if near else ""
+        raise ValueError(message)
+    return not equals
+
+
+@_text("words in one text, quoted as in a shell", "WORDS", dashed=True)
+def shell_words(text: str) -> bool:
+    """Take words for another program's command line, maybe none."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        message = f"it cannot be split into words: {str(error).lower()}. Close each quote."
+        raise ValueError(message) from None
+    return text.isprintable()
+
+
+@_text("the path of a program on another machine", "PATH")
+def remote_program(text: str) -> bool:
+    """Take a path that only another machine can judge."""
+    return text.isprintable() and text != "" and not text.startswith("-")
 
 
 @_text("settings as in join_timeout=60,read_timeout=60", "KEY=VALUE,...")

@@ -40,7 +40,7 @@ class LaunchOptions:
     # fmt: off
     nproc_per_node: int | Literal["auto", "cpu", "gpu"] = option(
         kinds.whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
-        "Ranks on this machine. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
+        "Ranks on each node. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
         *("-n", "--nproc"),
         default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",),
     )
@@ -128,7 +128,7 @@ class LaunchOptions:
         default=True, scope="group", torchrun="variable", torchrun_default=False,
     )
     nnodes: str = option(
-        kinds.nodes, "Nodes, or the least and the most: 1:2. Others `join`.",
+        kinds.nodes, "Nodes, or the least and the most: 1:2. --on places them, else others `join`.",
         default="1", scope="rendezvous", torchrun="variable",
     )
     rdzv_backend: str = option(
@@ -163,6 +163,30 @@ class LaunchOptions:
     local_addr: str | None = option(
         kinds.host, "Address of this machine, as the others reach it.",
         default=None, scope="rendezvous", torchrun="variable",
+    )
+    on: str | None = option(
+        kinds.engine, "What places the nodes: process, join, ssh=HOST1,HOST2, slurm or ray. None: nothing.",
+        default=None, scope="engine", torchrun="comment",
+    )
+    slurm: str = option(
+        kinds.shell_words, "Options of salloc for the nodes, as one text: '-p gpu --gpus-per-node=8 -t 30'.",
+        default="", scope="engine", torchrun="comment",
+    )
+    here: bool = option(
+        kinds.switch(given=True), "With --on, this machine is one of the nodes.",
+        default=False, scope="engine", torchrun="comment",
+    )
+    node_python: str | None = option(
+        kinds.remote_program, "Python of the nodes. None: where this one is; with --sync-env, python3.",
+        default=None, scope="engine", torchrun="comment",
+    )
+    sync_env: bool = option(
+        kinds.switch(given=True), "Nodes get this Python environment: uv installs its exact versions there.",
+        default=False, scope="engine", torchrun="comment",
+    )
+    node_timeout: float = option(
+        kinds.seconds(), "Silence after which a node is lost whose connection has not ended.",
+        default=15.0, scope="engine", torchrun="comment",
     )
     start_method: Literal["forkserver", "spawn", "fork"] = option(
         kinds.choice("forkserver", "spawn", "fork"),
@@ -332,6 +356,12 @@ def with_variables(values: Mapping[str, object], *, script: bool) -> LaunchOptio
         message = (
             f"standalone and rdzv_endpoint={everything['rdzv_endpoint']!r} were asked for, but the first "
             "keeps the rendezvous private and the second opens it to others. Leave one of them out."
+        )
+        raise OptionError(message)
+    if everything.get("standalone") and everything.get("on"):
+        message = (
+            f"standalone and on={everything['on']!r} were asked for, but the first keeps the run on this "
+            "machine. Leave one of them out."
         )
         raise OptionError(message)
     return _of_checked(everything)

@@ -24,6 +24,8 @@ HELP_FLAGS = ("-h", "--help")
 
 _UNKNOWN = "--?"
 """Collects unknown options, so that the first mistake on a line is the one that is named."""
+_TEXT = "\0"
+"""Before a word that argparse must not take for an option; no shell's word has it."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse reads as a value."""
 _MAGIC = re.compile(r"\s*%%?\w+\s")
@@ -136,16 +138,29 @@ class _Parser(argparse.ArgumentParser):
 
     def take_apart(self, words: Sequence[str]) -> tuple[list[tuple[str, str | None]], Sequence[str]]:
         """Return the options as they are spelled, each with its text, and the rest."""
-        found = self.parse_args(list(map(self._marked, words)), argparse.Namespace(given=[]))
+        pairs = itertools.pairwise(["", *words])
+        marked = [
+            f"{_TEXT}{word}" if self._takes(before, word) else self._marked(word) for before, word in pairs
+        ]
+        found = self.parse_args(marked, argparse.Namespace(given=[]))
         # Before Python 3.13 argparse drops a `--` even where it is the value: `--role=--`.
         given = [
-            (spelling, "--" if text is None and f"{spelling}=--" in words else text)
+            (
+                spelling,
+                "--" if text is None and f"{spelling}=--" in words else text and text.removeprefix(_TEXT),
+            )
             for spelling, text in found.given
         ]
         rest = words[len(words) - len(found.rest) :]
         if rest and _NEGATIVE_NUMBER.fullmatch(rest[0]):
             given.append((_UNKNOWN, rest[0]))
         return given, rest[1:] if rest[:1] == ["--"] else rest
+
+    def _takes(self, before: str, word: str) -> bool:
+        """Whether a word with a dash is the value of the option before it: `--slurm "-p gpu"`."""
+        option = self.flags.get(before)
+        dashed = option is not None and option.kind.dashed and word.startswith("-")
+        return dashed and word.partition("=")[0] not in {*self.flags, *HELP_FLAGS, "--"}
 
     def _marked(self, word: str) -> str:
         """Return a word as argparse is to read it, which goes by its looks."""
@@ -271,9 +286,18 @@ def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | Non
         f'{name}="${name}"' if _SECRET.search(name) else f"{name}={shlex.quote(text)}"
         for name, text in options.env.items()
     ]
-    alone = options.standalone and not any(each.scope == "rendezvous" for each in chosen)
+    nodes = _nodes_placed(options)
+    met = nodes > 1 or any(each.scope == "rendezvous" for each in chosen)
+    alone = options.standalone and not met
+    if met and options.on is not None:
+        missing.append(
+            "# on each of the nodes, with one of them as their rendezvous: --rdzv-endpoint HOST:PORT"
+        )
+    # Of nodes that an engine places it is not known how many ranks each has.
+    nproc = nproc if options.on is None else None
     known = options.nproc_per_node if options.nproc_per_node != "auto" else nproc or "auto"
     words += ["torchrun", *["--standalone"] * alone, "--nproc-per-node", str(known)]
+    words += ["--nnodes", str(nodes)] if nodes > 1 else []
     for each in OPTIONS:
         value, flag = values[each.name], each.flags[0]
         met_elsewhere = each.name == "rdzv_backend" and not alone and value != "static"
@@ -286,3 +310,11 @@ def torchrun_command(options: LaunchOptions, script: str, nproc: int | str | Non
                 quoted = shlex.quote(text)
                 words += [f"{flag}={quoted}"] if text.startswith("-") else [flag, quoted]
     return "\n".join([*missing, " ".join([*words, shlex.quote(script)])])
+
+
+def _nodes_placed(options: LaunchOptions) -> int:
+    """Return how many nodes an engine places where `--nnodes` does not say it, else 0."""
+    if options.on is None or options.nodes != (1, 1):
+        return 0
+    name, _, hosts = options.on.partition("=")
+    return (len(hosts.split(",")) if name == "ssh" else 1) + options.here

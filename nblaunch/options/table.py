@@ -11,7 +11,7 @@ from typing import Any, Literal
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import Kind, brief
 
-Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "script"]
+Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "engine", "script"]
 """What an option belongs to.
 
 * notebook: what a magic does with one cell and its result. `run()` and `Session` have no such keyword.
@@ -20,6 +20,7 @@ Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "s
 * group: the worker group, on all nodes alike, as long as it lives.
 * node: the processes of one node. `python -m nblaunch join` takes these and those of the rendezvous.
 * rendezvous: how the nodes find each other. torchrun's `--standalone` stands for all of their defaults.
+* engine: who places the nodes. A node itself has none of these.
 * script: how a script is run. A cell or a function has none of these.
 """
 Torchrun = Literal["variable", "flag", "comment", "omitted"]

@@ -17,10 +17,20 @@ import msgspec
 
 from nblaunch import _errors
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.messages import Answer, Asked, Dispatch, Names, Offsets, Prepare, decoded
+from nblaunch.protocol.messages import (
+    Answer,
+    Asked,
+    CodeManifest,
+    Dispatch,
+    EngineSaid,
+    Names,
+    Offsets,
+    Prepare,
+    decoded,
+)
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 1
+CLIENT_PROTOCOL = 2
 """Raised with every change of a message below: a client of another version is refused."""
 
 
@@ -107,11 +117,13 @@ class JobOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Its result is never shown."""
     usage: bool = False
     """Whether ranks are measured while it runs."""
+    code: CodeManifest | None = None
+    """The notebook's own modules, for ranks on other machines."""
     look: bool = False
     """It only looks into a rank: a client that watches may give it, and the jobs of others wait for it."""
 
 
-class RankLogFiles(msgspec.Struct, frozen=True):
+class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
     """The log files of one rank in one attempt, and which part of them its job wrote."""
 
     rank: int
@@ -144,6 +156,8 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     logs: dict[int, tuple[RankLogFiles, ...]] = {}
     log_dir: str = ""
     """The directory of this run's logs, empty if none was made."""
+    backend: str = ""
+    """Of the ranks' default process group, "" where none was to be formed; final only now, with nodes."""
 
 
 class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +195,10 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     waiting: str = ""
     asks: str | None = None
     """The prompt of a question that nobody has answered yet."""
+    node: str = ""
+    """The host that it runs on."""
+    cpu: float | None = None
+    """In percent of one core; None if it is not measured now."""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +218,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankRecord, ...] = ()
     doing: str = ""
     started: float = 0.0
+    engine: EngineSaid | None = None
 
 
 class EventRecord(msgspec.Struct, frozen=True):
@@ -207,6 +226,21 @@ class EventRecord(msgspec.Struct, frozen=True):
 
     json: str
     timestamp: float
+
+
+class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """The caller's Python environment, to be made on nodes.
+
+    `requirements` are exact, `sources` lines on where they come from: with passwords, if the caller's
+    settings have them. `files` are wheels, by name. `uv` is the path of the caller's uv, empty without one.
+    """
+
+    python: str
+    platform: str
+    requirements: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    files: tuple[tuple[str, bytes], ...] = ()
+    uv: bytes = b""
 
 
 # Requests.
@@ -231,12 +265,13 @@ class Introduce(_ToRuntime, frozen=True):
 class PlaceRun(_ToRuntime, frozen=True):
     """Decide ranks, devices, backend and how processes start; answered by `Placed`.
 
-    `environ` is that of the ranks, `path` the caller's `sys.path`, `backends` those that torch knows in the
-    caller's process, empty if torch is not loaded there.
+    `environ` is that of the ranks, `cwd` and `path` are the caller's directory and `sys.path`, `backends`
+    those that torch knows in the caller's process, empty if torch is not loaded there.
     """
 
     options: LaunchOptions
     environ: tuple[bytes, ...]
+    cwd: bytes = b""
     path: tuple[bytes, ...] = ()
     backends: tuple[str, ...] = ()
 
@@ -252,6 +287,7 @@ class RunFresh(_ToRuntime, frozen=True):
     prepare: Prepare
     standby: bool = False
     join_key: str = ""
+    environment: NodeEnvironment | None = None
 
 
 class OpenSession(_ToRuntime, frozen=True):
@@ -267,6 +303,7 @@ class OpenSession(_ToRuntime, frozen=True):
     placement: Placement
     prepare: Prepare
     detached: bool = False
+    environment: NodeEnvironment | None = None
 
 
 class GiveJob(_ToRuntime, frozen=True):
@@ -441,7 +478,10 @@ class Done(_FromRuntime, frozen=True):
 
 
 class Placed(_FromRuntime, frozen=True):
-    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning."""
+    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning.
+
+    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
+    """
 
     placement: Placement
     added: dict[str, str] = {}
@@ -581,12 +621,24 @@ class RanksReplaced(_Unasked, frozen=True):
 
     session: str
     attempt: int
+    world_size: int = 0
+    backend: str = ""
+
+
+class RanksRenumbered(_Unasked, frozen=True):
+    """A session's ranks go on in another attempt: `kept` maps them to what they were, the others are new."""
+
+    session: str
+    attempt: int
+    world_size: int
+    kept: dict[int, int]
 
 
 class SessionEnded(_Unasked, frozen=True):
-    """A session's ranks are gone."""
+    """A session's ranks are gone; `why`, if that was not their own end."""
 
     session: str
+    why: str = ""
 
 
 class GiverChanged(_Unasked, frozen=True):
@@ -615,6 +667,7 @@ RuntimeEvent = (
     | Question
     | NamesChanged
     | RanksReplaced
+    | RanksRenumbered
     | SessionEnded
     | GiverChanged
     | Remark

@@ -30,6 +30,7 @@ class ProtocolError(Exception):
 class Phase(enum.StrEnum):
     """How far a rank is; errors use these names."""
 
+    ENGINE = "engine"
     FORK = "fork"
     CONNECT = "connect"
     PROCESS_GROUP = "process group"
@@ -46,14 +47,14 @@ class Stream(enum.StrEnum):
     STDERR = "stderr"
 
 
-class Offsets(msgspec.Struct, frozen=True):
+class Offsets(msgspec.Struct, frozen=True, gc=False):
     """How many bytes a rank had written to its two log files at some moment."""
 
     stdout: int = 0
     stderr: int = 0
 
 
-class Payload(msgspec.Struct, frozen=True):
+class Payload(msgspec.Struct, frozen=True, gc=False):
     """A pickle (protocol 5) and its large buffers.
 
     `sizes` are the byte lengths of the parts: the pickle stream first, then each out-of-band buffer.
@@ -137,6 +138,37 @@ class ScriptJob(msgspec.Struct, frozen=True, tag=True):
     pull: tuple[str, ...] = ()
 
 
+# The notebook's own modules, for ranks on other machines.
+
+
+class CodeFile(msgspec.Struct, frozen=True):
+    """A file below root number `root`, at the relative `path`; `digest` is of its content."""
+
+    root: int
+    path: str
+    digest: bytes
+    size: int
+
+
+class CodeManifest(msgspec.Struct, frozen=True):
+    """The files of the notebook's own that a job may import, sorted; `tree` is the digest of all this.
+
+    `roots` are the directories in the caller's `sys.path` that have them.
+    """
+
+    tree: str
+    roots: tuple[bytes, ...]
+    files: tuple[CodeFile, ...]
+
+
+class CodeTree(msgspec.Struct, frozen=True):
+    """The files of a manifest on a machine: root n is `directory`/n, or without a directory `roots[n]`."""
+
+    tree: str
+    roots: tuple[bytes, ...]
+    directory: bytes = b""
+
+
 # How a rank starts, and where its stacks are if it cannot answer.
 
 
@@ -176,7 +208,7 @@ def fatal_path(directory: str, rank: int) -> Path:
 # From a rank
 
 
-class _OfRank(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _OfRank(msgspec.Struct, frozen=True, tag=True, kw_only=True, gc=False):
     """A message from one rank, or about it."""
 
     rank: int
@@ -370,6 +402,20 @@ class InterruptSeen(_OfRank, frozen=True):
     handled: bool = True
 
 
+class Preempting(_OfRank, frozen=True):
+    """The rank's main thread has begun to save, after `Preempt`: it is no longer interrupted."""
+
+
+class Preempted(_OfRank, frozen=True):
+    """The rank has called what is to be called at `Preempt`; `failed` says what was raised, a line each.
+
+    Output up to `offsets`, if given, is that of the job, which had ended on this rank.
+    """
+
+    failed: tuple[str, ...] = ()
+    offsets: Offsets | None = None
+
+
 class DeadVariable(msgspec.Struct, frozen=True):
     """A variable that belongs to a process group which is gone; `remedy` is the statement that revives it."""
 
@@ -413,16 +459,20 @@ class Exited(_OfRank, frozen=True):
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The agent has begun to start a worker group; `reason` is started, failure or membership."""
+    """The agent has begun to start a worker group; `reason` is started, failure or membership.
+
+    `backend` is that of the default process group, "" where none is formed, or where it was known before.
+    """
 
     number: int
     world_size: int
     time: float
     reason: str = "started"
     pids: dict[int, int] = {}
+    backend: str = ""
 
 
-class RankPlace(msgspec.Struct, frozen=True):
+class RankPlace(msgspec.Struct, frozen=True, gc=False):
     """Where a rank runs, and how far it is."""
 
     local_rank: int = -1
@@ -439,7 +489,7 @@ class GivenTo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attempt: int = 0
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """What a rank uses at some moment, as the machine it runs on measures it.
 
     `cpu_percent` is of one core: 200 for two busy threads. `memory` are the bytes that belong to the
@@ -452,6 +502,51 @@ class Usage(msgspec.Struct, frozen=True):
     memory: int
     gpu_memory: int | None = None
     gpu_percent: int | None = None
+
+
+class EngineState(enum.StrEnum):
+    """How far an engine is with the nodes of a run."""
+
+    ASKED = "ASKED"
+    WAITING = "WAITING"
+    GRANTED = "GRANTED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    ENDING = "ENDING"
+    ENDED = "ENDED"
+
+    @property
+    def early(self) -> bool:
+        """Whether nodes are still awaited."""
+        return self not in _NODES_THERE
+
+
+_NODES_THERE = (EngineState.RUNNING, EngineState.ENDING, EngineState.ENDED)
+
+
+class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What an engine says of the nodes that it places: its last word counts.
+
+    `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is the request's place in the
+    queue, in words. `starts` is when it expects to grant the nodes, `ends` when it takes them back. Of
+    `wanted` nodes `joined` are here.
+    """
+
+    engine: str
+    state: EngineState
+    id: str = ""
+    words: str = ""
+    reason: str = ""
+    place: str = ""
+    starts: float | None = None
+    ends: float | None = None
+    hosts: tuple[str, ...] = ()
+    joined: int = 0
+    wanted: int = 0
+    preempted: bool = False
+    """Whether it takes the nodes back before the run ends: at a time limit, or for another job."""
+    warning: str = ""
+    """What the user should know about the engine itself; it is shown once."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -483,6 +578,12 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     failure: FailureRecord
 
 
+class RunPreempted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The nodes are about to be taken back, and the ranks save; `why` is in words."""
+
+    why: str
+
+
 class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The runtime no longer waits for ranks that have not ended: they are STOPPED, or else LOST."""
 
@@ -490,11 +591,18 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stopped: bool = True
 
 
+class JobSent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The job has been sent to these ranks: one that dies at once may not live to report that it began."""
+
+    ranks: tuple[int, ...]
+
+
 _Progress = Hello | Entered | Started | Arrived | Returned | Raised | Colored | Names
 _Outputs = Displayed | Cleared | Switched | Unwritten | Asked
-_Answers = Where | Reached | InterruptSeen | Recovered | Aborted
+_Answers = Where | Reached | InterruptSeen | Recovered | Aborted | Preempting | Preempted
 FromRank = _Progress | _Outputs | _Answers
-_OfAllRanks = AttemptStarted | GivenTo | Measured | Noticed | Waiting | RunEnded
+_OfTheJob = AttemptStarted | GivenTo | JobSent | RunPreempted | RunEnded
+_OfAllRanks = _OfTheJob | EngineSaid | Measured | Noticed | Waiting
 AboutRank = Printed | Exited | Unreadable | _OfAllRanks
 
 
@@ -521,6 +629,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     accelerators: int = 0
     timeout: float | None = None
     """Seconds that a collective of the default group may take; None is torch's own limit."""
+    joins: bool = False
+    """Whether its process group is formed at a `Recover`, with ranks that have one already."""
 
 
 class CellJob(msgspec.Struct, frozen=True, tag=True):
@@ -584,6 +694,8 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sources: dict[str, tuple[str, str]] = {}
     internal: bool = False
     """Whether its output is not shown."""
+    code: CodeTree | None = None
+    """The notebook's own modules, where they are not at their own paths."""
     tenure: int = 0
     """How often a session has changed hands: a rank forgets the objects of those who had it before."""
     look: bool = False
@@ -642,6 +754,15 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
     fds: tuple[int, ...] = ()
 
 
+class Preempt(msgspec.Struct, frozen=True, tag=True):
+    """Call what `on_preempt` has registered, in `seconds`; answer with `Preempting`, and then `Preempted`.
+
+    The job at work is interrupted by another message, behind this one.
+    """
+
+    seconds: float
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """End the process with this exit code; with `abort`, without waiting for NCCL's open operations."""
 
@@ -649,7 +770,21 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     abort: bool = False
 
 
-_Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort
+class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Go on with a new number in another attempt, with all variables: nodes have come or gone.
+
+    Send `Hello` again; a `Recover` follows, at which the process group is formed. The local rank and the
+    number of ranks on the node stay the same.
+    """
+
+    attempt: int
+    rank: int
+    world_size: int
+    group_rank: int
+    group_world_size: int
+
+
+_Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort | Adopt | Preempt
 ToRank = Prepare | Dispatch | Proceed | Answer | Leave | _Requests
 
 

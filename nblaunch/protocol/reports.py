@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from nblaunch.protocol.messages import Collective, FrameRecord
+from nblaunch.protocol.messages import Collective, EngineSaid, FrameRecord
 
 _Answer = TypeVar("_Answer", bound=Hashable)
 _GIB = 1 << 30
 _MIB = 1 << 20
+_HOSTS_NAMED = 4
+_HOST_LINES = 12
 # Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
 _OURS = re.compile(
     r"(/nblaunch/((rank|capture|elastic|group|protocol)/|_\w+\.py)|/torch/distributed/elastic/|/torch/multiprocessing/"
@@ -40,7 +43,8 @@ class HangReport:
     `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
     group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
     what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
-    that faulthandler wrote; `finished` are ranks that had returned already.
+    that faulthandler wrote; `finished` are ranks that had returned already. `hosts` maps ranks to their
+    hosts; it is empty if there is only one host.
     """
 
     groups: tuple[StackGroup, ...]
@@ -48,15 +52,20 @@ class HangReport:
     findings: tuple[str, ...] = ()
     silent: Mapping[int, str] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
+    hosts: Mapping[int, str] = field(default_factory=dict)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return `[ranks 0-1 on hA]`, without the host where there is only one."""
+        return f"[{ranks_on(ranks, self.hosts)}]"
 
     @property
     def summary(self) -> str:
         """The report in one line."""
-        parts = [f"[{format_ranks(group.ranks)}] {group.headline}" for group in self.groups]
+        parts = [f"{self.named(group.ranks)} {group.headline}" for group in self.groups]
         if self.silent:
-            parts.append(f"[{format_ranks(self.silent)}] gave no answer")
+            parts.append(f"{self.named(self.silent)} gave no answer")
         if self.finished:
-            parts.append(f"[{format_ranks(self.finished)}] had finished")
+            parts.append(f"{self.named(self.finished)} had finished")
         return "; ".join(parts)
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
@@ -67,16 +76,17 @@ class HangReport:
         """Return the whole report as text."""
         lines = list(self.findings)
         for group in self.groups:
-            lines.append(f"[{format_ranks(group.ranks)}] {group.headline}")
+            lines.append(f"{self.named(group.ranks)} {group.headline}")
             for frame in group.frames:
                 lines.append(f"    {frame.filename}, line {frame.line}, in {frame.function}")
                 if frame.source:
                     lines.append(f"        {frame.source}")
-        for rank, stacks in self.silent.items():
-            lines.append(f"[rank {rank}] gave no answer (C code holds its interpreter, or it is stopped)")
+        for stacks, ranks in ranks_by_answer(self.silent).items():
+            held = "its interpreter, or it is" if len(ranks) == 1 else "their interpreters, or they are"
+            lines.append(f"{self.named(ranks)} gave no answer (C code holds {held} stopped)")
             lines.extend(f"    {line}" for line in stacks.splitlines())
         if self.finished:
-            lines.append(f"[{format_ranks(self.finished)}] had finished")
+            lines.append(f"{self.named(self.finished)} had finished")
         return "\n".join(lines)
 
 
@@ -200,6 +210,19 @@ def ranks_by_answer(answers: Mapping[int, _Answer]) -> dict[_Answer, tuple[int, 
     return {answer: tuple(ranks) for answer, ranks in found.items()}
 
 
+def awaited_nodes(said: EngineSaid, starts: str = "") -> str:
+    """Describe the wait for nodes in one line; `starts` is the expected start in words, in local time.
+
+    >>> from nblaunch.protocol.messages import EngineState
+    >>> awaited_nodes(EngineSaid(engine="join", state=EngineState.WAITING, joined=1, wanted=2))
+    'waiting for join: 1 of 2 nodes here'
+    """
+    words = " ".join(filter(None, (said.words, f"({said.reason})" if said.reason else "")))
+    request = " ".join(filter(None, (f"job {said.id}" if said.id else "", words)))
+    here = f"{said.joined} of {said.wanted} nodes here"
+    return f"waiting for {said.engine}: {', '.join(filter(None, (request, said.place, starts, here)))}"
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks as the panel and the errors show them.
 
@@ -218,9 +241,68 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"
 
 
-def session_ended(name: str) -> str:
-    """Return the text of the error for a session whose ranks are gone."""
-    return f"session {name!r} has ended. Start another one (%distributed start)."
+def ranks_on(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
+    """Format ranks with their hosts; `hosts` is empty where all ranks are on one.
+
+    >>> ranks_on([0, 1, 3], {0: "hA", 1: "hA", 2: "hB", 3: "hB"})
+    'ranks 0-1 on hA, rank 3 on hB'
+    """
+    found = ranks_by_answer({rank: hosts.get(rank, "") for rank in ranks})
+    if len(found) > _HOSTS_NAMED:
+        return f"{format_ranks(rank for each in found.values() for rank in each)} on {len(found)} hosts"
+    parts = (format_ranks(each) + (f" on {host}" if host else "") for host, each in found.items())
+    return ", ".join(parts) or format_ranks(())
+
+
+def by_host(words: Mapping[int, str], hosts: Mapping[int, str], *, named: bool = True) -> list[str]:
+    """Describe ranks in a few lines, hosts that are alike together: those that differ from most are named.
+
+    `words` says how each rank is, `hosts` where; without several of these it is by rank alone. Unless
+    `named`, hosts are only counted.
+
+    >>> hosts = {rank: f"h{rank // 2}" for rank in range(8)}
+    >>> by_host({rank: "FAILED" if rank == 5 else "RUNNING" for rank in range(8)}, hosts)
+    ['3 hosts x 2 ranks: RUNNING', 'h2: rank 5 FAILED, rank 4 RUNNING']
+    """
+    members: dict[str, list[int]] = {}
+    for rank in sorted(words):
+        members.setdefault(hosts.get(rank, ""), []).append(rank)
+    alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for host, ranks in members.items():
+        counts = Counter(words[rank] for rank in ranks)
+        alike.setdefault(tuple(sorted(counts.items())), []).append(host)
+    lines = []
+    for place, found in enumerate(sorted(alike.values(), key=len, reverse=True)):
+        # The first are as most are, unless all differ.
+        known = named and (len(found) == 1 or place > 0)
+        lines.append(_hosts_line(found, members, words, named=known))
+    left_out = len(lines) - _HOST_LINES
+    return lines if left_out <= 0 else [*lines[:_HOST_LINES], f"… {left_out} more kinds of hosts …"]
+
+
+def _hosts_line(
+    hosts: list[str], members: Mapping[str, list[int]], words: Mapping[int, str], *, named: bool
+) -> str:
+    """Return a line for hosts whose ranks are alike; of what these are, the rarest comes first."""
+    if "" in hosts or (named and len(hosts) <= _HOSTS_NAMED):
+        ranks = ranks_by_answer({rank: words[rank] for host in hosts for rank in members[host]})
+        parts = [f"{format_ranks(who)} {word}" for word, who in sorted(ranks.items(), key=_how_many)]
+        return f"{', '.join(filter(None, hosts))}: {', '.join(parts)}".removeprefix(": ")
+    alike = members[hosts[0]]
+    ranks = ranks_by_answer({rank: words[rank] for rank in alike})
+    counts = [f"{len(who)} {word}" for word, who in sorted(ranks.items(), key=_how_many)]
+    here = words[alike[0]] if len(ranks) == 1 else ", ".join(counts)
+    return f"{plural(len(hosts), 'host')} x {plural(len(alike), 'rank')}: {here}"
+
+
+def _how_many(ranks: tuple[str, tuple[int, ...]]) -> int:
+    return len(ranks[1])
+
+
+def session_ended(name: str, why: str = "") -> str:
+    """Return the text of the error for a session whose ranks are gone; `why`, if that is known."""
+    because = f": {why.rstrip('.')}" if why else ""
+    return f"session {name!r} has ended{because}. Start another one (%distributed start)."
 
 
 def session_busy(name: str) -> str:

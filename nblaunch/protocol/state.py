@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import signal
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias, assert_never
+from typing import Protocol, Self, TypeAlias, assert_never
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -21,12 +21,14 @@ from nblaunch.protocol.messages import (
     Cleared,
     Colored,
     Displayed,
+    EngineSaid,
     Entered,
     Exited,
     FailureRecord,
     FromRank,
     GivenTo,
     Hello,
+    JobSent,
     Measured,
     Noticed,
     Payload,
@@ -37,6 +39,7 @@ from nblaunch.protocol.messages import (
     Reached,
     Returned,
     RunEnded,
+    RunPreempted,
     Started,
     Unreadable,
     Unwritten,
@@ -45,7 +48,8 @@ from nblaunch.protocol.messages import (
     decoded,
     encode,
 )
-from nblaunch.protocol.reports import HangReport, LocatedAll, format_ranks
+from nblaunch.protocol.ranks import Blocks
+from nblaunch.protocol.reports import HangReport, LocatedAll, awaited_nodes, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
 
 Message: TypeAlias = FromRank | AboutRank | LocatedAll
@@ -53,7 +57,7 @@ Message: TypeAlias = FromRank | AboutRank | LocatedAll
 
 
 class State(enum.StrEnum):
-    """A rank's state; the last four are final."""
+    """A rank's state, or a run's: ranks end in one of the four before the last, which is a run's alone."""
 
     INIT = "INIT"
     STARTING = "STARTING"
@@ -62,6 +66,7 @@ class State(enum.StrEnum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"
     LOST = "LOST"
+    PREEMPTED = "PREEMPTED"
 
     @property
     def final(self) -> bool:
@@ -71,13 +76,14 @@ class State(enum.StrEnum):
 
 # A tuple: an enum's member has a slow hash.
 _FINAL = (State.SUCCEEDED, State.FAILED, State.STOPPED, State.LOST)
+_FAILING = (State.FAILED, State.LOST)
 
 
 _NOTICES = 20
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
-class RankState(msgspec.Struct, frozen=True):
+class RankState(msgspec.Struct, frozen=True, gc=False):
     """One rank in one attempt."""
 
     rank: int
@@ -115,6 +121,61 @@ class RankState(msgspec.Struct, frozen=True):
         return RankPlace(self.local_rank, self.node, self.device, self.pid, self.phase)
 
 
+# A dict of so few is copied as fast.
+_FEW = 64
+
+
+class Ranks(Blocks[RankState]):
+    """The ranks of a large run, and how many of them are how far."""
+
+    __slots__ = ("failing", "fresh", "open")
+    open: int
+    """How many are in no final state."""
+    failing: int
+    """How many have failed, or are lost."""
+    fresh: int
+    """How many do not exist yet."""
+
+    def __init__(self, ranks: Mapping[int, RankState]) -> None:
+        super().__init__(ranks)
+        self.open = self.failing = self.fresh = 0
+        for known in ranks.values():
+            self.count(known.state, 1)
+
+    def count(self, state: State, more: int) -> None:
+        """Count `more` ranks in a state."""
+        if state not in _FINAL:
+            self.open += more
+            if state is State.INIT:
+                self.fresh += more
+        elif state in _FAILING:
+            self.failing += more
+
+    def changed(self, news: Mapping[int, RankState]) -> Self:
+        """Return the ranks with other states of some."""
+        after = super().changed(news)
+        after.open, after.failing, after.fresh = self.open, self.failing, self.fresh
+        for rank, known in news.items():
+            before = self[rank].state
+            if before is not known.state:
+                after.count(before, -1)
+                after.count(known.state, 1)
+        return after
+
+
+def _changed(ranks: Mapping[int, RankState], news: Mapping[int, RankState]) -> Mapping[int, RankState]:
+    """Return the ranks with other states of some."""
+    if isinstance(ranks, Ranks):
+        return ranks.changed(news)
+    return {**ranks, **news} if len(ranks) <= _FEW else Ranks(ranks).changed(news)
+
+
+def hosts_of(ranks: Mapping[int, RankState]) -> dict[int, str]:
+    """Return on which host each rank runs; empty unless they are on more than one."""
+    hosts = {rank: known.node for rank, known in ranks.items() if known.node}
+    return hosts if len(set(hosts.values())) > 1 else {}
+
+
 class AttemptState(msgspec.Struct, frozen=True):
     """One attempt of the worker group, numbered from 0; `reason` says why it was started."""
 
@@ -138,6 +199,12 @@ class RunState(msgspec.Struct, frozen=True):
     """Where the ranks were at the last look."""
     doing: str = ""
     """What all ranks do after they have ended the job, before it is over for the user."""
+    engine: EngineSaid | None = None
+    """What was last said of the nodes, where an engine places them."""
+    preempted: str = ""
+    """Why its nodes are taken back, once its ranks save because of that."""
+    backend: str = ""
+    """Of the default process group, where it is known only once the nodes are there."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
@@ -157,11 +224,20 @@ class RunState(msgspec.Struct, frozen=True):
     @property
     def begun(self) -> bool:
         """Whether any rank exists."""
+        if isinstance(self.ranks, Ranks):
+            return self.ranks.fresh < len(self.ranks)
         return any(rank.state is not State.INIT for rank in self.ranks.values())
+
+    @property
+    def awaits_nodes(self) -> bool:
+        """Whether no rank exists because an engine has not placed the nodes yet."""
+        return self.engine is not None and self.engine.state.early and not self.begun
 
     @property
     def where(self) -> str:
         """Where the ranks are, in one line, as far as their messages tell."""
+        if self.engine is not None and self.awaits_nodes:
+            return awaited_nodes(self.engine)
         groups: dict[str, list[int]] = {}
         for rank in self.ranks.values():
             starting = rank.state in (State.INIT, State.STARTING)
@@ -171,6 +247,8 @@ class RunState(msgspec.Struct, frozen=True):
     @property
     def finished(self) -> bool:
         """Whether every rank is in a final state."""
+        if isinstance(self.ranks, Ranks):
+            return not self.ranks.open
         return all(rank.state.final for rank in self.ranks.values())
 
     @property
@@ -184,7 +262,8 @@ class RunState(msgspec.Struct, frozen=True):
         shown = [
             f"the value of {format_ranks(ranks)} is only shown: {why}" for why, ranks in not_sent.items()
         ]
-        return (*bad_ends, *shown, *filter(None, [self.unwritten]))
+        preempted = f"preempted: {self.preempted}" if self.preempted else ""
+        return (*bad_ends, *shown, *filter(None, [self.unwritten, preempted]))
 
     @property
     def unwritten(self) -> str:
@@ -197,7 +276,9 @@ class RunState(msgspec.Struct, frozen=True):
     @property
     def failed(self) -> bool:
         """Whether any rank has failed, or is lost, in this attempt."""
-        return any(rank.state in (State.FAILED, State.LOST) for rank in self.ranks.values())
+        if isinstance(self.ranks, Ranks):
+            return self.ranks.failing > 0
+        return any(rank.state in _FAILING for rank in self.ranks.values())
 
     @property
     def attempts(self) -> tuple[AttemptState, ...]:
@@ -210,6 +291,8 @@ class RunState(msgspec.Struct, frozen=True):
     def summary(self) -> State:
         """The run's state in one word."""
         states = [rank.state for rank in self.ranks.values()]
+        if self.preempted and self.finished and any(word is not State.SUCCEEDED for word in states):
+            return State.PREEMPTED
         if self.failed:
             return State.FAILED
         if self.finished:
@@ -231,8 +314,10 @@ def advance(state: RunState, message: Message) -> RunState:
     match message:
         case AttemptStarted():
             return _next_attempt(state, message)
-        case Noticed():
-            return replace(state, notices=(*state.notices, message.text)[-_NOTICES:])
+        case Noticed() | LocatedAll() | EngineSaid() | RunPreempted():
+            return _noted(state, message)
+        case JobSent():
+            return _job_sent(state, message)
         case Measured():
             return _measured(state, message)
         case Waiting():
@@ -242,26 +327,50 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=ranks)
         case GivenTo():
             return _given_to(state, message)
-        case LocatedAll():
-            return replace(state, hang=message.report)
         case _:
             known = state.ranks.get(message.rank)
             if known is None:
                 return state
             after = _advance_rank(known, message)
-            return state if after is known else replace(state, ranks={**state.ranks, message.rank: after})
+            if after is known:
+                return state
+            return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
+
+
+def _noted(state: RunState, message: Noticed | LocatedAll | EngineSaid | RunPreempted) -> RunState:
+    """Return the state with what is said of all its ranks."""
+    match message:
+        case Noticed(text=text):
+            return replace(state, notices=(*state.notices, text)[-_NOTICES:])
+        case LocatedAll(report=report):
+            return replace(state, hang=report)
+        case EngineSaid():
+            return state if state.engine == message else replace(state, engine=message)
+        case RunPreempted(why=why):
+            return replace(state, preempted=why)
 
 
 def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
     if message.number < state.attempt.number:
         return state
+    backend = message.backend or state.backend
     if message.number == state.attempt.number:
-        state = _resized(state, message.world_size)
-        ranks = {
-            rank: replace(known, pid=message.pids.get(rank, known.pid), state=_at_least_starting(known.state))
-            for rank, known in state.ranks.items()
+        state = replace(_resized(state, message.world_size), backend=backend)
+        pids, ranks = message.pids, state.ranks
+        # Of many nodes each sends one: all ranks only if there is something to change in each.
+        waits = ranks.fresh if isinstance(ranks, Ranks) else len(ranks)
+        news = {
+            rank: replace(ranks[rank], pid=pid, state=_at_least_starting(ranks[rank].state))
+            for rank, pid in pids.items()
+            if rank in ranks
         }
-        return replace(state, ranks=ranks)
+        if waits:
+            news |= {
+                rank: replace(known, state=_at_least_starting(known.state))
+                for rank, known in ranks.items()
+                if rank not in news
+            }
+        return replace(state, ranks=_changed(ranks, news))
     ended = replace(state.attempt, ranks=state.ranks, ended=message.time)
     # The job goes to all ranks of the attempt, or to the same ones if it was for some.
     some = len(state.ranks) < state.world_size
@@ -272,6 +381,9 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         attempt=AttemptState(message.number, message.world_size, message.reason, message.time),
         earlier=(*state.earlier, ended),
         notices=state.notices,
+        engine=state.engine,
+        preempted=state.preempted,
+        backend=backend,
     )
 
 
@@ -296,13 +408,22 @@ def _given_to(state: RunState, message: GivenTo) -> RunState:
     return replace(state, ranks=ranks, attempt=replace(state.attempt, number=message.attempt))
 
 
+def _job_sent(state: RunState, message: JobSent) -> RunState:
+    news = {
+        rank: replace(known, phase=Phase.JOB)
+        for rank in message.ranks
+        if (known := state.ranks.get(rank)) is not None and not known.state.final
+    }
+    return replace(state, ranks=_changed(state.ranks, news)) if news else state
+
+
 def _measured(state: RunState, message: Measured) -> RunState:
     news = {
-        rank: replace(known, usage=message.usages[rank])
-        for rank, known in state.ranks.items()
-        if rank in message.usages and not known.state.final and known.usage != message.usages[rank]
+        rank: replace(known, usage=usage)
+        for rank, usage in message.usages.items()
+        if (known := state.ranks.get(rank)) is not None and not known.state.final and known.usage != usage
     }
-    return replace(state, ranks={**state.ranks, **news}) if news else state
+    return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
 def _waiting(state: RunState, message: Waiting) -> RunState:
@@ -313,7 +434,7 @@ def _waiting(state: RunState, message: Waiting) -> RunState:
     }
     if message.doing != state.doing:
         state = replace(state, doing=message.doing)
-    return replace(state, ranks={**state.ranks, **news}) if news else state
+    return replace(state, ranks=_changed(state.ranks, news)) if news else state
 
 
 def _at_least_starting(state: State) -> State:

@@ -29,11 +29,10 @@ it is kept; without `Proceed` all of it is undone.
 
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
-A collective cannot be interrupted: the hub has it aborted (NCCL) or its connections shut (gloo); it raises.
+A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
 
-Output goes straight into two log files; what was written survives SIGKILL. What a full disk does not take is
-dropped, and counted in `Unwritten`. Order between the two, and between
-text and displays, travels as `Switched` and as `Offsets` in messages.
+Output goes into two log files; what was written survives SIGKILL, what a full disk does not take is dropped
+and counted. Order between them, and between text and displays, travels as `Switched` and as `Offsets`.
 
 Invariants:
   * A rank ends when the hub sends Leave. One that failed stays until its peers have reported.
@@ -44,6 +43,7 @@ Invariants:
 Modules, each after those that it imports:
 
     environment      the environment, directory, limits and device that a rank begins with
+    modules          the notebook's own modules on another machine
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open
     isolate          the first thing after the fork; reaps orphans; standard library only
     memory           GPU memory: the peak of a job, and who holds what when an allocation fails
@@ -51,6 +51,7 @@ Modules, each after those that it imports:
     stdio            stdout and stderr: log files, order, output of child processes; `input()`
     values           a value in few words, and as a payload
     process_group    the default process group: formed, formed again, aborted, left
+    preempt          what is called before the node is taken back
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
     namespace        the rank's variables: its own, the notebook's, and which of the two counts

@@ -17,12 +17,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import zmq
 
 from nblaunch._waker import Waker
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
+    Adopt,
     Answer,
     Dispatch,
     FreeCollective,
@@ -32,6 +34,7 @@ from nblaunch.protocol.messages import (
     InterruptSeen,
     Leave,
     Offsets,
+    Preempt,
     Prepare,
     Proceed,
     Reached,
@@ -43,6 +46,7 @@ from nblaunch.protocol.messages import (
     decode_to_rank,
     encode,
 )
+from nblaunch.rank import preempt
 from nblaunch.rank.isolate import LOOK_SECONDS, Reaper
 from nblaunch.rank.stacks import RankInspector
 
@@ -61,10 +65,13 @@ class Link:
     Interrupts act at once; orders wait in `inbox` until the main thread takes them.
     """
 
-    def __init__(self, address: str, identity: bytes, inspector: RankInspector) -> None:
-        """Connect to the hub at `address`; `start` sends the first message."""
+    def __init__(self, address: str, group: str, inspector: RankInspector) -> None:
+        """Carry messages to and from the hub at `address`, once `start` has connected to it."""
+        self._address, self._group = address, group
         self._inspector, self._rank = inspector, inspector.rank
-        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Leave] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Adopt | Preempt | Leave] = (
+            queue.SimpleQueue()
+        )
         self.on_answer: Callable[[Answer], None] | None = None
         """Takes answers to questions; called on the control thread."""
         self.proceed = threading.Event()
@@ -75,6 +82,8 @@ class Link:
         self._attention = MainThread()
         self._unseen: int | None = None
         """The interrupt that the main thread has had no chance to handle yet."""
+        self._save_until: float | None = None
+        """Until when the main thread is to save, once it can (monotonic)."""
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
@@ -82,19 +91,43 @@ class Link:
         self._closing = self._looks_soon = False
         self._reaper = Reaper()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, identity)
-        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        # A burst of displays waits here; it never blocks the job and is never dropped.
-        self._socket.set_hwm(0)
-        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._hello: Hello
+        self._socket: zmq.Socket[bytes]
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
     def start(self, hello: Hello) -> None:
-        """Send `hello`, and start the control thread."""
-        self._socket.send(encode(hello))
+        """Connect, send `hello`, and start the control thread."""
+        self._connect(hello)
         self._thread.start()
+
+    def _connect(self, hello: Hello) -> None:
+        """Connect as the rank that says hello: its socket is named after group, attempt and rank."""
+        self._hello = hello
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{self._group}/{hello.attempt}/{hello.rank}".encode())
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        # A burst of displays waits here; it never blocks the job and is never dropped.
+        self._socket.set_hwm(0)
+        self._socket.connect(self._address)
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._socket.send(encode(hello))
+
+    def _go_on_as(self, other: Adopt) -> None:
+        """Go on as another rank: send the rest as the present one, and say hello again."""
+        with self._lock:
+            self._collect_switches()
+            while self._outbox:
+                self._socket.send(self._outbox.popleft())
+            self._rank = self._inspector.rank = other.rank
+        self._poller.unregister(self._socket)
+        self._socket.close()
+        self._connect(
+            msgspec.structs.replace(
+                self._hello, rank=other.rank, attempt=other.attempt, world_size=other.world_size
+            )
+        )
 
     def send(self, message: FromRank, *, urgent: bool = True) -> None:
         """Send `message` after all earlier ones; from any thread, never blocks.
@@ -142,6 +175,12 @@ class Link:
         with self._lock:
             self._working = self._finishing = False
 
+    def preemption(self) -> float | None:
+        """Return until when the main thread is to save (monotonic), once for each order."""
+        with self._lock:
+            until, self._save_until = self._save_until, None
+            return until
+
     def close(self) -> None:
         """Send the rest of the outbox, and end the control thread."""
         self._closing = True
@@ -150,11 +189,9 @@ class Link:
         self._context.destroy(linger=_LINGER_MS)
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._waker.fileno(), zmq.POLLIN)
+        self._poller.register(self._waker.fileno(), zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(self._patience()))
+            ready = dict(self._poller.poll(self._patience()))
             self._reaper.look()
             if not ready:
                 with self._lock:
@@ -207,12 +244,24 @@ class Link:
             case Proceed():
                 self.proceed.set()
             case _:
-                if isinstance(message, Dispatch):
-                    self.proceed.clear()
-                    self._reaper.look(now=True)
-                    with self._lock:
-                        self._interrupted, self._looks_soon = False, True
-                self.inbox.put(message)
+                self._take_order(message)
+
+    def _take_order(self, message: Prepare | Dispatch | Recover | Adopt | Preempt | Leave) -> None:
+        match message:
+            case Dispatch():
+                self.proceed.clear()
+                self._reaper.look(now=True)
+                with self._lock:
+                    self._interrupted, self._looks_soon = False, True
+            case Adopt():
+                self._go_on_as(message)
+            case Preempt(seconds=seconds):
+                preempt.ordered()
+                with self._lock:
+                    self._save_until = time.monotonic() + seconds
+            case _:
+                pass
+        self.inbox.put(message)
 
     def _interrupt(self, message: Interrupt) -> None:
         with self._lock:

@@ -104,7 +104,7 @@ def see_one_device_only(accelerators: int = 0) -> None:
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     place = local_rank % accelerators if accelerators else local_rank
-    os.environ.update(_devices.one_alone(os.environ, place, hip=torch.version.hip is not None))
+    os.environ.update(_devices.some_alone(os.environ, [place], hip=torch.version.hip is not None))
     os.environ["LOCAL_RANK"] = "0"
 
 

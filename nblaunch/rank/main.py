@@ -8,6 +8,7 @@
           Prepare             environment, device, process group: Entered(READY)
           Dispatch            a job: Started, then Returned or Raised
           Recover             another process group, or the same one: Recovered
+          Adopt               another rank from here on, which the control thread has said already
           Leave               exit functions, the process group, the exit code
 
 A rank ends only when the hub sends Leave: one that has failed or finished stays until the others have
@@ -39,6 +40,7 @@ import torch
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.protocol.messages import (
+    Adopt,
     Arrived,
     CellJob,
     Colored,
@@ -52,6 +54,9 @@ from nblaunch.protocol.messages import (
     Objects,
     Orders,
     Phase,
+    Preempt,
+    Preempted,
+    Preempting,
     Prepare,
     PullJob,
     PushJob,
@@ -69,6 +74,7 @@ from nblaunch.rank import (
     failure,
     flight_recorder,
     memory,
+    preempt,
     process_group,
     script,
     shell,
@@ -78,6 +84,7 @@ from nblaunch.rank import (
 )
 from nblaunch.rank.control import Link
 from nblaunch.rank.isolate import isolate, keep_sockets_in, note_own_children
+from nblaunch.rank.modules import OwnModules
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
 _ERROR_CHARACTERS = 2000
@@ -153,17 +160,20 @@ class Rank:
         self._names_reported = False
         """Whether the job that runs has reported the rank's variables."""
         self.dead_variables = DeadVariables()
+        self.modules = OwnModules()
         self.raised: BaseException | None = None
         """What the last job raised here."""
         self._internal = False
         """Whether the user sees nothing of the job."""
-        identity = f"{orders.group}/{orders.attempt}/{self.rank}".encode()
+        self._unsaved = False
+        """Whether a job has run since this rank last saved."""
         stacks.dump_on_signal(orders.spill, self.rank)
-        self.link = Link(orders.address, identity, stacks.RankInspector(self.rank, self.titles))
+        self.link = Link(orders.address, orders.group, stacks.RankInspector(self.rank, self.titles))
         stdio.capture_descriptors()
         stdio.install(self.link.switched, lambda size: self.link.send(Unwritten(rank=self.rank, size=size)))
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
-        self.link.on_answer = stdio.Questions(self.rank, self.link.send).install()
+        self.questions = stdio.Questions(self.rank, self.link.send)
+        self.link.on_answer = self.questions.install()
         self.link.start(
             Hello(
                 rank=self.rank,
@@ -189,6 +199,10 @@ class Rank:
                             self._guarded(functools.partial(self._work, dispatch))
                         case Recover() as order:
                             self._recover(order)
+                        case Adopt() as other:
+                            self._go_on_as(other)
+                        case Preempt():
+                            self._save(in_job=False)
                         case Leave(exitcode=exitcode, abort=abort):
                             return exitcode
                 except KeyboardInterrupt:
@@ -203,6 +217,10 @@ class Rank:
         try:
             try:
                 step()
+            except BaseException:
+                self._end_job()
+                self._save(in_job=True)
+                raise
             finally:
                 self.link.end_job()
                 if self.orders.keep:
@@ -218,6 +236,30 @@ class Rank:
         except BaseException as error:  # noqa: BLE001 - a job may raise anything
             self._failed(error, 1)
 
+    def _end_job(self) -> None:
+        """Have no interrupt reach the main thread any more, also none that is on its way."""
+        with contextlib.suppress(KeyboardInterrupt):
+            self.link.end_job()
+        self.link.end_job()
+
+    def _save(self, *, in_job: bool) -> None:
+        """Call what `on_preempt` has registered, if that was ordered, and a job has run since the last time.
+
+        What this prints is that of the job: of the one that ends now, or of a session's next one.
+        """
+        until = self.link.preemption()
+        if until is None:
+            return
+        self.link.send(Preempting(rank=self.rank))
+        stdio.output.main_saves = not in_job
+        failed = preempt.call_all(until) if self._unsaved else ()
+        stdio.output.main_saves = self._unsaved = False
+        preempt.saved()
+        offsets = None if in_job or self.orders.keep else stdio.output.offsets()
+        self.link.send(
+            Preempted(rank=self.rank, failed=tuple(map(failure.encodable, failed)), offsets=offsets)
+        )
+
     def _prepare(self, prepare: Prepare) -> None:
         self._enter(Phase.PROCESS_GROUP)
         environment.apply(prepare, keep=self.orders.keep)
@@ -231,11 +273,27 @@ class Rank:
         self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
         if prepare.backend is not None:
-            process_group.form(prepare.backend, self.device, prepare.timeout)
+            process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
         process_group.accept_user_calls()
         if self.orders.keep:
             self._give_names()
-        self._enter(Phase.READY)
+        if not prepare.joins:
+            self._enter(Phase.READY)
+
+    def _go_on_as(self, other: Adopt) -> None:
+        """Be another rank, with all variables; the next `Recover` forms the process group."""
+        self.rank = shell.publisher.rank = self.questions.rank = other.rank
+        os.environ.update(
+            RANK=str(other.rank),
+            WORLD_SIZE=str(other.world_size),
+            ROLE_RANK=str(other.rank),
+            ROLE_WORLD_SIZE=str(other.world_size),
+            GROUP_RANK=str(other.group_rank),
+            GROUP_WORLD_SIZE=str(other.group_world_size),
+        )
+        process_group.go_on_in(other.attempt)
+        self._give_names()
+        self._enter(Phase.PROCESS_GROUP)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
@@ -245,6 +303,10 @@ class Rank:
         self._begin(dispatch)
         job = dispatch.job
         self.titles.update({filename: title for filename, (title, _) in dispatch.sources.items()})
+        if dispatch.code is not None:
+            self.modules.take(dispatch.code)
+        if not dispatch.internal and (notice := self.modules.notice()):
+            sys.stderr.write(notice)
         shell.remember_sources(dispatch.sources)
         for module in dispatch.imports:
             __import__(module)
@@ -267,6 +329,7 @@ class Rank:
     def _begin(self, dispatch: Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
         self.phase, self.raised = Phase.JOB, None
+        self._unsaved = self._unsaved or not dispatch.look
         # A look reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.look, dispatch.internal
         if not dispatch.internal or isinstance(dispatch.job, PushJob):
@@ -359,8 +422,8 @@ class Rank:
 
     def _run_script(self, job: ScriptJob) -> object:
         if job.file:
-            self.titles[job.file] = job.title
-        script.run(job)
+            self.titles[self.modules.path_here(job.file)] = job.title
+        script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
         pulled = dict(zip(job.pull, self.variables.pull(job.pull), strict=True))
         script.end()
         return pulled if job.pull else 0
@@ -407,6 +470,8 @@ class Rank:
         self._failed(error, (error.code & 0xFF or 1) if isinstance(error.code, int) else 1)
 
     def _failed(self, error: BaseException, exitcode: int) -> None:
+        self.modules.explain(error)
+        self.titles.update(self.modules.titles())
         record = failure.record(error, self.titles, phase=self.phase, exitcode=exitcode)
         if self.orders.keep:
             self.raised = error
@@ -426,6 +491,7 @@ class Rank:
         if self._names_reported:
             return
         self._names_reported = True
+        self.modules.note_loaded()
         rebound, lost = self.variables.settle()
         known = Names(rank=self.rank, names=self.variables.names(), rebound=rebound)
         if known != self._last_names or lost:
@@ -441,6 +507,8 @@ class Rank:
                 found = self.dead_variables.find()
                 process_group.form_again(order.number, self.device, cut)
                 answer = recovered(dead=self.dead_variables.bury(found))
+                if self.phase is Phase.PROCESS_GROUP:
+                    self._enter(Phase.READY)
             else:
                 process_group.check_context(self.device)
                 answer = recovered(dead=self.dead_variables.stumbled_over(self.raised))

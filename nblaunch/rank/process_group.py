@@ -73,7 +73,7 @@ _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
 
 
-def form(backend: str, device: torch.device, timeout: float | None = None) -> None:
+def form(backend: str, device: torch.device, timeout: float | None = None, *, joins: bool = False) -> None:
     """Form the default group of all ranks over the agent's store.
 
     `device_id` has NCCL connect the ranks at once. That costs every run the connection (a second or so, and
@@ -83,11 +83,16 @@ def form(backend: str, device: torch.device, timeout: float | None = None) -> No
     other, and an error of NCCL's ends the launch before the user's code begins. The price beside the time:
     torch makes other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for
     all ranks.
+
+    With `joins` it is formed by `form_again`, with ranks that form theirs again.
     """
     global _formed_with, _ours, _timeout
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if timeout is not None:
         _timeout = keywords["timeout"] = timedelta(seconds=timeout)
+    _formed_with = {"backend": backend, **keywords}
+    if joins:
+        return
     _original(
         backend=backend,
         store=_store("default", 0),
@@ -96,7 +101,6 @@ def form(backend: str, device: torch.device, timeout: float | None = None) -> No
         **keywords,
     )
     _ours = dist.group.WORLD
-    _formed_with = {"backend": backend, **keywords}
 
 
 def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> None:
@@ -313,3 +317,10 @@ def remember_agent_address(attempt: int) -> None:
     global _agent_address, _attempt
     _attempt = attempt
     _agent_address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def go_on_in(attempt: int) -> None:
+    """Find the other ranks of another attempt when the next group is formed: some of them may be new."""
+    global _attempt
+    _attempt = attempt
+    _calls.clear()

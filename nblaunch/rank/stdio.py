@@ -64,6 +64,8 @@ class _RankOutput:
         """Called with how many bytes of this job a full disk has not taken."""
         self.between_jobs = False
         """Whether text of other threads than the main one is kept for the next job."""
+        self.main_saves = False
+        """Whether then also the main thread's is: it prints what no job has asked for."""
         self._last = Stream.STDOUT
         self.kept: list[tuple[Stream, bytes]] = []
         """What threads have printed since the last job."""
@@ -127,7 +129,7 @@ class _RankOutput:
     def _put(self, stream: Stream, text: bytes, from_main: bool = False) -> None:  # noqa: FBT001, FBT002 - one caller each
         if not text:
             return
-        if self.between_jobs and not from_main:
+        if self.between_jobs and (self.main_saves or not from_main):
             self.kept.append((stream, text))
             if sum(len(each) for _, each in self.kept) > _MOST_KEPT:
                 del self.kept[0]
@@ -328,7 +330,7 @@ class Questions:
 
     def __init__(self, rank: int, send: Callable[[FromRank], None]) -> None:
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._rank = rank
+        self.rank = rank
         self._send = send
         self._number = 0
 
@@ -355,7 +357,7 @@ class Questions:
         self._number += 1
         self._send(
             Asked(
-                rank=self._rank,
+                rank=self.rank,
                 number=self._number,
                 prompt=prompt.encode("utf-8", "replace").decode(),
                 password=password,

@@ -163,6 +163,8 @@ class Archive:
                 past.drop(f"{displays} of the oldest displays")
         if job.in_journal:
             self._journal.end(job.number, encode_state(state), encode(past.summary))
+        if not self._keep:
+            past.end = replace(job.end, logs={})  # of thousands of ranks they are megabytes
         self._jobs[job.number] = past
         while len(self._jobs) > self._bounds.jobs:
             self._forget(next(iter(self._jobs)))

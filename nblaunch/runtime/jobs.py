@@ -22,7 +22,7 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
 from nblaunch.group.job import Job
 from nblaunch.group.lifecycle import Observed
-from nblaunch.group.usage import SeenGpus, measuring
+from nblaunch.group.usage import SeenGpus
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
     ClientRecord,
@@ -58,13 +58,15 @@ _YOUNG_SECONDS = 0.1
 # A job that is over by then, or has written less, is not worth a file unless it is kept.
 _JOURNAL_SECONDS = 0.5
 _UNWRITTEN = 1000
+_UNWRITTEN_OF_A_RANK = 4
 
 
 class _Recording:
     """The way of a job's messages into the journal, where they are from the first one on."""
 
-    def __init__(self, journal: Journal, number: int, state: bytes) -> None:
+    def __init__(self, journal: Journal, number: int, state: bytes, ranks: int) -> None:
         self._journal = journal
+        self._most = max(_UNWRITTEN, _UNWRITTEN_OF_A_RANK * ranks)
         self._number = number
         self._state = state
         self._unwritten: list[tuple[Message, bytes]] = []
@@ -82,7 +84,7 @@ class _Recording:
     def take(self, message: Message, raw: bytes) -> None:
         if not self.begun:
             self._unwritten.append((message, raw))
-            if len(self._unwritten) > _UNWRITTEN:
+            if len(self._unwritten) > self._most:
                 self.begin()
         elif not isinstance(message, Measured):
             self._journal.write(self._number, raw, counts_of(message))
@@ -174,7 +176,7 @@ class RunningJob:
 
     def write_to(self, journal: Journal, *, at_once: bool) -> None:
         """Have the journal keep all messages, `at_once` or when the job turns out to take a while."""
-        self._recording = _Recording(journal, self.number, self.order.state)
+        self._recording = _Recording(journal, self.number, self.order.state, len(self.job.state.ranks))
         self.job.listeners.append(self._recording.take)
         if at_once:
             self._recording.begin()
@@ -239,12 +241,7 @@ class RunningJob:
         assert group is not None and ending is not None and self._prepare is not None  # noqa: S101, PT018 - `begin` has set them
         seen = SeenGpus.by(self._prepare, alone=group.settings.processes.virtual_local_rank)
         try:
-            with measuring(
-                lambda: job.state,
-                lambda usages: group.post(Observed(usages)),
-                wanted=self.order.usage,
-                seen=seen,
-            ):
+            with group.measuring(lambda: job.state, seen, wanted=self.order.usage):
                 early = ending.run(self._began)
         finally:
             group.end_job(job)
@@ -268,6 +265,7 @@ class RunningJob:
             early=early,
             logs={attempt: tuple(ranks.values()) for attempt, ranks in job.logs.items()},
             log_dir="" if group is None else str(own_directory(job, group.settings) or ""),
+            backend="" if group is None else group.backend,
         )
         self.ended = time.time()
         if group is not None:

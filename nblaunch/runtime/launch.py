@@ -1,39 +1,166 @@
-"""Worker groups for clients: fresh ranks, a standby group in their place, a session's ranks."""
+"""Worker groups for clients: fresh ranks, a standby group in their place, a session's ranks; their nodes."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nblaunch._errors import LaunchError
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
+from nblaunch.elastic.forkserver import GivenServer, Server
 from nblaunch.elastic.process_options import process_settings
-from nblaunch.elastic.settings import AgentSettings
-from nblaunch.group.group import ConnectPeers, WorkerGroup
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
 from nblaunch.group.job import Job
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.standby import GroupAndLogs
+from nblaunch.nodes.engine import engine_of, nodes_of, wish_of
+from nblaunch.nodes.fleet import FleetSettings, NodeFleet
 from nblaunch.nodes.key import KEY_FILE
 from nblaunch.nodes.members import connect_peers
-from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import Caller, OpenSession, Placement, RunFresh
-from nblaunch.protocol.messages import Prepare
+from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.protocol.client import Caller, JobOrder, OpenSession, Placement, RunFresh
+from nblaunch.protocol.messages import Phase, Prepare
 
 _UNLIMITED = 2**31 - 1
+
+
+class HeldNodes:
+    """The nodes of a session or a run, which end with the last group that uses them; from any thread."""
+
+    def __init__(self, fleet: NodeFleet, directory: Path, options: LaunchOptions, server: Server) -> None:
+        """Hold a fleet that was made for a group with these options, and that has this directory."""
+        self.fleet = fleet
+        self._server = server
+        self._directory = directory
+        self._wanted = _nodes_wanted(options)
+        self._lock = threading.Lock()
+        self._ending = threading.Lock()
+        self._users = 0
+        self._over = False
+
+    def fit(self, options: LaunchOptions) -> bool:
+        """Whether a group with these options would ask for the same nodes."""
+        return self._wanted == _nodes_wanted(options) and not self._over
+
+    def learn(self, order: JobOrder) -> None:
+        """Take what a job that these nodes will be given needs of the notebook's own modules."""
+        if order.code is not None:
+            self.fleet.code.learn(order.code)
+
+    def use(self) -> Callable[[], None]:
+        """Keep the nodes until the returned function is called: the last user ends them, and waits for that.
+
+        Raises `LaunchError` if they have been ended.
+        """
+        with self._lock:
+            if self._over:
+                msg = "the session has just given its nodes back. Run the cell again."
+                raise LaunchError(msg, phase=Phase.ENGINE.value)
+            self._users += 1
+        uses, once = [True], threading.Lock()
+
+        def leave() -> None:
+            with once:  # the second caller waits for the end, too
+                if uses and uses.pop():
+                    self._leave()
+
+        return leave
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+            self._over = self._over or last
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """End the nodes, whoever uses them."""
+        with self._ending:
+            self._over = True
+            self.fleet.close()
+            # The keeper has adopted the children of node programs that are gone.
+            self._server.sweep()
+            remove_tree(self._directory)
+
+
+def _nodes_wanted(options: LaunchOptions) -> tuple[object, ...]:
+    of_engine = tuple(getattr(options, each.name) for each in OPTIONS if each.scope == "engine")
+    return (*of_engine, options.nodes, options.nproc_per_node, options.local_addr)
+
+
+def _hold_nodes(
+    local: LocalRuntime,
+    options: LaunchOptions,
+    request: RunFresh | OpenSession,
+    remark: Callable[[str], None],
+) -> HeldNodes:
+    """Return nodes for a group; the engine is asked for them once it starts."""
+    prepare = request.prepare
+    environ, directory = decoded(prepare.environ), local.directory.make("nodes-")
+    least, most = nodes_of(options, environ)
+    conf = FleetSettings(
+        least=least,
+        most=most,
+        nproc=options.nproc_per_node,
+        backend=options.backend,
+        here=options.here,
+        local_addr=options.local_addr,
+        silence=options.node_timeout,
+        join_timeout=rendezvous.join_seconds(options),
+        env=tuple(options.env.items()),
+        environment=request.environment,
+    )
+    wish = wish_of(options, environ, os.fsdecode(prepare.cwd))
+    fleet = NodeFleet(
+        local.hub,
+        engine_of(options),
+        wish,
+        directory=directory,
+        remark=remark,
+        at_end=functools.partial(_at_end, local.server),
+        conf=conf,
+    )
+    held = HeldNodes(fleet, directory, options, local.server)
+    local.hold(held)
+    return held
+
+
+def _make_room_on_nodes(options: LaunchOptions, placement: Placement, prepare: Prepare) -> None:
+    """Refuse more nodes than this process may be connected to."""
+    least, _ = nodes_of(options, decoded(prepare.environ))
+    descriptors.make_room_for_nodes(least, placement.nproc)
+
+
+def _at_end(server: Server, command: tuple[str, ...]) -> Callable[[], None]:
+    """Have the keeper run a command if this process is killed; return what takes that back."""
+    return server.at_end(command) if isinstance(server, GivenServer) else lambda: None
 
 
 class FreshRanks:
     """The ranks of one run: a standby group of their shape, if there is one, else others."""
 
     def __init__(
-        self, local: LocalRuntime, request: RunFresh, caller: Caller, remark: Callable[[str], None]
+        self,
+        local: LocalRuntime,
+        request: RunFresh,
+        caller: Caller,
+        remark: Callable[[str], None],
+        nodes: HeldNodes | None = None,
     ) -> None:
-        """`remark` will be called with the command by which other nodes join, if they need one."""
+        """`remark` will be called with the command by which other nodes join, if they need one.
+
+        `nodes` are a session's, on which these ranks are to be.
+        """
+        self._nodes = nodes
         self._local = local
         self._request = request
         self._caller = caller
@@ -55,12 +182,21 @@ class FreshRanks:
         made = local.standby.take(self._shape)
         if made is not None:
             made.group.adopt(settings)
+        elif options.on is not None:
+            made = self._on_nodes(settings)
         else:
             descriptors.make_room(settings.nproc)
             peers = _peers(local, prepare, request.join_key, self._remark)
             made = new_group(local, settings, peers, options.log_dir)
         local.will_leave(made.group)
         return made
+
+    def _on_nodes(self, settings: AgentSettings) -> GroupAndLogs:
+        local, options = self._local, self._request.order.options
+        _make_room_on_nodes(options, self._request.placement, self._request.prepare)
+        nodes = self._nodes or _hold_nodes(local, options, self._request, self._remark)
+        nodes.learn(self._request.order)
+        return _group_on(nodes, nodes.use(), local, settings, options.log_dir)
 
     def used(self) -> None:
         """Record that the run is over: the next standby group may be prepared."""
@@ -69,17 +205,37 @@ class FreshRanks:
             self._local.standby.used(shape, functools.partial(_ahead, self._local))
 
 
-def session_group(local: LocalRuntime, request: OpenSession, caller: Caller) -> GroupAndLogs:
-    """Return a group that stays, which is not started yet."""
+@dataclass(frozen=True, slots=True)
+class KeptRanks:
+    """The group of a session, which is not started yet, and its nodes, where an engine places them."""
+
+    made: GroupAndLogs
+    nodes: HeldNodes | None = None
+    leave: Callable[[], None] = lambda: None
+    """Gives up the nodes, and waits until they have ended, unless another group uses them."""
+
+
+def session_ranks(
+    local: LocalRuntime, request: OpenSession, caller: Caller, remark: Callable[[str], None]
+) -> KeptRanks:
+    """Return the ranks of a session; `remark` will be called with what people must do for its nodes."""
     options, placement, prepare = request.options, request.placement, request.prepare
-    descriptors.make_room(placement.nproc)
+    if options.on is None:
+        descriptors.make_room(placement.nproc)
+    else:
+        _make_room_on_nodes(options, placement, prepare)
     local.server.ensure_running()
     _wait_for_gpus(local, placement)
     settings = settings_of(options, placement, decoded(prepare.environ), caller, local)
+    if options.on is not None:
+        # How often its ranks are replaced has no limit; this is how often a node is.
+        nodes = _hold_nodes(local, options, request, remark)
+        leave = nodes.use()
+        return KeptRanks(_group_on(nodes, leave, local, settings, options.log_dir, keep=True), nodes, leave)
     settings = replace(settings, max_restarts=options.max_restarts or _UNLIMITED)
-    # All its ranks are on one node: nobody joins, and nothing is to be remarked.
+    # Nobody joins, and nothing is to be remarked.
     peers = _peers(local, prepare, "", lambda _: None)
-    return new_group(local, settings, peers, options.log_dir, keep=True)
+    return KeptRanks(new_group(local, settings, peers, options.log_dir, keep=True))
 
 
 def _wait_for_gpus(local: LocalRuntime, placement: Placement) -> None:
@@ -95,9 +251,12 @@ def settings_of(
     local: LocalRuntime,
 ) -> AgentSettings:
     """Return the agent's settings, but for what each group has for itself; `environ` is the ranks'."""
-    rdzv = rendezvous.config_of(options)
-    if rdzv is not None:
+    on_nodes = options.on is not None
+    rdzv = _directed(options, environ) if on_nodes else rendezvous.config_of(options)
+    if rdzv is not None and not on_nodes:
         rdzv = replace(rdzv, ranks_backend=placement.backend)
+    # Under what nodes have loaded torch is not known here.
+    loaded_under = environ if on_nodes else local.server.loaded_under()
     return AgentSettings(
         nproc=placement.nproc,
         role=options.role,
@@ -107,9 +266,25 @@ def settings_of(
         shutdown_timeout=options.shutdown_timeout,
         run_id=(options.rdzv_id or uuid.uuid4().hex[:12]) if rdzv is not None else "",
         log_dir=Path(),
-        processes=process_settings(options, environ, local.server.loaded_under()),
+        processes=process_settings(options, environ, loaded_under),
         rdzv=rdzv,
         caller=caller,
+    )
+
+
+def _directed(options: LaunchOptions, environ: Mapping[str, str]) -> RendezvousConfig:
+    """Return the rendezvous settings for nodes that an engine places: they need no endpoint."""
+    least, most = nodes_of(options, environ)
+    return RendezvousConfig(
+        backend="directed",
+        host="",
+        port=0,
+        least=least,
+        most=most,
+        local_addr=options.local_addr or "",
+        hosting=True,
+        ranks_backend=options.backend,
+        env=tuple(options.env.items()),
     )
 
 
@@ -146,11 +321,32 @@ def new_group(
     return GroupAndLogs(group, private)
 
 
+def _group_on(  # noqa: PLR0913 - a group, and what it is on
+    nodes: HeldNodes,
+    leave: Callable[[], None],
+    local: LocalRuntime,
+    settings: AgentSettings,
+    log_dir: str | None,
+    *,
+    keep: bool = False,
+) -> GroupAndLogs:
+    """Make a group on these nodes, which it leaves once its last rank is gone."""
+    try:
+        made = new_group(local, settings, nodes.fleet.connect, log_dir, keep=keep)
+    except BaseException:
+        leave()
+        raise
+    made.group.when_closed = lambda: threading.Thread(
+        target=leave, name="nblaunch-nodes", daemon=True
+    ).start()
+    return made
+
+
 def _ahead(local: LocalRuntime, shape: AgentSettings) -> GroupAndLogs:
     """Start a standby group."""
     descriptors.make_room(shape.nproc)
     local.server.ensure_running()
-    made = new_group(local, shape, lambda _hub, settings, _group, _directory: (settings, None))
+    made = new_group(local, shape, lambda _hub, settings, _group, _directory: Connected(settings))
     made.group.start()
     return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from nblaunch.runtime.requests import RequestHandler
 
 _ADOPTION_SECONDS = 5.0
+# As mallopt takes them (malloc.h); without this the limit follows the largest block that was freed.
+_M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 1 << 17
+_M_ARENA_MAX, _ARENAS = -8, 2
 # How often the entry in the registry is looked at.
 _KEEP_SECONDS = 60.0
 
@@ -47,6 +52,7 @@ def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int)
 
         gc.freeze()
         gc.enable()
+        _keep_little_memory()
         serve(link, Path(root), server)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing else would report it
@@ -54,6 +60,17 @@ def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int)
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _keep_little_memory() -> None:
+    """Have the C library give large blocks back once they are freed; else it soon keeps those up to 32 MB.
+
+    And have threads share arenas: each one of its own keeps what its thread has freed.
+    """
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def _await_adoption(keeper: int) -> None:

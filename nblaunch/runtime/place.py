@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 
 from nblaunch._inherited import decoded
 from nblaunch.elastic import rendezvous
@@ -15,13 +17,17 @@ from nblaunch.elastic.process_options import check_process_options, process_sett
 from nblaunch.elastic.settings import RendezvousConfig
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.runtime import LocalRuntime
-from nblaunch.protocol.client import Placed, PlaceRun
+from nblaunch.nodes.engine import engine_of, nodes_of, refuse_contradictions, wish_of
+from nblaunch.protocol.client import Placed, Placement, PlaceRun
 
 
 def place(request: PlaceRun, local: LocalRuntime) -> Placed:
     """Decide ranks, devices and backend. Raises `OptionError` for what cannot be done here."""
     _look_in(request.path)
     options, environ, added = request.options, decoded(request.environ), {}
+    refuse_contradictions(options, environ)
+    if options.on is not None:
+        return _place_on_nodes(request, environ)
     rdzv = rendezvous.config_of(options)
     if rdzv is not None:
         local.wait_until_left(lambda group: _leaves(group, rdzv))
@@ -40,6 +46,21 @@ def place(request: PlaceRun, local: LocalRuntime) -> Placed:
     return Placed(
         placement=placement, added=added, unheeded=unheeded(environ, loaded_under) if forked else ""
     )
+
+
+def _place_on_nodes(request: PlaceRun, environ: Mapping[str, str]) -> Placed:
+    """Return the provisional placement; the nodes report their devices once they have joined."""
+    options = request.options
+    rendezvous.join_seconds(options)
+    engine_of(options).check(wish_of(options, environ, os.fsdecode(request.cwd)))
+    least, each = nodes_of(options, environ)[0], options.nproc_per_node
+    backend = "gloo" if options.backend == "auto" else options.backend
+    placement = Placement(least * each if isinstance(each, int) else least, backend, "cpu", 0)
+    # Check only what holds on every machine: NCCL and GPUs depend on the nodes.
+    anywhere = replace(options, numa_binding=None, virtual_local_rank=False)
+    without = replace(placement, backend=backend.replace("nccl", "gloo"))
+    check_process_options(anywhere, without, environ, request.backends)
+    return Placed(placement=placement)
 
 
 def _look_in(path: tuple[bytes, ...]) -> None:

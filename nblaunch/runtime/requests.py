@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -33,11 +34,12 @@ from nblaunch.protocol.client import (
     RequestFailed,
 )
 from nblaunch.protocol.reports import session_ended
+from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.jobs import Jobs, RunningJob
 from nblaunch.runtime.journal import Journal
-from nblaunch.runtime.launch import FreshRanks, session_group
+from nblaunch.runtime.launch import FreshRanks, HeldNodes, session_ranks
 from nblaunch.runtime.place import place
 from nblaunch.runtime.registration import Registration
 from nblaunch.runtime.sessions import RuntimeSession
@@ -48,6 +50,8 @@ _RELEASED_EVENTS = 20
 # How long a job waits for a look into a rank, which is interrupted then, and after that for its end.
 _LOOK_SECONDS = 2.0
 _LOOK_ENDS_SECONDS = 5.0
+# Nodes that are lost together show within seconds; the ranks that are left then form a group.
+_REGROUP_SECONDS = 5.0
 
 _Served: TypeAlias = AnswerToClient | Callable[[], AnswerToClient] | None
 
@@ -72,6 +76,8 @@ class RequestHandler:
         self._ended: list[RuntimeSession] = []
         """Sessions that are over, and to whose logs results refer."""
         self.jobs = Jobs(local.hub)
+        self._early: dict[int, bool] = {}
+        """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.listen: Callable[[], None] = lambda: None
         """Binds the clients' sockets."""
         self._events: dict[int, EventLog] = {}
@@ -188,15 +194,23 @@ class RequestHandler:
         job = RunningJob(request.order, connection, connection.record, self._local.directory.root)
         self.jobs.add(job)
         caller = Caller(connection.record.pid, connection.record.name)
-        return functools.partial(self._start_fresh, job, request, connection, caller)
+        ranks = FreshRanks(
+            self._local, request, caller, self._remark_to(connection), self._nodes_for(request)
+        )
+        return functools.partial(self._start_fresh, job, request, ranks)
 
-    def _start_fresh(
-        self, job: RunningJob, request: wire.RunFresh, connection: ClientConnection, caller: Caller
-    ) -> AnswerToClient:
+    def _nodes_for(self, request: wire.RunFresh) -> HeldNodes | None:
+        """Return the nodes of a session, where these ranks would have the same: nothing is asked for."""
+        held = (session.nodes for session in self.sessions.values())
+        return next((each for each in held if each is not None and each.fit(request.order.options)), None)
+
+    def _remark_to(self, connection: ClientConnection) -> Callable[[str], None]:
         def remark(text: str) -> None:
             self._hub.call(lambda: connection.event(wire.Remark(text=text)))
 
-        ranks = FreshRanks(self._local, request, caller, remark)
+        return remark
+
+    def _start_fresh(self, job: RunningJob, request: wire.RunFresh, ranks: FreshRanks) -> AnswerToClient:
         try:
             made = ranks.take()
         except BaseException:
@@ -232,22 +246,44 @@ class RequestHandler:
         if not request.order.look:
             session.refuse_if_held_against(connection)
             session.take_jobs_of(connection)
-        look = session.running
-        if look is None or not look.order.look:
+        # Clients do not know of jobs that only look into a rank.
+        look = session.running if session.running is not None and session.running.order.look else None
+        if look is None and not session.group.regroups:
             return self._begin(session, connection, request)
-        # Nobody knows of it.
+        self._early[request.order.number] = False
         return functools.partial(self._give_after, look, session, connection, request)
 
     def _give_after(
-        self, look: RunningJob, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+        self,
+        look: RunningJob | None,
+        session: RuntimeSession,
+        connection: ClientConnection,
+        request: wire.GiveJob,
     ) -> AnswerToClient:
-        """Give a session a job once a look into a rank has ended; on a thread of the pool."""
-        if not look.finished.wait(_LOOK_SECONDS):
+        """Give a session a job once a look into a rank has ended, and its ranks have their numbers.
+
+        On a thread of the pool.
+        """
+        if look is not None and not look.finished.wait(_LOOK_SECONDS):
             self._hub.call(look.interrupt)
             look.finished.wait(_LOOK_ENDS_SECONDS)
+        deadline = time.monotonic() + _REGROUP_SECONDS
+        while session.group.regroups and time.monotonic() < deadline:
+            if session.group.closed.wait(0.01):
+                break
         answers: list[AnswerToClient] = []
-        self._hub.run(lambda: answers.append(self._begin(session, connection, request)))
+        self._hub.run(lambda: answers.append(self._begin_late(session, connection, request)))
         return answers[0]
+
+    def _begin_late(
+        self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
+    ) -> AnswerToClient:
+        interrupted = self._early.pop(request.order.number, False)
+        answer = self._begin(session, connection, request)
+        job = self.jobs.get(request.order.number)
+        if interrupted and job is not None:
+            job.interrupt()
+        return answer
 
     def _begin(
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
@@ -255,9 +291,13 @@ class RequestHandler:
         session.refuse_if_busy()
         if request.attempt is not None and request.attempt != session.group.attempt:
             return wire.Stale(attempt=session.group.attempt)
+        if session.nodes is not None and decode_state(request.order.state).world_size != session.world_size:
+            return wire.Stale(attempt=session.group.attempt)
         root = self._local.directory.root
         job = RunningJob(request.order, connection, connection.record, root, session.tenure)
         self.jobs.add(job)
+        if session.nodes is not None:
+            session.nodes.learn(request.order)
         session.give(self._hub, job, self.jobs, self._journal)
         return wire.Given()
 
@@ -281,6 +321,8 @@ class RequestHandler:
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
         job = self.jobs.get(request.job)
+        if request.job in self._early:
+            self._early[request.job] = True
         # One that has lost the session may not know that yet.
         if job is not None and job.is_of(connection):
             job.interrupt()
@@ -366,13 +408,13 @@ class RequestHandler:
         def make() -> AnswerToClient:
             self._registration.add(request.name, connection.record, detached=request.detached)
             try:
-                made = session_group(self._local, request, caller)
+                ranks = session_ranks(self._local, request, caller, self._remark_to(connection))
             except BaseException:
                 if request.detached:
                     self._registration.remove()
                 raise
             archive = Archive(self._journal, self._local.directory.root(), keep=request.detached)
-            session = RuntimeSession(request, made, connection, archive)
+            session = RuntimeSession(request, ranks, connection, archive)
             session.unused = self.changed.set
             if request.detached and isinstance(self._local.server, GivenServer):
                 self._local.server.detach()

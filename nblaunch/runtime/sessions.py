@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._results import held_by
@@ -15,7 +16,6 @@ from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
 from nblaunch.group.lifecycle import RestartAsked, Trigger
 from nblaunch.group.standby import GroupAndLogs
-from nblaunch.group.usage import own_memory
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import (
     GiverChanged,
@@ -25,6 +25,7 @@ from nblaunch.protocol.client import (
     Placement,
     RankLogFiles,
     RankRecord,
+    RanksRenumbered,
     RanksReplaced,
     RuntimeEvent,
     SessionEnded,
@@ -37,6 +38,7 @@ from nblaunch.runtime.archive import Archive
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.jobs import Jobs, RunningJob
 from nblaunch.runtime.journal import Journal
+from nblaunch.runtime.launch import KeptRanks
 
 _CLOSE_SECONDS = 10.0
 
@@ -45,7 +47,7 @@ class RuntimeSession:
     """Ranks that are kept; one job at a time."""
 
     def __init__(
-        self, opened: OpenSession, made: GroupAndLogs, giver: ClientConnection, archive: Archive
+        self, opened: OpenSession, kept: KeptRanks, giver: ClientConnection, archive: Archive
     ) -> None:
         """Follow the ranks, which are not started yet."""
         self.key = opened.session
@@ -58,8 +60,11 @@ class RuntimeSession:
         self._idle_since = time.monotonic()
         self.unused: Callable[[], None] = lambda: None
         """Called when a job has ended, or a client has gone."""
-        self.made = made
-        self.group: WorkerGroup = made.group
+        self.made: GroupAndLogs = kept.made
+        self.group: WorkerGroup = kept.made.group
+        self.nodes = kept.nodes
+        """The nodes that an engine places for the session; runs on fresh ranks may use them."""
+        self._leave_nodes = kept.leave
         self.giver: ClientConnection | None = giver
         """The client that gives jobs; of the other followers those of other processes watch."""
         self.followers: set[ClientConnection] = {giver}
@@ -83,6 +88,11 @@ class RuntimeSession:
         return not self.group.closed.is_set()
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks; before the nodes have come, the least number."""
+        return self.group.state.world_size
+
+    @property
     def linger_left(self) -> float | None:
         """In how many seconds a detached session ends; None for others, and while it is in use."""
         if not self.detached or self.followers or self.running is not None:
@@ -94,7 +104,7 @@ class RuntimeSession:
     def refuse_if_busy(self) -> None:
         """Raise for a session that cannot take a job now."""
         if not self.open:
-            raise LaunchError(session_ended(self.name), phase="job")
+            raise LaunchError(session_ended(self.name, self.group.why_closed), phase="job")
         if self.running is not None:
             raise NblaunchError(session_busy(self.name))
 
@@ -176,10 +186,12 @@ class RuntimeSession:
             self.group.stop()
             self.group.closed.wait(_CLOSE_SECONDS)
         self.group.close()
+        self._leave_nodes()
 
     def record(self) -> SessionRecord:
         """Return what each rank is doing, and the memory that is its own."""
         members, running, giver = self.group.state, self.running, self.giver
+        memory = self.group.memory()
         ranks = {} if running is None or running.end is not None else running.job.state.ranks
         open_questions = () if running is None else tuple(running.job.questions)
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
@@ -201,15 +213,22 @@ class RuntimeSession:
                     state=self._word(known.node, ranks.get(rank)),
                     pid=known.pid,
                     device=known.device,
-                    memory=own_memory(known.pid),
+                    memory=memory.get(rank),
                     waiting=_waiting(ranks.get(rank)),
                     asks=prompts.get(rank),
+                    node=known.node,
+                    cpu=self._cpu(rank, ranks.get(rank)),
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
             doing=running.job.state.doing if running is not None and running.end is None else "",
             started=self.started,
+            engine=self.group.engine,
         )
+
+    def _cpu(self, rank: int, job: RankState | None) -> float | None:
+        used = self.group.usages.get(rank) or (job.usage if job is not None else None)
+        return None if used is None else used.cpu_percent
 
     def _word(self, node: str, job: RankState | None) -> str:
         if not self.open:
@@ -232,11 +251,19 @@ class RuntimeSession:
 
     def ranks_replaced(self, attempt: int) -> None:
         """Send on that the ranks are others."""
-        self._tell(RanksReplaced(session=self.key, attempt=attempt))
+        size, backend = self.group.state.world_size, self.group.backend
+        self.placement = replace(self.placement, nproc=size, backend=backend or self.placement.backend)
+        self._tell(RanksReplaced(session=self.key, attempt=attempt, world_size=size, backend=backend))
+
+    def ranks_renumbered(self, attempt: int, kept: Mapping[int, int]) -> None:
+        """Report to the client that ranks go on, perhaps with new numbers."""
+        size = self.group.state.world_size
+        self.placement = replace(self.placement, nproc=size)
+        self._tell(RanksRenumbered(session=self.key, attempt=attempt, world_size=size, kept=dict(kept)))
 
     def group_closed(self) -> None:
         """Send on that the ranks are gone."""
-        self._tell(SessionEnded(session=self.key))
+        self._tell(SessionEnded(session=self.key, why=self.group.why_closed))
 
     def _tell(self, event: RuntimeEvent) -> None:
         for connection in self.followers:

@@ -17,11 +17,14 @@ progress bar that redraws itself a thousand times is one line. Merging ranks dep
 never on the order of arrival.
 
 Invariants:
-  * Text and HTML of a run hold no time, no process id, and nothing else that differs from run to run; ranks
-    are in rank order. Together they stay below 1 MB, whatever 64 ranks print: the middle is left out.
+  * Text and HTML of a run hold no time, no process id, and nothing else that differs from run to run, but the
+    hosts of ranks that failed or hang, where there are several; ranks are in rank order. Together they stay
+    below 1 MB, whatever 64 ranks print: the middle is left out.
   * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
   * The cost of the panel grows with what changed since the last draw, not with the output so far.
   * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).
+  * However many ranks there are, no view has a line for each: hosts whose ranks are alike are one line, and
+    those that differ are named. The panel has a cell for each rank, in a row for each host.
   * Widgets and IPython are loaded only by the views that use them.
 
 Modules, each after those that it imports:

@@ -20,10 +20,14 @@ import msgspec
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
+from nblaunch._results import nodes_line
+from nblaunch.protocol.messages import EngineSaid
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
+from nblaunch.view.markup import escaped
 from nblaunch.view.output import Folded, folded
 from nblaunch.view.panel_ranks import Drawing
+from nblaunch.view.screen import plain
 from nblaunch.view.summary import Header
 from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_ending, render_text
@@ -37,6 +41,9 @@ PANEL_AFTER_SECONDS = 0.15
 SECONDS_BETWEEN_DRAWS = 0.1
 BYTES_PER_SECOND = 500_000
 """jupyter_server drops what a kernel sends above 1 MB a second; the user's own output needs room too."""
+_REST = 9
+"""How much longer the kernel's thread does without drawing than it draws."""
+_LONGEST_REST_SECONDS = 2.0
 _STOPS = 2
 """Once to interrupt, once more to skip the grace period."""
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
@@ -50,13 +57,17 @@ Bundle = dict[str, object]
 
 
 class TextView:
-    """Prints: in a terminal lines as they come and then the ending, elsewhere all of it at the end."""
+    """Prints: in a terminal lines as they come and then the ending, elsewhere all of it at the end.
+
+    Elsewhere a wait for nodes is shown on stderr: it may be long, and is not among the run's output.
+    """
 
     shows_usage = False
 
     def __init__(self, header: Header) -> None:
         self._header = header
         self._terminal = Terminal(sys.stdout) if sys.stdout.isatty() else None
+        self._waited: EngineSaid | None = None
 
     def open(self, state: RunState) -> None:
         """Print nothing yet."""
@@ -64,9 +75,15 @@ class TextView:
             self._terminal.open(_age(state))
 
     def draw(self, state: RunState) -> None:
-        """Print the lines that are new, in a terminal."""
+        """Print the lines that are new, in a terminal; elsewhere what nodes are waited for."""
         if self._terminal is not None:
             self._terminal.draw(state)
+        elif state.engine is not None and state.awaits_nodes:
+            # Places in the queue and estimates change all the time.
+            news = msgspec.structs.replace(state.engine, place="", starts=None)
+            if news != self._waited:
+                self._waited = news
+                print(plain(nodes_line(state.engine, time.time())), file=sys.stderr, flush=True)  # noqa: T201
 
     def close(self, state: RunState) -> None:
         """Print what has not been printed."""
@@ -133,12 +150,15 @@ class WidgetView:
                 self._open_panel(state, now)
             return
         if now - self._drawn >= self._pause:
-            self._drawn, self._pause = now, SECONDS_BETWEEN_DRAWS
+            self._drawn, began = now, time.thread_time()
             delta = self._drawing.changes(state, now)
+            size = 0
             if delta is not None:
                 self._panel.show(delta)
                 size = len(msgspec.json.encode(delta))
-                self._pause = max(SECONDS_BETWEEN_DRAWS, size / BYTES_PER_SECOND)
+            spent = time.thread_time() - began
+            rest = min(_REST * spent, _LONGEST_REST_SECONDS)
+            self._pause = max(SECONDS_BETWEEN_DRAWS, size / BYTES_PER_SECOND, rest)
             self._panel.repeat()
         if self._panel.stop_wanted() and self._stops < _STOPS:
             self._stops += 1
@@ -168,7 +188,8 @@ class WidgetView:
         # The HTML and the text are for front ends without widgets, and for a notebook that is saved now; the
         # output follows at the end.
         widget = {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id}
-        placeholder = {_WIDGET_TYPE: widget, **_bundle(state, self._header, (), _UNFINISHED)}
+        nodes = "" if state.engine is None else f"{plain(nodes_line(state.engine, time.time()))}. "
+        placeholder = {_WIDGET_TYPE: widget, **_bundle(state, self._header, (), nodes + _UNFINISHED)}
         display_id = uuid.uuid4().hex
         _display(placeholder, display_id=display_id)
         self._display_id = display_id
@@ -253,7 +274,7 @@ def html_and_text(state: RunState, header: Header) -> Bundle:
 def _bundle(state: RunState, header: Header, outputs: Sequence[Folded], note: str) -> Bundle:
     return {
         "text/html": render_html(state, header, outputs=outputs)
-        + (f'<p style="{ROOT_STYLE}">{note}</p>' if note else ""),
+        + (f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""),
         "text/plain": render_text(state, header, outputs=outputs) + (f"\n{note}" if note else ""),
     }
 

@@ -7,14 +7,14 @@ and stay below 1 MB together with its text form, whatever 64 ranks print.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer, size
-from nblaunch.protocol.state import RankState, RunState, State
+from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import markup, summary
 from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
@@ -47,9 +47,12 @@ _ELEMENT_COST = 300
 _FRAME_COST = 500
 _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
+_ALWAYS = (0, 2)
 _NARROW_COLUMNS = 3
 _PLACES = 16
-_ROWS_OPEN = 16
+_ROWS_OPEN = summary.RANKS_LISTED
+_ROWS = 64
+"""Of more ranks, those that are alike share a row."""
 _MOST_OPEN = 8
 """Outputs, values and tracebacks of consequences that are shown in full; the others are folded away."""
 _LINES_OPEN = 40
@@ -70,8 +73,8 @@ _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as HTML: how it ended, a row per rank, then output and values.
 
-    It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
-    is `folded(state)` if the caller has it already.
+    It holds no times and no pids, so that a notebook's saved output can be compared. With several hosts, it
+    names those of ranks that failed or hang. `outputs` is `folded(state)` if the caller has it already.
     """
     found = blame(state.ranks)
     what = markup.escaped(summary.headline(state, header.title, header.backend))
@@ -79,6 +82,7 @@ def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Fo
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
         *_failures(found),
         *_attempts(state),
+        *map(_note, summary.host_lines(state)),
         *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *_hang(state),
         _table(state, found),
@@ -108,7 +112,7 @@ def _failures(found: Blame) -> Iterator[str]:
 def _causes(found: Blame, traceback_cost: int) -> list[str]:
     parts = []
     for number, cause in enumerate(found.causes):
-        label = f"{'Also failed' if number else 'Root cause'}: {format_ranks(cause.ranks)}:"
+        label = markup.escaped(f"{'Also failed' if number else 'Root cause'}: {cause.who}:")
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
@@ -171,8 +175,15 @@ def _table(state: RunState, found: Blame) -> str:
     limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
     few = len(state.ranks) <= _ROWS_OPEN
     ranks = sorted(state.ranks.items())
-    rows = [_cells(known, failures.get(rank, ""), limit, few=few) for rank, known in ranks]
-    shown = [index for index in range(len(_COLUMNS)) if index in (0, 2) or any(row[index] for row in rows)]
+    if len(ranks) > _ROWS:
+        rows = _alike_rows(state, failures)
+    else:
+        hosts = hosts_of(state.ranks)
+        rows = [
+            _cells(known, hosts.get(rank, ""), failures.get(rank, ""), limit, few=few)
+            for rank, known in ranks
+        ]
+    shown = [index for index in range(len(_COLUMNS)) if index in _ALWAYS or any(row[index] for row in rows)]
     head = _row("th", (_COLUMNS[index] for index in shown), few=few)
     body = "".join(_row("td", (row[index] for index in shown), few=few) for row in rows)
     table = f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
@@ -183,7 +194,29 @@ def _table(state: RunState, found: Blame) -> str:
     values = by_rank(state, lambda known: _in_one_line(known.value_text))
     lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
     below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _MOST_OPEN else ""
-    return markup.details(f"{len(rows)} ranks: {title}", table, opened=False) + below
+    return markup.details(f"{len(ranks)} ranks: {title}", table, opened=False) + below
+
+
+def _alike_rows(state: RunState, failures: Mapping[int, str]) -> list[tuple[str, ...]]:
+    """Return a row for all ranks with the same end, without what differs from rank to rank."""
+    ends = {rank: (known.state, failures.get(rank, "")) for rank, known in state.ranks.items()}
+    found = list(ranks_by_answer(ends).items())
+    rows: list[tuple[str, ...]] = [
+        (
+            clipped(format_ranks(ranks), _CELL_COST),
+            "",
+            markup.state(word),
+            "",
+            "",
+            "",
+            markup.code(clipped(why, _CELL_COST), styled=False),
+        )
+        for (word, why), ranks in found[:_ROWS]
+    ]
+    if len(found) > _ROWS:
+        more = f"… {sum(len(ranks) for _, ranks in found[_ROWS:])} more, see result.ranks …"
+        rows.append((more, *[""] * (len(_COLUMNS) - 1)))
+    return rows
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
@@ -196,10 +229,12 @@ def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, failure: str, limit: int, *, few: bool) -> tuple[str, ...]:
-    """Return a rank's cells in the order of `_COLUMNS`."""
+def _cells(known: RankState, host: str, failure: str, limit: int, *, few: bool) -> tuple[str, ...]:
+    """Return a rank's cells in the order of `_COLUMNS`; only one that has failed names its `host`."""
     last = clipped(last_line(known.transcript), min(limit, _SHORT_CELL_COST))
     value = clipped(_in_one_line(known.value_text), min(limit, _SHORT_CELL_COST))
+    # A column of its own would be empty for all others.
+    where = f"on {plain(host)}: " if host and failure else ""
     return (
         str(known.rank),
         markup.escaped(clipped(plain(known.device), limit)),
@@ -207,7 +242,7 @@ def _cells(known: RankState, failure: str, limit: int, *, few: bool) -> tuple[st
         size(known.peak_gpu_memory).replace(" ", "\u00a0") if known.peak_gpu_memory else "",
         markup.code(last, styled=few),
         "(below)" if known.value_html else markup.code(value, styled=few),
-        markup.code(clipped(failure, limit), styled=few),
+        markup.code(clipped(f"{where}{failure}", limit), styled=few),
     )
 
 

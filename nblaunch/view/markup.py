@@ -28,6 +28,7 @@ ICONS = {
     State.SUCCEEDED: "✓",
     State.FAILED: "✗",
     State.STOPPED: "■",
+    State.PREEMPTED: "▣",
     State.LOST: "?",
 }
 STATE_COLORS = {
@@ -37,6 +38,7 @@ STATE_COLORS = {
     State.SUCCEEDED: GREEN,
     State.FAILED: RED,
     State.STOPPED: YELLOW,
+    State.PREEMPTED: YELLOW,
     State.LOST: MAGENTA,
 }
 

@@ -2,13 +2,17 @@
 // that a rank displays: it goes into a frame in which no script runs.
 
 const MOST_CARDS = 8;
-const DENSE_TILES = 64;
+const MOST_TILES = 64;
+const DENSE_CELLS = 256;
+const LONGEST_HOST = 18;
+const POINT_AT = "Point at a cell, or use the arrow keys: its rank is named here. Click, or press Enter: its output.";
 const KEPT_PIECES = 500;
 const FOLDED_ROWS = 600;
 const LONGEST_PREFIX = 40;
 const NEAR_ROWS = 60;
 const NEXT_PIECES = 8;
-const HELLO_AFTER = [200, 600, 1500, 4000];
+const HELLO_AFTER = 200;
+const HELLO_EVERY = 3_600_000;
 const ASK_EVERY = 1000;
 const STATES = ["FAILED", "LOST", "STOPPED", "RUNNING", "STARTING", "INIT", "SUCCEEDED"];
 const STRAGGLER = "⚠";
@@ -399,6 +403,9 @@ class Store {
     this.listeners = new Set();
     this.header = {};
     this.rows = new Map();
+    // Another object whenever ranks have come or gone, and whenever anything of them has changed.
+    this.members = {};
+    this.news = {};
     this.values = {};
     this.report = null;
     this.tails = new Map();
@@ -446,6 +453,8 @@ class Store {
       this.rows.set(row.rank, row);
     }
     if (isNew) this.rows = new Map([...this.rows].sort(([one], [other]) => one - other));
+    this.news = {};
+    if (isNew || removed.length) this.members = {};
   }
 
   takeOutput({ attempt, pieces, tails }, gapsAreNew) {
@@ -517,11 +526,14 @@ class Head {
       stop();
       if (this.store.header.stop === "Stop") setText(this.stopped, "stopping … press again to end the ranks at once");
     });
+    this.nodes = element("div", "nblaunch-nodes");
     const line = element("div", "nblaunch-line");
     line.append(this.word, this.what, this.elapsed, this.stopped, this.hint, this.button);
-    const ranks = element("div", "nblaunch-line");
-    ranks.append(this.bar, this.counts);
-    this.element.append(line, ranks);
+    this.ranks = element("div", "nblaunch-line");
+    this.ranks.append(this.bar, this.counts);
+    this.hosts = element("div", "nblaunch-hosts");
+    this.waits = element("div", "nblaunch-hint");
+    this.element.append(line, this.nodes, this.waits, this.ranks, this.hosts);
   }
 
   draw() {
@@ -531,6 +543,18 @@ class Head {
       this.word.replaceChildren(stateWord(header.state ?? "", header.icon ?? ""));
       setText(this.what, [header.what, header.node, header.restarts, header.logs, header.note].filter(Boolean).join(" · "));
       this.what.title = header.magic ?? "";
+      setText(this.nodes, header.nodes ? `${header.soon ? `${STRAGGLER} ` : ""}${header.nodes}` : "");
+      this.nodes.hidden = !header.nodes;
+      this.nodes.classList.toggle("nblaunch-soon", Boolean(header.soon));
+      setText(this.waits, header.waits ?? "");
+      this.waits.hidden = !header.waits;
+      this.ranks.hidden = Boolean(header.waits);
+      if (this.named !== header.hosts) {
+        this.named = header.hosts;
+        const lines = header.hosts ? header.hosts.split("\n") : [];
+        this.hosts.replaceChildren(...lines.map((line) => element("div", "", line)));
+        this.hosts.hidden = !lines.length;
+      }
       const stop = header.stop ?? "Stop";
       setText(this.hint, `interrupt the kernel to ${stop.toLowerCase()}`);
       setText(this.button, `■ ${stop}`);
@@ -541,9 +565,11 @@ class Head {
   }
 
   drawCounts() {
-    const rows = [...this.store.rows.values()];
-    const counts = STATES.map((state) => [state, rows.filter((row) => row.state === state)]);
-    const present = counts.filter(([, some]) => some.length);
+    if (this.counted === this.store.news) return;
+    this.counted = this.store.news;
+    const counts = new Map(STATES.map((state) => [state, []]));
+    for (const row of this.store.rows.values()) counts.get(row.state)?.push(row);
+    const present = [...counts].filter(([, some]) => some.length);
     const summary = present.map(([state, some]) => `${some.length} ${state}`).join(", ");
     if (this.summary === summary) return;
     this.summary = summary;
@@ -742,10 +768,12 @@ class Card {
     if (this.row !== row) {
       this.row = row;
       this.state.replaceChildren(stateWord(row.state, row.icon, row.phase));
-      setText(this.where, [row.device, row.pid && `pid ${row.pid}`].filter(Boolean).join(" · ") || "\u00a0");
+      const place = (host) => [host, row.device, row.pid && `pid ${row.pid}`].filter(Boolean).join(" · ");
+      setText(this.where, place(row.host && shortHost(row.host)) || "\u00a0");
+      this.where.title = place(row.host);
       setText(this.mark, row.mark ? `${STRAGGLER} ${row.mark}` : "");
       const value = store.values[row.value];
-      const result = row.failure ?? (value ? inOneLine(value) : "");
+      const result = row.failure ?? (value ? firstLineOf(value) : "");
       setText(this.result, result);
       this.result.classList.toggle("nblaunch-wrong", Boolean(row.failure));
       this.result.title = row.failure ?? value?.text ?? "";
@@ -764,7 +792,7 @@ class Card {
   }
 }
 
-function inOneLine(value) {
+function firstLineOf(value) {
   const [first, ...more] = value.text.trim().split("\n");
   return value.html ? "→ a value, see below" : `→ ${first}${more.length ? " …" : ""}`;
 }
@@ -782,7 +810,242 @@ function usageOf(row) {
   return parts.join(" · ");
 }
 
-// Up to eight ranks: a card each. More: a tile each, and the card of one of them.
+function nameOf(row) {
+  const where = row.host ? ` on ${row.host}` : "";
+  return `Rank ${row.rank}${where}, ${row.state}${row.mark ? `, ${STRAGGLER} ${row.mark}` : ""}`;
+}
+
+// The end of a long name is what tells hosts apart; a domain does not.
+function shortHost(host) {
+  const name = host.split(".")[0];
+  return name.length > LONGEST_HOST ? `…${name.slice(1 - LONGEST_HOST)}` : name;
+}
+
+// What all of these begin with; a number stays whole.
+function commonStart([first = "", ...others]) {
+  let { length } = first;
+  for (const name of others) {
+    while (name.slice(0, length) !== first.slice(0, length)) length -= 1;
+  }
+  return first.slice(0, length).replace(/\d+$/, "");
+}
+
+// A cell for each rank, in a row for each host. Only cells of ranks that have changed are drawn, and those out of
+// sight cost nothing. The pointer and the keys are heard in one place.
+class HostMap {
+  constructor(choose) {
+    this.choose = choose;
+    this.element = element("div", "nblaunch-mapped");
+    this.grid = labelled("div", "nblaunch-map", "Ranks by host", "grid");
+    this.caption = element("div", "nblaunch-hint");
+    this.about = element("div", "nblaunch-about");
+    this.element.append(this.caption, this.grid, this.about);
+    this.hosts = new Map();
+    this.cells = new Map();
+    this.focused = null;
+    this.pressed = null;
+    this.grid.addEventListener("click", (event) => {
+      const cell = this.cellOf(event);
+      if (cell) this.choose(cell.rank);
+    });
+    this.grid.addEventListener("keydown", (event) => this.key(event));
+    for (const name of ["pointerover", "focusin"]) {
+      this.grid.addEventListener(name, (event) => this.point(this.cellOf(event)));
+    }
+    this.grid.addEventListener("pointerleave", () => this.point(null));
+    this.grid.addEventListener("focusout", () => this.point(null));
+    // The cells say it themselves.
+    this.about.setAttribute("aria-hidden", "true");
+  }
+
+  cellOf({ target }) {
+    const rank = target?.dataset?.rank;
+    return rank === undefined ? undefined : this.cells.get(Number(rank));
+  }
+
+  point(cell) {
+    this.pointed = cell;
+    this.tell();
+  }
+
+  // What the reader points at, in words.
+  tell() {
+    const row = this.pointed?.row;
+    setText(this.about, row ? `${nameOf(row)}${row.failure ? `: ${row.failure}` : ""}` : POINT_AT);
+    this.about.classList.toggle("nblaunch-hint", !row);
+  }
+
+  draw(rows, focused, shown) {
+    const isNumbered = rows.size <= MOST_TILES;
+    for (const [rank, cell] of this.cells) {
+      if (!rows.has(rank)) this.remove(cell);
+      else if (isNumbered !== this.isNumbered) cell.row = cell.name = null;
+    }
+    this.isNumbered = isNumbered;
+    this.grid.classList.toggle("nblaunch-numbered", isNumbered);
+    for (const [rank, row] of rows) {
+      const cell = this.cells.get(rank) ?? this.make(rank);
+      if (cell.row === row) continue;
+      if (cell.host?.name !== (row.host ?? "")) this.move(cell, row.host ?? "");
+      this.fill(cell, row);
+    }
+    this.grid.classList.toggle("nblaunch-one", this.hosts.size === 1);
+    this.drawNames(rows.size > DENSE_CELLS);
+    this.focus(this.cells.get(focused), false);
+    if (this.pressed !== this.cells.get(shown)) {
+      if (this.pressed) setAttribute(this.pressed.element, "aria-selected", "false");
+      this.pressed = this.cells.get(shown);
+      if (this.pressed) setAttribute(this.pressed.element, "aria-selected", "true");
+    }
+    this.tell();
+  }
+
+  make(rank) {
+    const cell = { rank, element: element("div") };
+    cell.element.dataset.rank = rank;
+    cell.element.dataset.lmSuppressShortcuts = "true";
+    cell.element.tabIndex = -1;
+    cell.element.setAttribute("role", "gridcell");
+    this.cells.set(rank, cell);
+    return cell;
+  }
+
+  remove(cell) {
+    this.leave(cell);
+    cell.element.remove();
+    this.cells.delete(cell.rank);
+    if (this.focused === cell) this.focused = null;
+    if (this.pointed === cell) this.pointed = null;
+    if (this.pressed === cell) this.pressed = null;
+  }
+
+  leave(cell) {
+    const host = cell.host;
+    if (!host) return;
+    host.cells.splice(host.cells.indexOf(cell), 1);
+    if (host.cells.length) return;
+    host.element.remove();
+    this.hosts.delete(host.name);
+  }
+
+  move(cell, name) {
+    this.leave(cell);
+    cell.host = this.hosts.get(name) ?? this.makeHost(name, cell.rank);
+    const { cells, row } = cell.host;
+    let place = cells.length;
+    while (place && cells[place - 1].rank > cell.rank) place -= 1;
+    row.insertBefore(cell.element, cells[place]?.element ?? null);
+    cells.splice(place, 0, cell);
+    this.isNew = true;
+  }
+
+  // In a dense map only the ends of names that begin alike; what they begin with is said once.
+  drawNames(isDense) {
+    this.grid.classList.toggle("nblaunch-dense", isDense);
+    if (!this.isNew && this.isDense === isDense) return;
+    this.isNew = false;
+    this.isDense = isDense;
+    const hosts = [...this.hosts.values()];
+    const names = hosts.filter(({ name }) => name).map(({ name }) => shortHost(name));
+    const skipped = isDense && names.length > 1 ? commonStart(names) : "";
+    setText(this.caption, skipped ? `hosts ${skipped}…` : "");
+    let longest = 0;
+    for (const { name, label } of hosts) {
+      setText(label, name ? shortHost(name).slice(skipped.length) : "no host yet");
+      longest = Math.max(longest, label.textContent.length);
+    }
+    const widest = Math.max(...hosts.map((host) => host.cells.length));
+    this.grid.style.setProperty("--nblaunch-columns", Math.min(widest, 16));
+    this.grid.style.setProperty("--nblaunch-name", `${longest}ch`);
+  }
+
+  // Hosts stand in the order of their lowest ranks.
+  makeHost(name, rank) {
+    const host = { name, cells: [], element: element("div", "nblaunch-host"), row: element("div", "nblaunch-cells") };
+    host.element.setAttribute("role", "row");
+    host.label = element("div", "nblaunch-hostname");
+    host.label.setAttribute("role", "rowheader");
+    host.label.title = name;
+    host.row.setAttribute("role", "presentation");
+    host.element.append(host.label, host.row);
+    const after = [...this.hosts.values()].filter((each) => each.cells[0].rank > rank);
+    const next = after.reduce((one, other) => (one?.cells[0].rank < other.cells[0].rank ? one : other), undefined);
+    this.grid.insertBefore(host.element, next?.element ?? null);
+    this.hosts.set(name, host);
+    return host;
+  }
+
+  fill(cell, row) {
+    cell.row = row;
+    const name = nameOf(row);
+    if (cell.name === name) return;
+    cell.name = name;
+    cell.element.className = `nblaunch-cell nblaunch-${row.state}${row.mark ? " nblaunch-late" : ""}`;
+    cell.element.setAttribute("aria-label", name);
+    setText(cell.element, `${row.mark ? STRAGGLER : row.icon}${this.isNumbered ? ` ${row.rank}` : ""}`);
+  }
+
+  // The cell that Tab leads to.
+  focus(cell, isMoved) {
+    if (this.focused !== cell) {
+      if (this.focused) this.focused.element.tabIndex = -1;
+      this.focused?.element.classList.remove("nblaunch-focused");
+      this.focused = cell;
+      cell?.element.classList.add("nblaunch-focused");
+      if (cell) cell.element.tabIndex = 0;
+      if (!isMoved) this.reveal(cell);
+    }
+    if (isMoved) cell?.element.focus();
+  }
+
+  // Scrolls the map alone: the page is its reader's.
+  reveal(cell) {
+    if (!cell || this.grid.contains(document.activeElement)) return;
+    const top = cell.element.getBoundingClientRect().top - this.grid.getBoundingClientRect().top;
+    if (top < 0 || top > this.grid.clientHeight - 20) this.grid.scrollTop += top - this.grid.clientHeight / 2;
+  }
+
+  key(event) {
+    const cell = this.cellOf(event);
+    if (!cell) return;
+    if (event.key === "Enter" || event.key === " ") this.choose(cell.rank);
+    else if (!this.step(event.key, cell)) return;
+    event.preventDefault();
+    event.stopPropagation();
+  }
+
+  step(key, cell) {
+    const hosts = [...this.hosts.values()].sort((one, other) => one.cells[0].rank - other.cells[0].rank);
+    const ordered = hosts.flatMap((host) => host.cells);
+    const isOne = hosts.length === 1;
+    if (isOne || !["ArrowUp", "ArrowDown"].includes(key)) {
+      const next = nextIndex(key, ordered.indexOf(cell), ordered.length, isOne ? inOneLine(ordered) : 1);
+      if (next !== null) this.focus(ordered[next], true);
+      return next !== null;
+    }
+    const place = hosts.indexOf(cell.host);
+    const host = hosts[nextIndex(key, place, hosts.length, inOneLine(hosts))];
+    this.focus(host.cells[Math.min(cell.host.cells.indexOf(cell), host.cells.length - 1)], true);
+    return true;
+  }
+}
+
+// How many of these stand side by side.
+function inOneLine(things) {
+  const { offsetTop } = things[0].element;
+  const next = things.findIndex((each) => each.element.offsetTop !== offsetTop);
+  return next < 0 ? things.length : next;
+}
+
+function hasHosts(rows) {
+  for (const row of rows.values()) {
+    if (row.host) return true;
+  }
+  return false;
+}
+
+// Up to eight ranks: a card each. More: a tile each, and the card of one of them. Many, or many on several hosts:
+// a map of the hosts in the place of tiles.
 class Ranks {
   constructor(store, choice) {
     this.store = store;
@@ -790,29 +1053,41 @@ class Ranks {
     this.element = labelled("div", "nblaunch-ranks", "Ranks", "group");
     this.grid = labelled("div", "nblaunch-grid", "Choose a rank", "group");
     this.grid.dataset.lmSuppressShortcuts = "true";
+    this.map = new HostMap((rank) => this.choice.toggle(rank));
     this.aside = element("div", "nblaunch-cards");
-    this.element.append(this.grid, this.aside);
+    this.element.append(this.map.element, this.grid, this.aside);
     this.cards = new Map();
     this.tiles = new Map();
     this.grid.addEventListener("keydown", (event) => this.move(event));
   }
 
   draw() {
-    const { rows } = this.store;
+    const { rows, news } = this.store;
     const many = rows.size > MOST_CARDS;
-    this.grid.hidden = !many;
-    this.element.classList.toggle("nblaunch-many", many);
-    this.grid.classList.toggle("nblaunch-dense", rows.size > DENSE_TILES);
-    if (many) this.drawTiles(rows);
-    this.drawCards(many ? [this.inFocus()] : [...rows.keys()]);
+    const isMap = rows.size > MOST_TILES || (many && hasHosts(rows));
+    const focused = many ? this.inFocus() : null;
+    const drawn = `${focused} ${this.choice.shown}`;
+    this.element.hidden = Boolean(this.store.header.waits);
+    if (this.drawn !== drawn || this.known !== news) {
+      this.drawn = drawn;
+      this.known = news;
+      this.map.element.hidden = !isMap;
+      this.grid.hidden = !many || isMap;
+      this.element.classList.toggle("nblaunch-many", many && !isMap);
+      if (isMap) this.map.draw(rows, focused, this.choice.shown);
+      else if (many) this.drawTiles(rows, focused);
+    }
+    this.drawCards(many ? [focused] : [...rows.keys()]);
   }
 
   // The rank whose card is shown beside the tiles: the chosen one, else the first that failed, else the first.
   inFocus() {
     const { rows } = this.store;
     if (rows.has(this.choice.card)) return this.choice.card;
-    const failed = [...rows.values()].find((row) => row.state === "FAILED" && !row.failure?.startsWith("consequence"));
-    return failed?.rank ?? rows.keys().next().value;
+    for (const row of rows.values()) {
+      if (row.state === "FAILED" && !row.failure?.startsWith("consequence")) return row.rank;
+    }
+    return rows.keys().next().value;
   }
 
   drawCards(ranks) {
@@ -833,8 +1108,7 @@ class Ranks {
     }
   }
 
-  drawTiles(rows) {
-    const focused = this.inFocus();
+  drawTiles(rows, focused) {
     for (const [rank, tile] of this.tiles) {
       if (rows.has(rank)) continue;
       tile.element.remove();
@@ -860,7 +1134,7 @@ class Ranks {
     tile.element.tabIndex = isFocused ? 0 : -1;
     setAttribute(tile.element, "aria-pressed", String(this.choice.shown === row.rank));
     tile.element.classList.toggle("nblaunch-focused", isFocused);
-    const name = `Rank ${row.rank}, ${row.state}${row.mark ? `, ${STRAGGLER} ${row.mark}` : ""}`;
+    const name = nameOf(row);
     const title = row.failure ? `${name}: ${row.failure}` : name;
     if (tile.title === title) return;
     tile.title = title;
@@ -916,10 +1190,13 @@ class Output {
     tools.append(this.follow, this.copy, this.note);
     this.element.append(tools, this.log);
     this.select.addEventListener("change", () => choice.show(this.select.value));
+    for (const name of ["pointerdown", "focus"]) this.select.addEventListener(name, () => this.listRanks());
     this.filter.addEventListener("input", () => this.draw());
     this.log.addEventListener("scroll", () => this.scrolled());
-    // A figure has no height until it is loaded. The event does not bubble.
-    this.log.addEventListener("load", () => this.toEnd(), true);
+    // A figure has no height until it is loaded, nor has what is out of sight before it comes near.
+    this.lines = element("div");
+    this.log.append(this.lines);
+    new ResizeObserver(() => this.toEnd()).observe(this.lines);
   }
 
   button(text, name, action) {
@@ -961,6 +1238,7 @@ class Output {
   }
 
   draw() {
+    this.element.hidden = Boolean(this.store.header.waits);
     this.drawOptions();
     const entries = this.entries();
     const keep = new Set(entries);
@@ -969,31 +1247,47 @@ class Output {
       line.element.remove();
       this.drawn.delete(entry);
     }
-    let place = this.log.firstChild;
+    let place = this.lines.firstChild;
     for (const entry of entries) {
       const line = this.drawn.get(entry) ?? this.makeLine(entry);
       if (line.version !== entry.version) this.drawLine(line, entry);
       if (line.element === place) place = place.nextSibling;
-      else this.log.insertBefore(line.element, place);
+      else this.lines.insertBefore(line.element, place);
     }
     this.log.classList.toggle("nblaunch-empty", !entries.length);
     this.toEnd();
   }
 
+  // Of many ranks only those that are needed, until the reader opens the list.
   drawOptions() {
-    const ranks = [...this.store.rows.keys()];
+    const { rows, members } = this.store;
+    const { shown } = this.choice;
+    if (rows.size <= MOST_TILES) this.listRanks();
+    else if (this.listed !== members) this.list(["all", ...(shown === "all" ? [] : [shown])]);
+    if (this.select.value !== String(shown)) this.select.value = String(shown);
+  }
+
+  listRanks() {
+    const { rows, members } = this.store;
+    if (this.listed === members) return;
+    this.list(["all", ...rows.keys()]);
+    this.listed = members;
+  }
+
+  list(ranks) {
     const names = ranks.join();
-    if (this.names !== names) {
-      this.names = names;
-      this.select.replaceChildren(
-        ...["all", ...ranks].map((rank) => {
-          const option = element("option", "", rank === "all" ? "all ranks" : `rank ${rank}`);
-          option.value = rank;
-          return option;
-        }),
-      );
-    }
+    if (this.names === names) return;
+    this.names = names;
+    this.listed = null;
+    this.select.replaceChildren(...ranks.map((rank) => this.option(rank)));
     this.select.value = String(this.choice.shown);
+  }
+
+  option(rank) {
+    const host = this.store.rows.get(rank)?.host;
+    const option = element("option", "", rank === "all" ? "all ranks" : `rank ${rank}${host ? ` on ${shortHost(host)}` : ""}`);
+    option.value = rank;
+    return option;
   }
 
   makeLine(entry) {
@@ -1060,6 +1354,8 @@ class Values {
   }
 
   draw() {
+    if (this.known === this.store.news) return;
+    this.known = this.store.news;
     const groups = new Map();
     for (const row of this.store.rows.values()) {
       if (row.value === undefined) continue;
@@ -1166,11 +1462,18 @@ function send(store, text) {
 
 function calls(store) {
   // A kernel that receives this while it is busy can be stopped from here. JupyterLab only now opens the channel
-  // that a busy kernel reads; what is sent before it is open arrives after the run.
-  const hello = () => store.heard || send(store, `hello ${PAGE}`);
+  // that a busy kernel reads; what is sent before it is open arrives after the run. On a busy machine that takes
+  // seconds: a page that gave up would have no Stop button, and would lack for the whole run what it has missed.
+  let pause = HELLO_AFTER;
+  const hello = () => {
+    if (store.heard) return;
+    send(store, `hello ${PAGE}`);
+    pause = Math.min(2 * pause, HELLO_EVERY);
+    store.timers[0] = setTimeout(hello, pause);
+  };
   // A page that missed a delta asks for everything until it comes.
   const again = () => store.missed && store.heard && send(store, "again");
-  return [...HELLO_AFTER.map((milliseconds) => setTimeout(hello, milliseconds)), setInterval(again, ASK_EVERY)];
+  return [setTimeout(hello, pause), setInterval(again, ASK_EVERY)];
 }
 
 function result(model) {

@@ -14,6 +14,7 @@ later finds the panel among the kernel's widgets, without a comm, with the resul
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import uuid
@@ -69,6 +70,13 @@ _arrivals = _Arrivals()
 _ended: deque[Panel] = deque()
 
 
+def _packed(name: str) -> str:
+    """Return a file without indentation and comments: a saved notebook has it for each of its panels."""
+    lines = [line.strip() for line in (_HERE / name).read_text(encoding="utf-8").splitlines()]
+    comment = re.compile(r"//|/\*.*\*/$")
+    return "\n".join(line for line in lines if line and not comment.match(line))
+
+
 class Panel(anywidget.AnyWidget):
     """Shows a drawing. Only `delta` is sent while the run lasts: what has changed.
 
@@ -76,8 +84,8 @@ class Panel(anywidget.AnyWidget):
     is loaded again, and when it has missed something. `final` is what stays in the notebook after the end.
     """
 
-    _esm = (_HERE / "panel.js").read_text(encoding="utf-8")
-    _css = (_HERE / "panel.css").read_text(encoding="utf-8")
+    _esm = _packed("panel.js")
+    _css = _packed("panel.css")
 
     comm: Any  # ipywidgets has no types
     name: traitlets.Unicode[str, str | bytes] = traitlets.Unicode().tag(sync=True)

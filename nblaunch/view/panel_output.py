@@ -263,6 +263,8 @@ class Feed:
 
     def __init__(self) -> None:
         self._tails: dict[int, Tail] = {}
+        self.busy = False
+        """Whether something waits to be sent."""
         self._attempt = 0
         self._allowance = float(_BURST)
         self._filled: float | None = None
@@ -288,6 +290,7 @@ class Feed:
             for number, piece, cost in tail.displays(int(self._allowance), first):
                 # A display that many ranks share is sent once.
                 self._allowance -= cost if batch.add(rank, number, piece) else 0
+        self.busy = any(tail.busy for tail in busy.values())
         return batch.news if batch.news["tails"] else None
 
     def whole(self) -> News:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
+from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import HangReport, format_ranks, plural
-from nblaunch.protocol.state import AttemptState, RankState, RunState, State
+from nblaunch.protocol.reports import HangReport, by_host, plural, ranks_on
+from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.view import summary
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
 from nblaunch.view.output import last_line
@@ -132,7 +134,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self.report: PanelReport | None = None
-        self._seen: tuple[object, ...] = ((), None, ())
+        self._seen: tuple[object, ...] = ((), None, (), "")
 
     def news(self, state: RunState) -> PanelReport | None:
         """Return the whole report if anything in it has changed."""
@@ -141,7 +143,7 @@ class Reporter:
             for rank, known in state.ranks.items()
             if known.failure is not None or known.warning or known.value_not_sent
         )
-        seen = (state.earlier, state.hang, troubled)
+        seen = (state.earlier, state.hang, troubled, state.preempted)
         if seen == self._seen:
             return None
         self._seen, self.report = seen, _report(state)
@@ -155,7 +157,7 @@ def _report(state: RunState) -> PanelReport:
     return PanelReport(
         causes=[
             CauseNote(
-                ranks=format_ranks(each.ranks),
+                ranks=each.who,
                 why=summary.why(each, limit),
                 traceback=_traceback(each.failure) if number < summary.TRACEBACKS else [],
             )
@@ -177,8 +179,8 @@ def _traceback(failure: FailureRecord) -> list[PanelPiece]:
 
 def _attempt(attempt: AttemptState) -> PastAttempt:
     found = blame(attempt.ranks)
-    each = sorted(summary.why_each(found).items())
-    lines = [f"rank {rank}: {clipped(text, _LINE_COST)}" for rank, text in each]
+    each, hosts = sorted(summary.why_each(found).items()), hosts_of(attempt.ranks)
+    lines = [f"{ranks_on([rank], hosts)}: {clipped(text, _LINE_COST)}" for rank, text in each]
     for rank, known in sorted(attempt.ranks.items()):
         last = last_line(known.transcript)
         lines += [f"rank {rank}, last output: {clipped(last, _LINE_COST)}"] if last else []
@@ -209,18 +211,22 @@ _VALUE_COST = 4_000
 _RICH_VALUE_COST = 40_000
 _VALUES_COST = 400_000
 _READ_CHARACTERS = 20_000
+_CARDS = 8
+"""So many ranks have a card each in the panel."""
 
 
 class Row(TypedDict):
     """One rank; what is not known is left out. `value` is the number of a value.
 
-    `memory` and `gpu_memory` are what it uses now, `gpu_peak` what torch had allocated at most, in bytes.
+    `host` is where it runs, if ranks are on several hosts. `memory` and `gpu_memory` are what it uses now,
+    `gpu_peak` what torch had allocated at most, in bytes.
     """
 
     rank: int
     state: str
     icon: str
     phase: NotRequired[str]
+    host: NotRequired[str]
     device: NotRequired[str]
     pid: NotRequired[int]
     cpu: NotRequired[float]
@@ -261,13 +267,15 @@ class Rows:
         self._explained: tuple[object, ...] = ()
         self._why: dict[int, str] = {}
         self._marks: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
         self._stragglers = Stragglers()
         self._numbers: dict[tuple[str, str], int] = {}
         self._room = _VALUES_COST
+        self._by_host = ""
 
     def news(self, state: RunState, now: float) -> RankNews | None:
         """Return what differs from the state seen last, or None; `now` is in seconds."""
-        why, marks = self._failures(state), self._stragglers.marks(state, now)
+        why, marks, hosts = self._failures(state), self._stragglers.marks(state, now), hosts_of(state.ranks)
         waits = summary.waits(state).items()
         marks |= {rank: what if state.doing else f"{what}; {summary.AGAIN}" for rank, what in waits}
         rows: dict[str, Row] = {}
@@ -275,15 +283,19 @@ class Rows:
         for rank, known in sorted(state.ranks.items()):
             # The fold keeps the objects of ranks that have not changed.
             same = self._why.get(rank) == why.get(rank) and self._marks.get(rank) == marks.get(rank)
-            if self._states.get(rank) is known and same:
+            if self._states.get(rank) is known and same and self._hosts.get(rank) == hosts.get(rank):
                 continue
             row = self._row(known, why.get(rank, ""), marks.get(rank, ""), values)
+            if rank in hosts:
+                row["host"] = plain(hosts[rank])
             # More output alone is not sent here: the feed sends it.
             if self.rows.get(str(rank)) != row:
                 rows[str(rank)] = row
         removed = [rank for rank in self.rows if int(rank) not in state.ranks]
-        header = _header(state, self._about)
-        self._states, self._why, self._marks = state.ranks, why, marks
+        if rows or removed:
+            self._by_host = "\n".join(_host_lines(state, hosts))
+        header = {**_header(state, self._about), "hosts": self._by_host}
+        self._states, self._why, self._marks, self._hosts = state.ranks, why, marks, hosts
         if not rows and not removed and header == self.header:
             return None
         kept = {rank: row for rank, row in self.rows.items() if rank not in removed}
@@ -345,14 +357,30 @@ def _add_usage(row: Row, known: RankState) -> None:
         row["gpu"] = usage.gpu_percent
 
 
+def _host_lines(state: RunState, hosts: Mapping[int, str]) -> list[str]:
+    """Return how the ranks of several hosts are, where a cell of the map is all that is shown of each."""
+    if not hosts or len(state.ranks) <= _CARDS:
+        return []
+    return [
+        plain(line)
+        for line in by_host({rank: str(known.state) for rank, known in state.ranks.items()}, hosts)
+    ]
+
+
 def _header(state: RunState, header: summary.Header) -> dict[str, str]:
-    """Return the panel's header; unlike what is saved, it names the machine and the log directory."""
-    restarts = len(state.earlier)
+    """Return the panel's header; unlike what is saved, it names the machines and the log directory."""
+    restarts, engine, now = len(state.earlier), state.engine, time.time()
+    awaits = state.awaits_nodes
     return {
-        "state": str(state.summary),
-        "icon": ICONS[state.summary],
+        "state": "WAITING" if awaits else str(state.summary),
+        "icon": ICONS[State.STARTING if awaits else state.summary],
+        # Ranks that may be others, and more, are not shown.
+        "waits": "The ranks are shown here once their nodes have come." if awaits else "",
         "what": summary.headline(state, header.title, header.backend),
-        "node": plain(header.node),
+        # Where an engine places the nodes, the notebook's machine need not be one of them.
+        "node": "" if engine is not None else plain(header.node),
+        "nodes": "" if engine is None else plain(nodes_line(engine, now)),
+        "soon": "soon" if engine is not None and time_is_short(engine, now) else "",
         "magic": plain(header.magic),
         "restarts": plural(restarts, "restart") if restarts else "",
         "logs": f"logs: {plain(header.log_dir)}" if header.log_dir else "",
@@ -362,6 +390,9 @@ def _header(state: RunState, header: summary.Header) -> dict[str, str]:
 
 
 # All that a live panel shows.
+
+_LOOK_SECONDS = 0.5
+"""Between two looks at a state that has not changed: there is what time alone changes."""
 
 
 class Delta(TypedDict):
@@ -395,12 +426,17 @@ class Drawing:
         self._feed = Feed()
         self._reporter = Reporter()
         self._sequence = 0
+        self._seen: RunState | None = None
+        self._due = 0.0
         # A page that is loaded again asks for everything while the run's own thread draws.
         self._lock = threading.Lock()
 
     def changes(self, state: RunState, now: float) -> Delta | None:
         """Return what has changed since the last call, or None."""
         with self._lock:
+            if state is self._seen and now < self._due and not self._feed.busy:
+                return None
+            self._seen, self._due = state, now + _LOOK_SECONDS
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)

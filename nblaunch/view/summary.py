@@ -1,4 +1,7 @@
-"""How a run stands or ended, in lines that text, HTML and panel share; none differs from run to run."""
+"""How a run stands or ended, in lines that text, HTML and panel share.
+
+None differs from run to run, but that of what failed or hangs on several hosts: it names them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from typing import Any
 from nblaunch._results import Event
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
-from nblaunch.protocol.reports import HangReport, format_ranks, plural
-from nblaunch.protocol.state import AttemptState, RunState
+from nblaunch.protocol.reports import HangReport, by_host, format_ranks, plural, ranks_by_answer
+from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
@@ -39,6 +42,8 @@ class Header:
 # The lines.
 
 
+RANKS_LISTED = 16
+"""Of more ranks, no view has a line for each unless the reader asks for it."""
 PART_BUDGET = 60_000
 """Bytes of all values together, and of all earlier attempts."""
 REASON_COST = 1_500
@@ -78,7 +83,7 @@ def why_each(found: Blame) -> dict[int, str]:
 
 def consequence_lines(found: Blame, limit: int = REASON_COST) -> list[str]:
     """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
-    return [f"{format_ranks(each.ranks)}: {why(each, limit)}" for each in found.consequences]
+    return [f"{each.who}: {why(each, limit)}" for each in found.consequences]
 
 
 def others_lines(state: RunState, found: Blame) -> list[str]:
@@ -125,12 +130,12 @@ def places(report: HangReport) -> list[Place]:
     """Return where the ranks were, ranks with the same stack together."""
     found = []
     for group in report.groups:
-        line = f"[{format_ranks(group.ranks)}] {_stable(group.headline)}"
+        line = f"{report.named(group.ranks)} {_stable(group.headline)}"
         found.append(Place(group.ranks, line, _stack(group.frames)))
-    for rank, stack in report.silent.items():
-        found.append(Place((rank,), f"[rank {rank}] gave no answer", _stable(stack)))
+    for stack, ranks in ranks_by_answer(report.silent).items():
+        found.append(Place(ranks, f"{report.named(ranks)} gave no answer", _stable(stack)))
     if report.finished:
-        found.append(Place(report.finished, f"[{format_ranks(report.finished)}] had finished"))
+        found.append(Place(report.finished, f"{report.named(report.finished)} had finished"))
     return sorted(found, key=lambda each: each.ranks)
 
 
@@ -181,15 +186,29 @@ def warning_lines(state: RunState) -> list[str]:
     ]
 
 
+def host_lines(state: RunState) -> list[str]:
+    """Return how many ranks on several hosts are, alike hosts together; few ranks are listed anyway.
+
+    Hosts have their names only where ranks have failed: else they differ from run to run.
+    """
+    hosts = hosts_of(state.ranks)
+    if not hosts or len(state.ranks) <= RANKS_LISTED:
+        return []
+    return by_host({rank: str(known.state) for rank, known in state.ranks.items()}, hosts, named=state.failed)
+
+
 def headline(state: RunState, title: str, backend: str) -> str:
-    """Return what ran where: `cell · 8 ranks · gloo`.
+    """Return what ran where: `cell · 8 ranks · gloo`; of nodes that are awaited, neither is known.
 
     >>> headline(RunState.fresh(2), "cell", "gloo")
     'cell · 2 ranks · gloo'
     """
     count = len(state.ranks)
     ranks = plural(count, "rank")
-    if count != state.world_size:
+    backend = state.backend or backend
+    if state.engine is not None and not state.begun and not state.backend:
+        ranks = backend = ""
+    elif count != state.world_size:
         ranks = f"{format_ranks(state.ranks)} of {state.world_size}" if count else ranks
     return " · ".join(part for part in (shortened(plain(title), 300), ranks, backend) if part)
 

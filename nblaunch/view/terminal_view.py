@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
+from nblaunch._results import nodes_line
 from nblaunch.protocol.messages import Stream
-from nblaunch.protocol.reports import HangReport
-from nblaunch.protocol.state import RunState, State
+from nblaunch.protocol.reports import HangReport, by_host
+from nblaunch.protocol.state import RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display, Transcript
 from nblaunch.view.output import display_text, latest, size_of
 from nblaunch.view.screen import Screen, plain
-from nblaunch.view.summary import AGAIN, attempt_lines, hang_lines, waits
+from nblaunch.view.summary import AGAIN, RANKS_LISTED, attempt_lines, hang_lines, waits
 from nblaunch.view.text import prefixed
 
 # Standard streams that erase the status line first: what the program's threads print stays whole.
@@ -206,8 +207,15 @@ class Terminal:
     def _status(self, state: RunState) -> str:
         counts = Counter(rank.state for rank in state.ranks.values())
         parts = [f"{counts[each]} {each.lower()}" for each in State if counts[each]]
+        hosts = hosts_of(state.ranks)
+        if len(state.ranks) > RANKS_LISTED and len(hosts) == len(state.ranks):
+            parts = by_host({rank: known.state.lower() for rank, known in state.ranks.items()}, hosts)
         if state.earlier:
             parts.append(f"attempt {state.attempt.number}")
+        if state.engine is not None:
+            line = plain(nodes_line(state.engine, time.time()))
+            # What is awaited comes first: a narrow terminal cuts the end off.
+            parts = [line] if state.awaits_nodes else [*parts, line]
         parts += [f"rank {rank} {what}" for rank, what in waits(state).items()]
         status = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
         bar = self._lines.unfinished

@@ -32,8 +32,8 @@ _LONGEST_LABEL = 24
 def render_text(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
     """Return the run as text: output, values, failures.
 
-    It holds no times, pids or host names, so that a notebook's saved output can be compared. `outputs`
-    is `folded(state)` if the caller has it already.
+    It holds no times and no pids, so that a notebook's saved output can be compared. With several hosts, it
+    names those of ranks that failed or hang. `outputs` is `folded(state)` if the caller has it already.
     """
     shown = folded(state) if outputs is None else outputs
     lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
@@ -94,8 +94,9 @@ def _ending_lines(state: RunState) -> Iterator[str]:
     limit = summary.reason_limit(found)
     for number, cause in enumerate(found.causes):
         label = "also failed" if number else "root cause"
-        yield f"{label}: {format_ranks(cause.ranks)}: {summary.why(cause, limit)}"
+        yield f"{label}: {cause.who}: {summary.why(cause, limit)}"
     yield from summary.consequence_lines(found, limit)
+    yield from summary.host_lines(state)
     yield from summary.others_lines(state, found)
     yield from summary.warning_lines(state)
 

@@ -6,6 +6,8 @@ import pytest
 
 from .front import DARK, LIGHT, expect
 
+pytestmark = pytest.mark.once
+
 COLOURS = r"""
 import sys
 for number, name in enumerate(["black", "red", "green", "yellow", "blue", "magenta", "cyan", "white"]):

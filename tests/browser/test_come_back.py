@@ -130,6 +130,7 @@ def test_a_page_that_is_loaded_again_is_live_and_then_has_the_result(front, gate
     assert outputs_in(front.save()) == [{"text/html", "text/plain"}]
 
 
+@pytest.mark.once
 @notices_pages
 def test_a_second_tab_is_live_too_and_both_have_the_result(front, gate, server):
     start_and_save(front, steps(gate, "first", "second"))
@@ -146,6 +147,7 @@ def test_a_second_tab_is_live_too_and_both_have_the_result(front, gate, server):
         other.screenshot("end")
 
 
+@pytest.mark.once
 @notices_pages
 def test_a_page_that_is_opened_after_the_end_has_the_result(front, gate, server, eventually):
     start_and_save(front, steps(gate, "first", "second"))
@@ -158,6 +160,7 @@ def test_a_page_that_is_opened_after_the_end_has_the_result(front, gate, server,
     assert outputs_in(front.save()) == [{"text/html", "text/plain"}]
 
 
+@pytest.mark.once
 @notices_pages
 def test_the_result_of_a_run_before_the_present_one_is_there_too(front, gate):
     start_and_save(front, steps(gate, "first", "second"), cell(2, f"print('later')\n{gate.wait()}"))
@@ -168,6 +171,7 @@ def test_the_result_of_a_run_before_the_present_one_is_there_too(front, gate):
     expect_the_result(front.outputs.first)
 
 
+@pytest.mark.once
 @notices_pages
 def test_a_page_that_is_loaded_again_can_stop_the_run_or_says_how(front, gate):
     stop = front.panel.get_by_role("button", name="Stop", exact=True)
@@ -183,6 +187,7 @@ def test_a_page_that_is_loaded_again_can_stop_the_run_or_says_how(front, gate):
     expect(front.outputs.last).to_contain_text("STOPPED")
 
 
+@pytest.mark.once
 def test_what_is_saved_during_a_run_says_so(front, gate):
     start_and_save(front, steps(gate, "first", "second"))
     path = front.save()
@@ -250,7 +255,9 @@ def attach(front: Front) -> Locator:
     told = front.add("%load_ext nblaunch")
     expect(told).to_have_text(re.compile(r"^detached session 'train' .*: %distributed attach train\s*$"))
     shown = front.add(ATTACH)
-    expect(shown.get_by_role("log", name="Output")).to_contain_text(f"line {LINES - 1} of 1")
+    # On a busy machine one of them may be some lines behind.
+    for rank in (0, 1):
+        expect(shown.get_by_role("log", name="Output")).to_contain_text(f"line {LINES - 1} of {rank}")
     return shown
 
 
@@ -286,6 +293,7 @@ def test_the_kernel_is_restarted_in_mid_cell_and_a_new_one_has_all_of_it(front, 
     expect(ended).not_to_contain_text("train")
 
 
+@pytest.mark.once
 def test_the_cell_of_a_kernel_that_was_restarted_keeps_what_it_had(front, detached):
     restarted_in_mid_cell(front, detached)
     cell_of_before = front.outputs.nth(1)

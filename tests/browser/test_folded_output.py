@@ -8,6 +8,8 @@ import pytest
 
 from .front import DARK, LIGHT, expect
 
+pytestmark = pytest.mark.once
+
 EPOCHS = """
 for epoch in range({epochs}):
     print(f"epoch {{epoch}}")

@@ -8,6 +8,8 @@ import pytest
 
 from .front import DARK, LIGHT, expect
 
+pytestmark = pytest.mark.once
+
 # There is no GPU here: the allocator's numbers are made up, all that follows is real.
 ALLOCATED = """
 %%distributed -n 3

@@ -45,6 +45,7 @@ def test_the_header_says_what_runs_and_each_rank_has_a_card(front, gate):
     expect(cards[2]).to_contain_text("here")
 
 
+@pytest.mark.once
 def test_one_rank_can_be_looked_at_during_the_run(front, gate):
     front.start(cell(3, f"print('only', rank, 'says this')\n{gate.wait()}"))
     expect(front.output).to_contain_text("only 2 says this")
@@ -56,6 +57,7 @@ def test_one_rank_can_be_looked_at_during_the_run(front, gate):
     assert front.is_running()
 
 
+@pytest.mark.once
 def test_lines_that_all_ranks_print_are_shown_once(front, gate):
     front.start(cell(8, f"print('the same')\nif rank == 5:\n    print('different')\n{gate.wait()}"))
     expect(front.output).to_contain_text(re.compile(r"\[ranks 0-7\]\s*the same"))
@@ -63,6 +65,7 @@ def test_lines_that_all_ranks_print_are_shown_once(front, gate):
     expect(front.output.get_by_text("the same")).to_have_count(1)
 
 
+@pytest.mark.once
 def test_output_can_be_filtered_held_and_copied(front, gate):
     body = f"for step in range(100):\n    print('step', step)\n{gate.wait()}"
     front.start(cell(2, body))
@@ -81,6 +84,7 @@ def test_output_can_be_filtered_held_and_copied(front, gate):
     assert "step 66" in front.page.evaluate("() => navigator.clipboard.readText()")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("module", ["tqdm", "tqdm.auto"])
 def test_a_tqdm_bar_is_one_live_line_for_each_rank(front, gate, module):
     body = f"""
@@ -105,6 +109,7 @@ print("done")
     expect(front.outputs.last).not_to_contain_text(re.compile(r"bar 1: +50%"))
 
 
+@pytest.mark.once
 def test_a_figure_of_rank_1_is_in_its_card_while_the_cell_blocks(front, gate):
     body = f"""
 import matplotlib.pyplot as plt
@@ -147,6 +152,7 @@ shown.update(HTML("<b>second</b>"))
     assert front.page.title() != "displayed"
 
 
+@pytest.mark.once
 def test_each_attempt_of_a_run_that_restarts_has_a_tab(front, gate):
     body = f"""
 import os
@@ -167,6 +173,7 @@ print("the second attempt")
     assert front.is_running()
 
 
+@pytest.mark.once
 def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
     tiles = front.panel.get_by_role("button", name=re.compile(r"^Rank \d+, RUNNING$"))
@@ -177,6 +184,7 @@ def test_ten_ranks_are_tiles_of_which_one_is_chosen(front, gate):
     assert front.is_running()
 
 
+@pytest.mark.once
 def test_64_ranks_are_calm_and_readable(front, gate):
     options = "%%distributed -n 64 --no-init"
     front.start(
@@ -196,6 +204,7 @@ def test_64_ranks_are_calm_and_readable(front, gate):
     expect(front.outputs.last).to_contain_text("SUCCEEDED")
 
 
+@pytest.mark.once
 def test_the_rank_that_another_waits_for_in_a_collective_is_marked(front, gate):
     body = "import torch, torch.distributed as dist\nif rank == 1:\n"
     body += "\n".join(f"    {line}" for line in gate.wait().splitlines())
@@ -217,6 +226,7 @@ def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(f
     expect(shown).to_contain_text("STOPPED")
 
 
+@pytest.mark.once
 def test_a_script_that_a_rank_prints_stays_text(front, gate):
     script = "<script>document.title = 'printed'</script><img src=x onerror='document.title=1'>"
     front.start(cell(2, f"print({script!r})\n{gate.wait()}"))
@@ -288,6 +298,7 @@ sys.stdout.writelines(f"line {{number}} of rank {{rank}}\\n" for number in range
 """
 
 
+@pytest.mark.once
 def test_200_000_lines_of_each_rank_cost_neither_the_page_nor_the_result_nor_the_file(front):
     front.page.evaluate(
         """() => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import nbformat
+import pytest
 
 from .front import DARK, expect
 
@@ -48,6 +49,7 @@ def test_a_run_with_everything_is_shown_when_it_has_ended(front):
     assert "broken" not in front.page.title()
 
 
+@pytest.mark.once
 def test_a_failure_names_its_rank_its_line_and_who_was_stopped(front):
     shown = front.run(FAILS)
     html = shown.locator(".jp-RenderedHTMLCommon").first
@@ -59,6 +61,7 @@ def test_a_failure_names_its_rank_its_line_and_who_was_stopped(front):
     expect(shown.locator(".jp-RenderedText").last).to_contain_text("RunFailedError")
 
 
+@pytest.mark.once
 def test_the_end_is_readable_in_a_dark_theme(front):
     front.theme(DARK)
     shown = front.run(EVERYTHING)

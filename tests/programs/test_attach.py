@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from lanes import slow
 from patience import waiting
 
 import nblaunch
@@ -367,7 +368,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("how", ["failure", *map(slow, ("exit", "timeout"))])
 def test_a_job_whose_kernel_has_died_raises_what_it_would_have_raised(left, free, how):
     what, kind, text = ENDS[how]
     cell = waiting(free) + what

@@ -11,6 +11,7 @@ import pytest
 
 LAUNCH = Path(__file__).parents[1] / "benchmarks" / "bench_launch.py"
 PANEL = Path(__file__).parents[1] / "benchmarks" / "bench_panel.py"
+NODES = Path(__file__).parents[1] / "benchmarks" / "bench_nodes.py"
 SESSION = Path(__file__).parents[1] / "benchmarks" / "bench_session.py"
 
 
@@ -24,6 +25,7 @@ def ratios(*arguments: str) -> dict[str, float]:
     return {name: float(ratio) for name, ratio in found}
 
 
+@pytest.mark.slow
 def test_the_launch_benchmark_prints_its_ratios():
     found = ratios("--repeats", "1")
     assert found.keys() == {"nblaunch / fork", "spawn / nblaunch"}
@@ -71,6 +73,7 @@ def session_figures(*arguments: str) -> dict[str, float]:
     return {name: float(figure) for name, figure in found}
 
 
+@pytest.mark.slow
 def test_the_session_benchmark_prints_its_figures():
     figures = session_figures("--parts", "calls", "--repeats", "1")
     assert figures.keys() == {"Session.run, 2 ranks, ms", "Session.run, 8 ranks, ms"}
@@ -95,3 +98,32 @@ def test_what_a_rank_costs_does_not_depend_on_how_many_there_are():
     assert len(figures) == 6
     # Linear is 1; a step, or a square, would be 2.
     assert all(figure < 2 for figure in figures.values()), figures
+
+
+def node_figures(*arguments: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, str(NODES), *arguments], check=False, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^  (\S.*?)  +([\d.]+)$", done.stdout, flags=re.MULTILINE)
+    return {name: float(figure) for name, figure in found}
+
+
+def test_what_a_node_costs_the_runtime_does_not_depend_on_how_many_there_are():
+    figures = node_figures("--nodes", "16,64", "--ranks", "8", "--repeats", "5")
+    for who in ("runtime", "client"):
+        few, many = (figures[f"{nodes} nodes x 8: cell, CPU ms of the {who}"] for nodes in (16, 64))
+        # The system counts in steps of 10 ms. Four times as much is linear; a square would be sixteen.
+        assert many + 10 < 8 * (few + 10)
+    few, many = (figures[f"{nodes} nodes x 8: descriptors of the runtime"] for nodes in (16, 64))
+    # The connection of each, and nothing for the files of its ranks.
+    assert many - few < 3 * 48
+    few, many = (figures[f"{nodes} nodes x 8: MB of the runtime"] for nodes in (16, 64))
+    assert many - few < 48
+
+
+@pytest.mark.slow
+def test_thousands_of_ranks_answer_a_cell_within_a_second():
+    figures = node_figures("--nodes", "1024", "--ranks", "8", "--repeats", "9")
+    assert figures["1024 nodes x 8: cell, ms"] <= 1000
+    assert figures["1024 nodes x 8: MB of the runtime"] <= 300

@@ -366,7 +366,7 @@ except ConnectionError:
 
 
 OTHER_VERSION = """
-import importlib.machinery, re, sys
+import importlib.machinery, re, sys, time
 sys.path[:0] = {path!r}
 class Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, name):
@@ -393,7 +393,9 @@ try:
 except nblaunch.NblaunchError as error:
     print(error)
 print(*nblaunch.sessions())
+began = time.monotonic()
 directory.stop("train")
+print("waited" if time.monotonic() - began > 20 else "at once")
 """
 
 
@@ -406,7 +408,7 @@ def test_a_client_of_another_version_is_refused_and_can_stop_the_session(detache
     script.write_text(OTHER_VERSION.format(path=sys.path))
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert ran.stderr == ""
-    attach, connect, *listed = ran.stdout.splitlines()
+    attach, connect, *listed, ended = ran.stdout.splitlines()
     assert attach == (
         f"session 'train' was started by nblaunch {ours}, and this is nblaunch 9.9.9. Use it with that "
         "version, or stop it: python -m nblaunch stop train."
@@ -414,4 +416,5 @@ def test_a_client_of_another_version_is_refused_and_can_stop_the_session(detache
     assert f"A client with nblaunch 9.9.9 was refused by a runtime with nblaunch {ours}" in connect
     assert "train" in listed[-1]
     assert "does not answer" in listed[-1]
+    assert ended == "at once"
     assert left.found() == []

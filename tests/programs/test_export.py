@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lanes import slow
 from sources import end_of_torchrun
 
 import nblaunch
@@ -367,9 +369,16 @@ UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
+def lane_of(name: str) -> Any:
+    """Return the case of a round trip, with its lane's mark."""
+    if name == "a training with DDP":  # CI has models in another one
+        return slow(name)
+    return pytest.param(name, marks=pytest.mark.quick) if name == "a collective" else name
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.quick] if each == "a collective" else []) for each in ROUND_TRIPS],
+    [lane_of(each) for each in ROUND_TRIPS],
 )
 def test_a_script_gives_each_rank_the_value_that_the_cell_gave(kernel, there, name):
     notebook, cell = ROUND_TRIPS[name]

@@ -79,8 +79,8 @@ PROGRAM = """
 
 @pytest.mark.parametrize(
     ("warm_up", "runs", "windows"),
-    [(30, 30, 1), pytest.param(50, 100, 2, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
-    ids=["60 runs", "250 runs"],
+    [(30, 15, 1), pytest.param(50, 100, 2, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
+    ids=["45 runs", "250 runs"],
 )
 def test_runs_that_fail_leak_no_thread_no_descriptor_and_no_memory(warm_up, runs, windows, tmp_path):
     before, after, used, grown = json.loads(said_by(PROGRAM, tmp_path, warm_up, runs, windows))

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-from lanes import sampled
+from lanes import sampled, slow
 
 MARK = "NBLAUNCH_TEST_PROGRAM"
 GONE_SECONDS = 2.0
@@ -292,6 +292,7 @@ print(json.dumps([before, look()]))
     assert after == before
 
 
+@pytest.mark.slow
 def test_the_start_method_can_still_be_chosen_after_a_run(finished):
     assert finished(f"""
 {JOB}
@@ -302,6 +303,7 @@ print(json.dumps([values, multiprocessing.get_start_method(), nblaunch.run(job, 
 """) == [[0, 1], "spawn", [0, 1]]
 
 
+@pytest.mark.slow
 def test_the_users_own_forkserver_is_a_server_of_its_own(finished):
     servers, pools, values = finished(f"""
 {JOB}
@@ -828,6 +830,7 @@ def test_a_temporary_directory_too_long_for_a_socket_is_replaced_by_another_priv
     world.must_be_clean()
 
 
+@pytest.mark.slow
 def test_names_with_spaces_and_letters_of_any_language_are_fine(world, tmp_path):
     directory = tmp_path / "ein Ördner"
     directory.mkdir()
@@ -976,7 +979,11 @@ def pids():
 """
 
 
-@pytest.mark.parametrize("who", ["keeper", "server", "runtime"])
+# Of the others CI has it in tests/ranks/test_broken_parts.py.
+of_each = pytest.mark.parametrize("who", [slow("keeper"), slow("server"), "runtime"])
+
+
+@of_each
 def test_the_next_run_works_after_the_death_of_the(who, finished, world):
     """At once, when its end may not have been noticed yet, and later."""
     outcome = finished(f"""
@@ -996,7 +1003,7 @@ print(json.dumps(values))
     world.must_be_clean()
 
 
-@pytest.mark.parametrize("who", ["keeper", "server", "runtime"])
+@of_each
 def test_a_run_ends_when_it_loses_its(who, finished, world):
     error, states, again = finished(f"""
 {DEATH}

@@ -8,6 +8,7 @@ import sys
 
 import nbformat
 import pytest
+from lanes import slow
 from nbformat.v4 import new_code_cell, new_notebook
 
 CELLS = (
@@ -68,7 +69,8 @@ def run(where, *arguments):
 
 
 @pytest.mark.timeout(240)
-def test_what_nbclient_saves_passes_strict_nbval_twice(tmp_path):
+@pytest.mark.parametrize("times", [1, slow(5)])
+def test_what_nbclient_saves_passes_strict_nbval(tmp_path, times):
     failing = new_code_cell(FAILS, metadata={"tags": ["raises-exception"]})
     first, *others = CELLS
     cells = [*map(new_code_cell, (first, IMPORTS, *others)), failing, new_code_cell("'the end'")]
@@ -81,7 +83,7 @@ def test_what_nbclient_saves_passes_strict_nbval_twice(tmp_path):
     assert set(shown["data"]) == {"text/html", "text/plain"}
     assert shown["data"]["text/plain"].startswith("[ranks 0-1] begin\n[rank 0] rank 0 at step 0\n")
     assert saved.cells[-2].outputs[-1].ename == "RunFailedError"
-    for _ in range(2):
+    for _ in range(times):
         assert f"{len(cells)} passed" in run(tmp_path, "pytest", "--nbval", "--nbval-current-env", path.name)
 
 

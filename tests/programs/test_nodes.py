@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 import nblaunch
-from nblaunch import LaunchError, OptionError, RunFailedError
+from nblaunch import LaunchError, OptionError, RunFailedError, RunTimeoutError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.client.local import local
 from nblaunch.nodes import listener
@@ -155,6 +155,7 @@ def fails_on_three():
     distributed.barrier()
 
 
+@pytest.mark.slow
 def test_a_failure_of_a_rank_elsewhere_is_named_as_the_root_cause(meeting):
     node = meeting.join()
     with pytest.raises(RunFailedError) as failed:
@@ -178,6 +179,7 @@ def killed_on_two():
     distributed.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_elsewhere_that_is_killed_is_reported_as_one_here_is(meeting):
     meeting.join()
     with pytest.raises(RunFailedError) as failed:
@@ -185,6 +187,25 @@ def test_a_rank_elsewhere_that_is_killed_is_reported_as_one_here_is(meeting):
     root = failed.value.root_cause
     assert (root.rank, root.signal) == (2, "SIGKILL")
     assert "killed by SIGKILL" in root.reason
+
+
+def counts_in_c_on_three():
+    from torch import distributed
+
+    if distributed.get_rank() == 3:
+        sum(range(10**12))
+    distributed.barrier()
+
+
+@pytest.mark.slow
+def test_the_stack_of_a_rank_elsewhere_that_cannot_answer_comes_from_its_node(meeting):
+    meeting.join()
+    with pytest.raises(RunTimeoutError) as late:
+        nblaunch.run(counts_in_c_on_three, **{**meeting.options, "timeout": 15}, grace=1)
+    report = late.value.hang_report
+    assert list(report.silent) == [3], str(report)
+    assert "in counts_in_c_on_three" in report.silent[3]
+    assert [group.ranks for group in report.groups] == [(0, 1, 2)]
 
 
 def waits_for_ever(directory):
@@ -248,6 +269,7 @@ def is_open(port: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_that_is_killed_die_with_it_and_are_reported_as_lost(meeting, tmp_path, eventually):
     node = meeting.join()
     below: list[psutil.Process] = []
@@ -321,6 +343,7 @@ def test_all_nodes_start_again_when_a_rank_of_one_fails(meeting, tmp_path):
     assert ended(node)[0] == 0
 
 
+@pytest.mark.slow
 def test_nodes_of_a_static_rendezvous_start_again_too(meeting, tmp_path):
     place = ("--master-addr", "127.0.0.1", "--master-port", str(meeting.port))
     node = meeting.join("--rdzv-backend", "static", *place, "--node-rank", "1", endpoint=False)
@@ -632,7 +655,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "node rank with c10d": ({"node_rank": 1}, "numbers the nodes by itself"),
     "master with c10d": ({"master_addr": "127.0.0.1"}, "finds the master by itself"),
     "unknown backend": ({"rdzv_backend": "zookeeper"}, "zookeeper"),
-    "etcd": ({"rdzv_backend": "etcd-v2"}, "etcd needs a server"),
+    "etcd": ({"rdzv_backend": "etcd-v2"}, "was given without the address of the etcd server"),
     "elastic static": (
         {"rdzv_backend": "static", "nnodes": "1:2", "rdzv_endpoint": "127.0.0.1:1"},
         "fixed number",
@@ -681,7 +704,7 @@ def test_a_port_that_is_taken_is_refused(meeting):
 
 @pytest.mark.quick
 def test_a_session_of_several_nodes_is_refused(meeting):
-    with pytest.raises(OptionError, match="a session's ranks are on one node"):
+    with pytest.raises(OptionError, match="without an engine a session has one node"):
         nblaunch.Session(nproc=2, nnodes=2, rdzv_endpoint=meeting.endpoint)
 
 
@@ -740,6 +763,7 @@ def says_how_it_was_started(directory):
     return os.environ["LOCAL_RANK"], "nblaunch.rank.main" in " ".join(psutil.Process().cmdline())
 
 
+@pytest.mark.slow
 def test_a_node_starts_its_processes_as_its_own_line_says(meeting, tmp_path):
     logs = tmp_path / "theirs"
     node = meeting.join(

@@ -344,6 +344,63 @@ def test_the_runtime_can_end_a_fork_server_that_does_not_answer(start):
     assert tree.server != stuck
 
 
+def test_commands_for_the_end_run_once_all_is_gone(start, eventually, tmp_path):
+    """They give back what no process holds; those that have been taken back do not run."""
+    kept, forgotten = (tmp_path / name for name in ("kept", "forgotten"))
+    tree = start()
+    tree.ask(f"server.at_end(['sh', '-c', 'kill -0 {tree.runtime} || touch {kept}']) and None")
+    tree.ask(f"setattr(sys, 'forget', server.at_end(['touch', '{forgotten}']))")
+    tree.ask("server.at_end(['/nowhere/program']) and None")
+    tree.ask("sys.forget()")
+    tree.owner.kill()
+    eventually(lambda: not tree.alive(), "all are gone", GONE_SECONDS)
+    assert (kept.exists(), forgotten.exists()) == (True, False)
+
+
+def test_a_slow_command_for_the_end_delays_nothing_and_ends(start, eventually, tmp_path):
+    """What gives a job back may wait for a controller that does not answer at once."""
+    answers, given_back = tmp_path / "answers", tmp_path / "given back"
+    tree = start()
+    wait = f"while ! test -e {answers}; do sleep 0.01; done; touch '{given_back}'"
+    tree.ask(f"server.at_end(['sh', '-c', {wait!r}]) and None")
+    tree.owner.kill()
+    eventually(lambda: tree.keeper not in tree.alive(), "the keeper is gone", GONE_SECONDS + 2)
+    assert not tree.root.exists()
+    answers.touch()
+    eventually(given_back.exists, "the command has ended", GONE_SECONDS)
+    eventually(tree.gone, "nothing is left", GONE_SECONDS)
+
+
+def test_a_command_for_the_end_that_never_ends_is_killed(tmp_path):
+    begun = tmp_path / "begun"
+    command = json.dumps(["sh", "-c", f"echo $$ >{begun}; exec sleep 1000"])
+    code = "import sys; from nblaunch.elastic import keeper; keeper._COMMANDS_SECONDS = 1; "
+    run = "keeper._await(keeper._run_apart([sys.argv[1].encode()]))"
+    subprocess.run([sys.executable, "-c", code + run, command], check=True)
+    assert not psutil.pid_exists(int(begun.read_text()))
+
+
+@pytest.mark.parametrize("killed", ["runtime", "keeper"])
+def test_a_variable_of_a_command_for_the_end_is_in_no_command_line(start, eventually, tmp_path, killed):
+    """Every user of this machine can read these. A keeper that is killed leaves the command to a shell."""
+    program, seen = tmp_path / "give-back", tmp_path / "seen"
+    program.write_text(f'#!/bin/sh\nprintf "$TOKEN" >{seen}\n')
+    program.chmod(0o755)
+    tree = start()
+    variables = f"TOKEN=s3cret=1', 'PATH={tmp_path}:{os.environ['PATH']}"
+    tree.ask(f"server.at_end(['{variables}', 'give-back']) and None")
+    lines: list[bytes] = []
+
+    def waits() -> bool:
+        lines[:] = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree.alive()]
+        return any(b"give-back" in line for line in lines)
+
+    eventually(waits, "a shell waits", GONE_SECONDS)  # a process has no command line in the middle of exec
+    assert not any(b"s3cret" in line for line in lines)
+    os.kill(getattr(tree, killed), signal.SIGKILL)
+    eventually(lambda: seen.exists() and seen.read_text() == "s3cret=1", "the command has it", GONE_SECONDS)
+
+
 def test_the_keeper_takes_all_along_when_it_is_killed(start, eventually):
     tree = start()
     tree.ask("fork()")

@@ -198,3 +198,24 @@ closeSecond();
 say([same, folded(store), store.heard, kept, shared.stores.has("ours")]);
 """
     assert run(code) == [True, ["[rank 0] a"], True, True, False]
+
+
+def test_a_page_says_hello_until_the_kernel_has_heard_it_however_long_that_takes():
+    code = f"""{NOTEBOOK}
+const sent = [], waiting = [];
+globalThis.setTimeout = (call, milliseconds) => waiting.push([call, milliseconds]);
+globalThis.setInterval = globalThis.clearInterval = () => null;
+const model = {{ ...modelOf({{ name: "ours", whole, delta: {{}} }}), send: (text) => sent.push(text) }};
+initialize({{ model }});
+let seconds = 0;
+while (seconds < 60) {{
+  const [call, milliseconds] = waiting.shift();
+  seconds += milliseconds / 1000;
+  call();
+}}
+const hellos = sent.length;
+shared.stores.get("ours").heard = true;
+waiting.shift()[0]();
+say([new Set(sent).size, hellos, sent.length, waiting.length]);
+"""
+    assert run(code) == [1, 9, 9, 0]

@@ -1,15 +1,20 @@
 """The doors through which code gets to ranks. One test body goes through all of them.
 
-By default that is a session, where a job takes milliseconds; CI also takes fresh ranks, by cell and by `run`.
+By default that is a session, where a job takes milliseconds; CI also takes fresh ranks, by cell and by `run`,
+and a session whose two ranks are on two nodes. What is said of sessions only, and of all of them, has a
+`place`: this machine, or two nodes.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import platform
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +33,45 @@ _JOB = """
 import os
 rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 """
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of sessions are: on this machine, or half of them on each of two nodes."""
+
+    nodes: int = 1
+
+    def __call__(self, ranks: int = RANKS, **options: Any) -> nblaunch.Session:
+        """Open a session."""
+        return nblaunch.Session(**self.options(ranks), **options)
+
+    def options(self, ranks: int = RANKS) -> dict[str, Any]:
+        """Return what gives a session so many ranks here."""
+        if self.nodes == 1:
+            return {"nproc": ranks}
+        return {"nproc": ranks // self.nodes, "nnodes": self.nodes, "on": "process"}
+
+    def line(self, ranks: int = RANKS) -> str:
+        """Return the same for a line of `%distributed start`."""
+        if self.nodes == 1:
+            return f"-n {ranks}"
+        return f"-n {ranks // self.nodes} --nnodes {self.nodes} --on process"
+
+    def named(self, *ranks: int, of: int = RANKS) -> str:
+        """Return how reports name some of these ranks."""
+        if self.nodes == 1:
+            return _numbers(ranks)
+        each = of // self.nodes
+        by_node = [[rank for rank in ranks if rank // each == number] for number in range(self.nodes)]
+        return ", ".join(
+            f"{_numbers(found)} on {platform.node()}-{number + 1}"
+            for number, found in enumerate(by_node)
+            if found
+        )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
 class Doors:
@@ -110,37 +154,56 @@ _CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 def opened(name: str, module_kernel: Callable[[], Any]) -> Iterator[Doors]:
     """Open a door, and close it."""
-    if name == "session":
-        with nblaunch.Session(RANKS, name="door") as session:
+    if name in PLACES:
+        with PLACES[name](name="door") as session:
             yield SessionDoor(session)
     else:
         yield CellDoor(module_kernel()) if name == "cell" else RunDoor()
 
 
-SESSION, CELL, RUN = sampled(["session", "cell", "run"])
+ON_NODES = {"test_session_cells.py", "test_session_knowledge.py"}
+"""What CI runs on two nodes, too, but for what is marked `once`; the rest is left to the slow lane."""
 
 
-@pytest.fixture(scope="module", params=[SESSION, CELL, RUN])
+def pytest_collection_modifyitems(items):
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        given = {each for each in params if isinstance(each, str)}
+        if item.path.parent == Path(__file__).parent and "nodes" in given and item.path.name not in ON_NODES:
+            item.add_marker("slow")
+
+
+PLACES = {"session": Place(), "nodes": Place(2)}
+SESSION, CELL, RUN, NODES = sampled(["session", "cell", "run", "nodes"])
+
+
+@pytest.fixture(scope="module", params=sampled(["machine", "nodes"]))
+def place(request):
+    """Give `place(ranks, **options)`, which opens a session here, and in CI also on two nodes."""
+    return Place(1 if request.param == "machine" else 2)
+
+
+@pytest.fixture(scope="module", params=[SESSION, CELL, RUN, NODES])
 def door(request):
     """Give `door(body, setup="")`, which returns what `body` is worth on each of two ranks."""
     yield from opened(request.param, lambda: request.getfixturevalue("module_kernel"))
 
 
-@pytest.fixture(scope="module", params=[SESSION, CELL])
+@pytest.fixture(scope="module", params=[SESSION, CELL, NODES])
 def cell_door(request):
     """Give the doors for cells: what is said of cells only, and not of functions."""
     yield from opened(request.param, lambda: request.getfixturevalue("module_kernel"))
 
 
-@pytest.fixture(scope="module", params=[SESSION, RUN])
+@pytest.fixture(scope="module", params=[SESSION, RUN, NODES])
 def call(request):
     """Give `call(function, *args)`, which returns what a function returns on each of two ranks."""
 
     def called(run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> list[Any]:
         return list(run(function, args).values)
 
-    if request.param == "session":
-        with nblaunch.Session(RANKS, name="call") as session:
+    if request.param in PLACES:
+        with PLACES[request.param](name="call") as session:
             session.cell("import sys; print(); print(file=sys.stderr)")  # opens the files that it keeps open
             yield partial(called, session.run)
     else:

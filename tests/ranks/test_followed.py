@@ -106,8 +106,8 @@ def test_a_fresh_run_is_followed_from_its_first_fork(look):
     assert look("followed[0].state.summary.name") == "SUCCEEDED"
 
 
-def test_the_jobs_of_a_session_are_followed_with_output_failures_and_deaths(look):
-    with nblaunch.Session(2, grace=1) as session:
+def test_the_jobs_of_a_session_are_followed_with_output_failures_and_deaths(look, place):
+    with place(2, grace=1) as session:
         session.cell(CELL)
         assert {"Displayed", "Printed", "Returned"} <= set(look("followed[-1].kinds()"))
         assert "Hello" not in look("followed[-1].kinds()"), "its ranks were there before it"
@@ -118,8 +118,8 @@ def test_the_jobs_of_a_session_are_followed_with_output_failures_and_deaths(look
         assert session.cell("rank").values == [0, 1]
 
 
-def test_a_job_that_is_interrupted_is_followed_with_where_its_ranks_were(look):
-    with nblaunch.Session(2, grace=1, timeout=2) as session:
+def test_a_job_that_is_interrupted_is_followed_with_where_its_ranks_were(look, place):
+    with place(2, grace=1, timeout=2) as session:
         with pytest.raises(nblaunch.RunTimeoutError):
             session.cell("import time; time.sleep(60)")
         assert "LocatedAll" in look("followed[-1].kinds()")

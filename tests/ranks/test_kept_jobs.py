@@ -65,12 +65,12 @@ def flood(megabytes, go_on):
 
 
 @pytest.fixture
-def detached():
+def detached(place):
     """Give `detached(**options)`: detached sessions, which are closed at the end of the test."""
     opened: list[nblaunch.Session] = []
 
     def start(**options):
-        opened.append(nblaunch.Session(RANKS, name=f"kept-{len(opened)}", detach=True, **options))
+        opened.append(place(RANKS, name=f"kept-{len(opened)}", detach=True, **options))
         return opened[-1]
 
     yield start

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 from pathlib import Path
 
 import pytest
+
+from nblaunch._errors import LaunchError
+from nblaunch.elastic import descriptors
 
 SETTING = """
 import json, os, resource, signal, sys
@@ -164,3 +168,12 @@ print(json.dumps([refused, kept, children, again]))
     assert kept == [123, 123]
     assert children == 2
     assert again == [1, 1]
+
+
+def test_more_nodes_than_the_limit_on_open_files_allows_are_refused_by_both_numbers():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.raises(LaunchError, match=rf"on 1000000 nodes, .* is {hard}\. ") as refused:
+        descriptors.make_room_for_nodes(1_000_000, 8_000_000)
+    assert refused.value.phase == "engine"
+    descriptors.make_room_for_nodes(2, 16)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard), "what suffices stays as it is"

@@ -205,6 +205,7 @@ def test_no_handler_of_the_signals_to_handle_is_installed_in_the_notebook(kernel
 # --- a group that is ready before it is asked for --------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_group_that_was_made_ready_is_taken_only_where_its_processes_are_as_asked(start_kernel, eventually):
     kernel = start_kernel(NBLAUNCH_STANDBY="1")
     poke = poked.of_kernel(kernel)

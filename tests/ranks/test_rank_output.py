@@ -148,8 +148,8 @@ def test_a_forked_process_of_a_rank_prints_and_starts_programs():
 
 
 @pytest.fixture(scope="module")
-def session():
-    with nblaunch.Session(nproc=2, display=False) as opened:
+def session(place):
+    with place(2, display=False) as opened:
         # Both log files are open from now on.
         opened.cell("import sys; print(); print(file=sys.stderr)", namespace={})
         yield opened

@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import platform
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -151,6 +152,12 @@ def test_without_a_process_group_the_function_may_make_its_own():
 def test_what_is_no_function_is_refused():
     with pytest.raises(nblaunch.OptionError, match="not callable"):
         nblaunch.run(cast("Callable[[], None]", 7), nproc=2)
+
+
+@pytest.mark.parametrize("args", [3, "ab"])
+def test_arguments_that_are_no_tuple_are_refused(args):
+    with pytest.raises(nblaunch.OptionError, match=re.escape(f"Pass args=({args!r},).")):
+        nblaunch.run(print, cast("tuple[()]", args), nproc=2)
 
 
 def test_a_rank_cannot_start_ranks_of_its_own():

@@ -21,25 +21,25 @@ import nblaunch
 
 
 @pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
-def session(request):
+def session(request, place):
     """Give one session to all tests that leave its ranks alive; each uses names of its own."""
-    with nblaunch.Session(request.param) as opened:
+    with place(request.param) as opened:
         warmed_up(opened)
         yield opened
 
 
 @pytest.fixture(scope="module")
-def pair():
+def pair(place):
     """Give a session of two ranks, where the number of ranks does not matter."""
-    with nblaunch.Session(2, name="pair") as opened:
+    with place(2, name="pair") as opened:
         warmed_up(opened)
         yield opened
 
 
 @pytest.fixture
-def own():
+def own(place):
     """Give a session that a test may break."""
-    with nblaunch.Session(2, name="own", grace=1) as opened:
+    with place(2, name="own", grace=1) as opened:
         yield opened
 
 
@@ -449,14 +449,28 @@ def test_a_name_that_cannot_be_pushed_is_said(pair, name):
     assert pair.cell("'innocent' in globals()").values == [False] * 2
 
 
-def test_a_large_push_is_held_once_by_all_ranks(session):
+def test_a_large_push_is_held_once_by_all_ranks(session, place, eventually):
     """In shared memory: what is a rank's own does not grow with it until the rank writes to it."""
-    before = [each.memory for each in session.status().ranks]
+    before = memory(session, eventually)
     session.push({"large": torch.ones(16 << 20)})  # 64 MB
     assert set(session.cell("large.sum().item()").values) == {float(16 << 20)}
-    grown = [after.memory - then for after, then in zip(session.status().ranks, before, strict=True)]
-    assert max(grown) < 32 << 20
+    grown = [after - then for after, then in zip(memory(session, eventually), before, strict=True)]
+    # What only one process of a machine has mapped counts as its own.
+    mapped_alone = 64 << 20 if size(session) == place.nodes else 0
+    assert max(grown) < mapped_alone + (32 << 20)
     session.cell("del large")
+
+
+def memory(session: nblaunch.Session, eventually: Any) -> list[int]:
+    """Return what belongs to each rank alone; a node that is busy may take longer than a status waits."""
+    found: list[int | None] = [None]
+
+    def measured() -> bool:
+        found[:] = [each.memory for each in session.status().ranks]
+        return None not in found
+
+    eventually(measured, "all ranks are measured")
+    return [each for each in found if each is not None]
 
 
 # --- several sessions, and runs beside them --------------------------------------------------------
@@ -505,19 +519,19 @@ def test_the_status_of_an_idle_session(session):
     assert repr(session) == f"<Session 'default': {size(session)} ranks, gloo, open>"
 
 
-def test_the_stacks_of_an_idle_session_say_so(session):
-    assert str(session.stacks()) == f"[ranks 0-{size(session) - 1}] idle"
-
-
-def test_status_and_stacks_while_ranks_hang(session, eventually):
-    source = "import time, torch, torch.distributed as dist\nif rank:\n    dist.all_reduce(torch.ones(1))\n"
+def test_the_stacks_of_an_idle_session_say_so(session, place):
     n = size(session)
+    assert str(session.stacks()) == f"[{place.named(*range(n), of=n)}] idle"
+
+
+def test_status_and_stacks_while_ranks_hang(session, place, eventually):
+    source = "import time, torch, torch.distributed as dist\nif rank:\n    dist.all_reduce(torch.ones(1))\n"
     handle = nblaunch_background(session, source + "else:\n    time.sleep(1000)")
     eventually(lambda: {each.state for each in session.status().ranks} == {"running"}, "all are at work")
     eventually(lambda: "all_reduce" in str(session.stacks()), "the others wait in all_reduce")
     text = str(session.stacks())
-    assert "[rank 0] at session cell, line 5: time.sleep(1000)" in text
-    assert f"[rank{'s' if n > 2 else ''} 1" in text
+    assert f"[{place.named(0)}] at session cell, line 5: time.sleep(1000)" in text
+    assert f"[{place.named(*range(1, size(session)), of=size(session))}" in text
     session.interrupt()
     with pytest.raises(KeyboardInterrupt):
         handle.result(30)
@@ -559,8 +573,8 @@ def test_a_restart_ends_a_job_that_is_running(own, tmp_path, eventually):
     assert own.run(lambda: 1).values == [1, 1]
 
 
-def test_closing_twice_does_nothing_more():
-    session = nblaunch.Session(2)
+def test_closing_twice_does_nothing_more(place):
+    session = place(2)
     pids = session.run(os.getpid).values
     session.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -589,15 +603,15 @@ def test_a_session_that_has_ended_says_so(use, ended):
 
 
 @pytest.fixture(scope="module")
-def ended():
-    session = nblaunch.Session(2, name="ended")
+def ended(place):
+    session = place(2, name="ended")
     session.close()
     return session
 
 
-def test_a_with_statement_closes_the_session_whatever_happens():
+def test_a_with_statement_closes_the_session_whatever_happens(place):
     def use_it(pids):
-        with nblaunch.Session(2) as session:
+        with place(2) as session:
             pids += session.run(os.getpid).values
             session.run(fail)
 
@@ -607,8 +621,8 @@ def test_a_with_statement_closes_the_session_whatever_happens():
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_a_session_that_is_forgotten_leaves_nothing_behind(eventually):
-    session = nblaunch.Session(2)
+def test_a_session_that_is_forgotten_leaves_nothing_behind(place, eventually):
+    session = place(2)
     pids = session.run(os.getpid).values
     session.push({"something": [1]})
     del session
@@ -635,20 +649,20 @@ def divide_by_zero(array):
     return 1 / (array.size - 1000)
 
 
-def test_a_program_that_forgets_its_session_ends(script):
+def test_a_program_that_forgets_its_session_ends(script, place):
     """With ranks at work, too."""
-    program = script("""
+    program = script(f"""
         import time
         import nblaunch
-        session = nblaunch.Session(2)
+        session = nblaunch.Session(**{place.options(2)})
         print(session.run(int).values)
         handle = session.submit(time.sleep, (1000,))
     """)
     assert (program.returncode, program.stdout, program.stderr) == (0, "[0, 0]\n", "")
 
 
-def test_closing_ends_a_job_that_is_running(tmp_path, eventually):
-    session = nblaunch.Session(2)
+def test_closing_ends_a_job_that_is_running(place, tmp_path, eventually):
+    session = place(2)
     handle = session.submit(wait_for, (tmp_path / "never",))
     eventually(
         lambda: {each.state for each in session.status().ranks} == {"running"}, "the ranks are at work"
@@ -768,10 +782,8 @@ def test_a_job_for_some_ranks_in_the_background(session):
 # --- options ---------------------------------------------------------------------------------------
 
 
-def test_the_options_of_a_session_hold_for_all_of_its_jobs(tmp_path):
-    with nblaunch.Session(
-        2, env={"PROBE": "set"}, log_dir=tmp_path / "logs", init_process_group=False
-    ) as session:
+def test_the_options_of_a_session_hold_for_all_of_its_jobs(place, tmp_path):
+    with place(2, env={"PROBE": "set"}, log_dir=tmp_path / "logs", init_process_group=False) as session:
         assert session.cell("import os; os.environ['PROBE']").values == ["set", "set"]
         result = session.cell("import torch.distributed as dist\nprint('said')\ndist.is_initialized()")
         assert result.values == [False, False]
@@ -782,8 +794,8 @@ def test_the_options_of_a_session_hold_for_all_of_its_jobs(tmp_path):
 
 
 @pytest.mark.full
-def test_a_timeout_is_that_of_each_job_and_costs_no_variable():
-    with nblaunch.Session(2, timeout=5) as session:
+def test_a_timeout_is_that_of_each_job_and_costs_no_variable(place):
+    with place(2, timeout=5) as session:
         session.cell("held = rank")
         for _ in range(2):
             started = time.monotonic()
@@ -809,11 +821,11 @@ def test_a_session_cannot_be_opened_on_a_rank(session):
     )
 
 
-def test_a_session_opened_and_closed_in_a_thread(eventually):
+def test_a_session_opened_and_closed_in_a_thread(place, eventually):
     values: list[Any] = []
 
     def work() -> None:
-        with nblaunch.Session(2) as session:
+        with place(2) as session:
             values.extend(session.run(lambda: 1).values)
 
     thread = threading.Thread(target=work)
@@ -823,8 +835,8 @@ def test_a_session_opened_and_closed_in_a_thread(eventually):
     eventually(lambda: not thread.is_alive(), "the thread has ended")
 
 
-def test_the_working_directory_is_that_of_the_start(tmp_path, monkeypatch):
+def test_the_working_directory_is_that_of_the_start(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with nblaunch.Session(2) as session:
+    with place(2) as session:
         monkeypatch.undo()
         assert session.cell("import os; os.getcwd()").values == [str(tmp_path)] * 2

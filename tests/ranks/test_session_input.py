@@ -51,8 +51,8 @@ def dialogue(kernel):
 
 
 @pytest.fixture
-def session(dialogue):
-    dialogue.run("%distributed start -n 2")
+def session(dialogue, place):
+    dialogue.run(f"%distributed start {place.line(2)}")
     assert not dialogue.error
     yield dialogue
     dialogue.run("%distributed stop")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -50,26 +51,26 @@ def reduced(group=None):
 """
 
 
-def opened(**options: Any) -> nblaunch.Session:
-    session = nblaunch.Session(2, **{"grace": GRACE, **options})
+def opened(place: Any, **options: Any) -> nblaunch.Session:
+    session: nblaunch.Session = place(2, **{"grace": GRACE, **options})
     session.cell(SETUP, namespace={})
     return session
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[nblaunch.Session]:
+def session(place: Any) -> Iterator[nblaunch.Session]:
     """Give one session to all tests that cost no variable."""
-    with opened() as made:
+    with opened(place) as made:
         yield made
 
 
 @pytest.fixture
-def own_session() -> Iterator[Callable[..., nblaunch.Session]]:
+def own_session(place: Any) -> Iterator[Callable[..., nblaunch.Session]]:
     """Give `own_session(**options)`: sessions of the test's own."""
     made: list[nblaunch.Session] = []
 
     def make(**options: Any) -> nblaunch.Session:
-        made.append(opened(**options))
+        made.append(opened(place, **options))
         return made[-1]
 
     yield make
@@ -150,20 +151,22 @@ def test_a_mistake_on_one_rank_waits_for_the_c_call_of_another(session, release)
     nothing_is_lost(session)
 
 
-def test_an_interrupt_waits_for_c_calls_and_forms_no_group_again(session, release):
+def test_an_interrupt_waits_for_c_calls_and_forms_no_group_again(session, place, release):
     said: list[str] = []
     watch = release_after(session, release, said)
     error = pressed(session, "held(path)", release)
     watch.join()
-    assert str(error).startswith("the run was interrupted: [ranks 0-1] at session cell, line ")
+    assert str(error).startswith(f"the run was interrupted: [{place.named(0, 1)}] at session cell, line ")
     nothing_is_lost(session)
 
 
 @pytest.mark.full
-def test_a_timeout_waits_for_c_calls_too(own_session, release):
+def test_a_timeout_waits_for_c_calls_too(own_session, place, release):
     session = own_session(timeout=0.5)
     watch = release_after(session, release, [])
-    with pytest.raises(nblaunch.RunTimeoutError, match=r"given 0.5 s .*ranks 0-1. at session cell"):
+    with pytest.raises(
+        nblaunch.RunTimeoutError, match=rf"given 0.5 s .*{place.named(0, 1)}. at session cell"
+    ):
         session.cell("held(path)", namespace={"path": str(release)})
     watch.join()
     nothing_is_lost(session)
@@ -429,7 +432,7 @@ time.sleep(1000)  # the interrupt comes just before it
 SUBMIT = (
     INTERRUPTER
     + """
-session = nblaunch.Session(2, grace=2)
+session = nblaunch.Session(**json.loads(sys.argv[2]), grace=2)
 def submit(interrupt=None):
     return traced(lambda: session.submit(int), interrupt)
 submit().result(30)
@@ -455,5 +458,5 @@ print("done")
 
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["/nblaunch/_results.py", "/nblaunch/_api.py"])
-def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path):
-    assert said_by(SUBMIT, tmp_path, file) == "done\n"
+def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path, place):
+    assert said_by(SUBMIT, tmp_path, file, json.dumps(place.options(2))) == "done\n"

@@ -58,10 +58,10 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def module_session():
+def module_session(place):
     # What torch makes when it is first used is not what the tests look for.
     exec(textwrap.dedent(TRAINING) + "train(1)", {"__name__": "__main__"})  # noqa: S102
-    with nblaunch.Session(nproc=2, display=False, grace=1.0) as opened:
+    with place(2, display=False, grace=1.0) as opened:
         yield opened
 
 
@@ -460,10 +460,12 @@ def test_a_fresh_cell_notices_a_variable_of_a_ranks_own_name(kernel):
     assert kernel.value("res.values") == ["cpu"]
 
 
-def test_ranks_that_know_different_things_are_sent_a_large_value_once(notebook):
+def test_ranks_that_know_different_things_are_sent_a_large_value_once(notebook, place):
     notebook("few = [1]\nimport numpy\nlarge = numpy.ones(4 << 20)")  # 32 MB
     notebook.ranks("few; None", ranks=[0])
     before = [each.memory for each in notebook.session.status().ranks]
     assert notebook.both("large.sum()") == 4 << 20
     grown = [after.memory - then for after, then in zip(notebook.session.status().ranks, before, strict=True)]
-    assert max(grown) < 16 << 20
+    # What only one process of a machine has mapped counts as its own.
+    mapped_alone = 32 << 20 if place.nodes > 1 else 0
+    assert max(grown) < mapped_alone + (16 << 20)

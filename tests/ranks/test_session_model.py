@@ -292,18 +292,33 @@ steps = st.one_of(
 
 
 @pytest.fixture(scope="module")
-def session():
-    with nblaunch.Session(nproc=2, display=False) as opened:
+def session(place):
+    with place(2, display=False) as opened:
         yield opened
 
 
-@settings(
-    max_examples=500 if os.environ.get("CI") else 25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+def examples(count):
+    return settings(
+        max_examples=count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@examples(100 if os.environ.get("CI") else 25)
 @given(st.lists(steps, min_size=1, max_size=14))
 def test_a_random_notebook_and_its_ranks_are_what_the_nine_points_say(session, notebook):
+    follow(session, notebook)
+
+
+@pytest.mark.slow
+@examples(2000)
+@given(st.lists(steps, min_size=1, max_size=14))
+def test_2000_random_notebooks_and_their_ranks_are_what_the_nine_points_say(session, notebook):
+    follow(session, notebook)
+
+
+def follow(session, notebook):
     book = Notebook(session)
     for name in NAMES:
         book.bind(name, "list")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,8 @@ BREAK = "if rank == 1: raise ValueError('a mistake')\ndist.all_reduce(torch.ones
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[nblaunch.Session]:
-    with nblaunch.Session(2, grace=0.5) as session:
+def shared(place: Any) -> Iterator[nblaunch.Session]:
+    with place(2, grace=0.5) as session:
         session.cell(SETUP, namespace={})
         # What these make in the process stays: files of torch's, and those that the session keeps open.
         session.cell("import sys; step(*made()); print(); print(file=sys.stderr)", namespace={})

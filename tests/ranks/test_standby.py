@@ -9,6 +9,7 @@ import time
 import poked
 import psutil
 import pytest
+from lanes import slow
 
 MEGABYTE = 1 << 20
 
@@ -96,7 +97,7 @@ def test_what_runs_in_between_is_not_disturbed(watched, waiting):
     watched.kernel.ok("%distributed stop")
 
 
-@pytest.mark.parametrize("who", ["one rank", "all ranks", "the fork server"])
+@pytest.mark.parametrize("who", ["one rank", slow("all ranks"), "the fork server"])
 def test_a_group_that_has_died_is_passed_over(watched, waiting, who):
     ranks = waiting()
     victims = {"one rank": ranks[:1], "all ranks": ranks, "the fork server": [ranks[0].parent()]}[who]

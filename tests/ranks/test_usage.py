@@ -13,7 +13,6 @@ import psutil
 import pytest
 import torch
 
-import nblaunch
 from nblaunch.client.launch import prepare_call
 from nblaunch.client.run import run_fresh
 from nblaunch.client.wait import SilentView
@@ -148,10 +147,10 @@ def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tm
 
 
 @pytest.mark.full
-def test_ranks_of_a_session_are_measured_in_each_job():
+def test_ranks_of_a_session_are_measured_in_each_job(place):
     """What is said of a job is not what the session did before it."""
     view = Watching()
-    with nblaunch.Session(nproc=2) as session:
+    with place(2) as session:
         session.run(time.sleep, (0.1,))
         session._live.watch = lambda *_: view
         session.run(time.sleep, (2.5,))

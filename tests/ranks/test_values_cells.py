@@ -13,10 +13,10 @@ LOCK = "__import__('threading').Lock()"
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory):
+def session(tmp_path_factory, place):
     # DDP makes that directory, elsewhere if it may.
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor"))}
-    with nblaunch.Session(nproc=2, display=False, env=env) as session:
+    with place(2, display=False, env=env) as session:
         session.cell(
             "import torch, torch.distributed as dist\nwide = torch.nn.Linear(3000, 3000)", namespace={}
         )

@@ -41,8 +41,8 @@ def helper(x):
 
 
 @pytest.fixture(scope="module")
-def session():
-    with nblaunch.Session(nproc=2, display=False) as session:
+def session(place):
+    with place(2, display=False) as session:
         session.cell(CLASSES, namespace={})
         yield session
 

@@ -68,7 +68,7 @@ def test_a_removed_directory_of_the_users_own_is_named(tmp_path):
     assert short.ranks[0].stdout == f"{LINE}\n" * 10, "a short text is here"
 
 
-def test_each_job_of_a_session_has_its_own_text():
-    with nblaunch.Session(nproc=2, display=False) as session:
+def test_each_job_of_a_session_has_its_own_text(place):
+    with place(2, display=False) as session:
         first, second = session.run(talk, (1000,)), session.run(talk, (500,))
     assert [len(each.ranks[0].stdout) for each in (first, second)] == [1_024_000, 512_000]

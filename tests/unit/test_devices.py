@@ -178,7 +178,26 @@ def test_on_rocm_its_own_variables_are_counted(monkeypatch):
     ],
 )
 def test_a_virtual_local_rank_sees_the_gpu_of_its_place(environ, place, hip, expected):
-    assert _devices.one_alone(environ, place, hip=hip) == expected
+    assert _devices.some_alone(environ, [place], hip=hip) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "count", "expected"),
+    [
+        ({}, 2, ("GPU-a", "GPU-b")),
+        ({"CUDA_VISIBLE_DEVICES": "3,1"}, 2, ("3", "GPU-b")),
+        ({"CUDA_VISIBLE_DEVICES": "1,0"}, 1, ("GPU-b",)),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-b"}, 1, ("GPU-b",)),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-x,MIG-y"}, 1, ("MIG-x",)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 1, ()),
+        ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, 2, ()),
+        ({}, 0, ()),
+    ],
+)
+def test_the_gpus_of_a_nodes_ranks_are_named_as_on_the_whole_machine(monkeypatch, environ, count, expected):
+    monkeypatch.setattr(devices, "_installed_here", lambda: 4)
+    monkeypatch.setattr(devices, "_uuids", lambda: ("GPU-a", "GPU-b"))
+    assert devices.own_gpus(count, environ) == expected
 
 
 def test_more_ranks_than_gpus_go_to_the_cpu_with_a_warning(gpus):

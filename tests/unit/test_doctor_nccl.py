@@ -171,6 +171,9 @@ def test_an_all_reduce_that_cannot_be_tried_is_a_warning(monkeypatch):
 
 
 def test_the_option_is_completed_and_others_are_refused():
-    assert commands.command_completions("%distributed doctor --") == ["--nccl"]
-    with pytest.raises(OptionError, match=r"takes nothing after it but --nccl. Write %distributed doctor\."):
+    assert commands.command_completions("%distributed doctor --") == ["--nccl", "--on"]
+    with pytest.raises(
+        OptionError,
+        match=r"takes only --nccl, or --on with a run's options for nodes. Write %distributed doctor\.",
+    ):
         commands.command("doctor --ncll", {})

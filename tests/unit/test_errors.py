@@ -17,6 +17,7 @@ from nblaunch._errors import (
     NblaunchError,
     OptionError,
     RunFailedError,
+    RunPreemptedError,
     RunTimeoutError,
     shorten,
 )
@@ -67,6 +68,7 @@ def result(cause):
         (LaunchError, {NblaunchError, RuntimeError}),
         (RunFailedError, {NblaunchError, RuntimeError}),
         (RunTimeoutError, {RunFailedError, TimeoutError}),
+        (RunPreemptedError, {NblaunchError}),
     ],
 )
 def test_an_error_is_caught_by_its_family_and_by_pythons_name_for_it(error, bases):
@@ -84,6 +86,7 @@ def test_the_tree_holds_these_errors_and_no_others():
         LaunchError,
         RunFailedError,
         RunTimeoutError,
+        RunPreemptedError,
     }
 
 
@@ -111,6 +114,7 @@ def test_the_public_names_are_these():
         "RankResult",
         "RankStatus",
         "RunFailedError",
+        "RunPreemptedError",
         "RunResult",
         "RunTimeoutError",
         "Session",
@@ -119,6 +123,7 @@ def test_the_public_names_are_these():
         "SessionStatus",
         "StoppedWatchingError",
         "doctor",
+        "on_preempt",
         "run",
         "sessions",
     ]
@@ -147,6 +152,7 @@ REPORT = HangReport(groups=(), collectives={}, findings=("rank 1 is late",), fin
         RunFailedError("told", result=result(CAUSE), root_cause=CAUSE),
         RunFailedError("told"),
         RunTimeoutError("told", result=result(CAUSE), root_cause=CAUSE, hang_report=REPORT),
+        RunPreemptedError("told", result=result(CAUSE)),
     ],
     ids=lambda error: type(error).__name__,
 )

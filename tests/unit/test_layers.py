@@ -240,10 +240,17 @@ def test_a_kernel_loads_no_zmq_of_ours_and_torch_only_for_values_that_are_torchs
 GIVES_PEERS = {"nblaunch.runtime.launch"}
 """What starts worker groups hands each of them the function that connects its peers."""
 
+ASKS_FOR_NODES = {"nblaunch.runtime.place"}
+"""What judges a request before anything is started."""
+
+KEEPS_NODES = {"nblaunch.runtime.requests", "nblaunch.runtime.sessions"}
+"""What may have nodes that outlive a group: a session's, and those that the doctor asks for."""
+
 
 def test_a_worker_group_knows_other_nodes_only_as_its_peers():
     importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.nodes")}
-    assert {each for each in importers if layer_of(each) != "nodes"} == GIVES_PEERS | {"nblaunch.__main__"}
+    others = {each for each in importers if layer_of(each) != "nodes"} - KEEPS_NODES
+    assert others == GIVES_PEERS | ASKS_FOR_NODES | {"nblaunch.__main__"}
     group = ast.parse((PACKAGE / "group" / "group.py").read_text())
     (peers,) = [each for each in group.body if isinstance(each, ast.ClassDef) and each.name == "Peers"]
     assert [ast.unparse(base) for base in peers.bases] == ["Protocol"]
@@ -411,6 +418,8 @@ SOCKETS = {
     "nblaunch.nodes.listener",
     "nblaunch.nodes.join",
     "nblaunch.nodes.node",
+    "nblaunch.nodes.data",
+    "nblaunch.nodes.host",
 }
 
 SPEAKERS = {
@@ -438,7 +447,9 @@ TORCHS_PRIVATE = {
 }
 
 PURE = {path for path in MODULES if layer_of(module_name(path)) == "protocol"} | {
-    PACKAGE / "diagnose" / "failures.py"
+    PACKAGE / "diagnose" / "failures.py",
+    PACKAGE / "nodes" / "director.py",
+    PACKAGE / "nodes" / "versions.py",
 }
 WORLD = {"asyncio", "datetime", "queue", "selectors", "socket", "subprocess", "threading", "time", "zmq"}
 
@@ -476,7 +487,8 @@ def test_the_kernel_imports_nothing_of_what_runs_in_a_rank():
 
 
 def test_only_the_hub_the_listener_nodes_and_ranks_have_zmq_sockets():
-    assert {each.importer for each in IMPORTS if each.imported.split(".")[0] == "zmq"} == SOCKETS
+    importers = {each.importer for each in IMPORTS if each.imported.split(".")[0] == "zmq"}
+    assert importers == SOCKETS
 
 
 def test_torchs_private_names_are_used_only_where_the_reason_is_given():
@@ -494,7 +506,7 @@ def test_only_views_magics_and_command_lines_print_and_read():
     assert [call for path in others for call in calls_of(path, {"print", "input"})] == []
 
 
-def test_the_protocol_and_the_root_cause_need_no_clock_thread_or_file():
+def test_the_protocol_the_root_cause_and_who_meets_need_no_clock_thread_or_file():
     """So each is a function of what it is given, and a test needs no process."""
     names = {module_name(path) for path in PURE}
     imported = {str(each) for each in IMPORTS if each.importer in names and each.imported in WORLD}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +19,8 @@ from nblaunch.protocol.messages import (
     Aborted,
     Arrived,
     AttemptStarted,
+    EngineSaid,
+    EngineState,
     Entered,
     Exited,
     FailureRecord,
@@ -32,6 +35,9 @@ from nblaunch.protocol.messages import (
     Noticed,
     Payload,
     Phase,
+    Preempt,
+    Preempted,
+    Preempting,
     Prepare,
     Proceed,
     Raised,
@@ -49,6 +55,8 @@ from nblaunch.protocol.state import RunState, State
 GRACE = 5.0
 PREPARE = Prepare(environ=(), cwd=b"/", path=())
 ON_GPUS = msgspec.structs.replace(PREPARE, device_type="cuda")
+WAITING = EngineSaid(engine="slurm", state=EngineState.WAITING, id="3", words="PENDING", wanted=2)
+GRANTED = msgspec.structs.replace(WAITING, state=EngineState.RUNNING, hosts=("a", "b"), joined=2)
 PEER_GONE = "Connection closed by peer [127.0.0.1]:1"
 GONE = "the ranks were started anew: all of their variables are gone"
 
@@ -250,6 +258,51 @@ def test_a_group_is_closed_before_its_job_ends_and_lets_the_caller_go_on():
     actions = group.feed(Trigger.AGENT_ENDED)
     assert actions == [life.CloseGroup(succeeded=False), Order.FINISH_JOB]
     assert group.stage() is Stage.CLOSED
+
+
+# --- nodes that an engine places -------------------------------------------------------------------
+
+
+def test_what_an_engine_says_is_the_jobs_and_that_of_each_later_one():
+    group = Group(kept=True)
+    group.give()
+    group.feed(life.Observed(WAITING))
+    assert group.state.at_work.engine == WAITING
+    assert group.state.at_work.where == "waiting for slurm: job 3 PENDING, 0 of 2 nodes here"
+    group.feed(life.Observed(GRANTED))
+    group.start(given=False)
+    group.feed(Started(rank=0, time=1.0), Started(rank=1, time=1.0), returned(0), returned(1))
+    group.give()
+    assert group.state.engine == group.state.at_work.engine == GRANTED
+
+
+def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():
+    group = Group(kept=True).start()
+    group.feed(life.AttemptStarting(attempt(0, 2)))
+    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (1,))))
+    assert group.state.working is not None
+    assert finished(group.feed(life.AttemptStarting(attempt(1, 1))))
+
+
+def test_ranks_get_the_backend_that_all_nodes_have():
+    group = Group()
+    group.give(msgspec.structs.replace(PREPARE, backend="gloo"))
+    group.feed(life.PrepareChanged("cpu:gloo,cuda:nccl", "cuda"))
+    group.fork()
+    (order,) = [each for each in group.feed(hello(0)) if isinstance(each, Send)]
+    assert isinstance(order.message, Prepare)
+    assert (order.message.backend, order.message.device_type) == ("cpu:gloo,cuda:nccl", "cuda")
+
+
+def test_ranks_without_a_process_group_get_none_whatever_the_nodes_have():
+    group = Group()
+    group.give()
+    group.feed(life.PrepareChanged("nccl", "cuda"))
+    assert group.state.prepare == msgspec.structs.replace(PREPARE, device_type="cuda")
+    script = Group()
+    script.give(msgspec.structs.replace(PREPARE, device_type=""))
+    script.feed(life.PrepareChanged("nccl", "cuda"))
+    assert script.state.prepare == msgspec.structs.replace(PREPARE, device_type="")
 
 
 # --- the end of a job ------------------------------------------------------------------------------
@@ -547,6 +600,200 @@ def test_a_node_that_leaves_is_missed_only_if_the_others_are_too_few(enough):
     assert group.states()[1] is (State.STOPPED if enough else State.FAILED)
 
 
+# --- kept ranks whose nodes are lost, or come ------------------------------------------------------
+
+
+def loses(group: Group, *ranks: int) -> list[Action]:
+    """Let a node be lost on which these ranks were."""
+    exits = (life.WorkerExited(exited(rank)) for rank in ranks)
+    return group.feed(life.NodeLeaving("hB", asked=False, enough=True, ranks=frozenset(ranks)), *exits)
+
+
+def messages(actions: list[Action], kind: type[ToRank]) -> list[Any]:
+    return [each.message for each in actions if isinstance(each, Send) and isinstance(each.message, kind)]
+
+
+def goes_on(group: Group, kept: dict[int, int], size: int, number: int = 1) -> list[Action]:
+    """Let the next attempt begin, in which these ranks go on."""
+    starting = attempt(number, size)
+    return group.feed(life.AttemptStarting(starting, kept), life.WorkersForked(starting, frozenset()))
+
+
+def joins(group: Group, *ranks: int, number: int = 1) -> list[Action]:
+    """Let ranks form a group, those that have gone on and those that are new."""
+    actions = group.feed(*(hello(rank, attempt=number) for rank in ranks))
+    actions += group.feed(*map(where, ranks)) + group.after(0.1)
+    made = group.state.recovery.number
+    for rank in ranks:
+        actions += group.feed(ready(rank), Recovered(rank=rank, number=made))
+    return actions
+
+
+def idle(size: int = 2) -> Group:
+    """Return a kept group that has done a job."""
+    group = Group(size, kept=True).start()
+    group.feed(*map(returned, range(size)))
+    assert group.stage() is Stage.READY
+    return group
+
+
+def test_idle_ranks_go_on_at_once_without_those_that_are_lost():
+    group = idle()
+    assert loses(group, 0) == [Order.REGROUP_NODES]
+    assert group.after(1) == []
+    assert goes_on(group, {0: 1}, 1) == []
+    actions = joins(group, 0)
+    assert sent(actions, Prepare) == []
+    (order,) = messages(actions, Recover)
+    assert order.reform
+    assert group.stage() is Stage.READY
+    group.size = 1
+    assert life.SendJob(0) in group.give()
+    assert group.notices() == (
+        "node hB was lost, with the variables of rank 0",
+        "the group has 1 rank now; variables kept: rank 0; rank 0 formerly rank 1",
+        life.REFORMED,
+    )
+
+
+def test_a_job_fails_with_the_ranks_that_are_lost_and_the_others_end_it_first():
+    group = Group(3, kept=True).start()
+    group.feed(returned(0))
+    assert loses(group, 2) == []
+    actions = group.after(0.3)
+    assert sent(actions, Interrupt) == [1]
+    assert sent(actions, ReportWhere) == [], "nobody asks a rank that is lost"
+    actions = group.feed(raised(1, "builtins.KeyboardInterrupt"))
+    assert not finished(actions)
+    actions = group.feed(where(0), where(1)) + group.after(0.1)
+    assert [each.reform for each in messages(actions, Recover)] == [False, False]
+    actions = group.feed(*(Recovered(rank=rank, number=1) for rank in (0, 1)))
+    assert actions == [Order.FINISH_JOB, Order.REGROUP_NODES]
+    assert group.states() == [State.SUCCEEDED, State.STOPPED, State.FAILED]
+    goes_on(group, {0: 0, 1: 1}, 2)
+    joins(group, 0, 1)
+    assert group.stage() is Stage.READY
+
+
+def test_ranks_that_wait_for_lost_ones_to_form_a_group_are_freed_first():
+    group = Group(3, kept=True).start()
+    group.feed(*(raised(rank) for rank in range(3)))
+    group.feed(where(0, inside=True), where(1), where(2))
+    assert [each.reform for each in messages(group.after(0.1), Recover)] == [True] * 3
+    assert sent(loses(group, 2), ReportWhere) == [0, 1]
+    actions = group.feed(where(0, inside=True), where(1)) + group.after(0.1)
+    assert sent(actions, FreeCollective) == [0, 1]
+    assert [each.reform for each in messages(actions, Recover)] == [False, False]
+    group.feed(Recovered(rank=0, number=1, error="cut"), Recovered(rank=0, number=2))
+    assert group.feed(Recovered(rank=1, number=2)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
+    goes_on(group, {0: 0, 1: 1}, 2)
+    joins(group, 0, 1)
+    assert group.stage() is Stage.READY
+
+
+def test_ranks_that_do_not_come_back_are_replaced():
+    group = idle()
+    loses(group, 1)
+    goes_on(group, {0: 0}, 1)
+    assert Order.RESTART_AGENT in group.after(61)
+    assert Order.STOP_AGENT not in group.done
+
+
+def test_a_job_that_none_of_the_lost_ranks_has_is_done_first():
+    group = idle()
+    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))))
+    assert loses(group, 1) == []
+    assert group.after(5) == []
+    assert group.feed(returned(0)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
+
+
+def test_a_job_that_was_captured_for_other_numbers_is_ended_and_reaches_no_rank():
+    group = idle()
+    loses(group, 0)
+    assert group.give() == []
+    goes_on(group, {0: 1}, 1)
+    assert Order.FINISH_JOB in group.done
+    assert not [each for each in joins(group, 0) if isinstance(each, life.SendJob)]
+
+
+def test_ranks_go_on_only_once_all_of_them_have_said_hello():
+    group = idle(3)
+    loses(group, 2)
+    goes_on(group, {0: 0, 1: 1}, 2)
+    assert loses(group, 1) == []
+    assert group.feed(hello(0, attempt=1)) == [Order.REGROUP_NODES]
+
+
+def test_a_node_that_is_lost_while_the_others_go_on_is_left_behind_too():
+    group = idle(3)
+    loses(group, 2)
+    goes_on(group, {0: 0, 1: 1}, 2)
+    group.feed(hello(0, attempt=1))
+    assert loses(group, 1) == [Order.REGROUP_NODES]
+    goes_on(group, {0: 0}, 1, 2)
+    joins(group, 0, number=2)
+    assert group.stage() is Stage.READY
+
+
+def test_ranks_of_a_node_that_comes_form_a_group_with_those_that_are_there():
+    group = idle()
+    assert group.feed(life.NodeArrived()) == [Order.REGROUP_NODES]
+    goes_on(group, {0: 0, 1: 1}, 3)
+    starting = attempt(1, 3)
+    group.feed(life.WorkersForked(starting, frozenset({2}), remote=True))
+    actions = joins(group, 0, 1, 2)
+    prepared = [each for each in actions if isinstance(each, Send) and isinstance(each.message, Prepare)]
+    assert prepared == [Send(2, msgspec.structs.replace(PREPARE, joins=True))]
+    assert sent(actions, Recover) == [0, 1, 2]
+    assert group.stage() is Stage.READY
+    group.size = 3
+    group.give()
+    assert any("; new, without variables: rank 2" in each for each in group.notices())
+
+
+def test_a_node_that_comes_during_a_job_waits_for_its_end():
+    group = Group(kept=True).start()
+    assert group.feed(life.NodeArrived()) == []
+    group.feed(returned(0))
+    assert group.feed(returned(1)) == [Order.FINISH_JOB, Order.REGROUP_NODES]
+
+
+def test_a_rank_that_dies_while_it_goes_on_does_not_end_the_session():
+    group = idle(3)
+    loses(group, 2)
+    goes_on(group, {0: 0, 1: 1}, 2)
+    group.size = 2
+    group.give()
+    group.feed(life.WorkerExited(exited(1)))
+    assert Order.STOP_AGENT not in group.after(5)
+    assert GONE not in group.notices()
+    assert not finished(group.feed(life.AttemptStarting(attempt(2))))
+    assert group.notices()[-1] == GONE
+
+
+def test_ranks_that_are_not_ready_begin_again_without_those_that_are_lost():
+    group = Group(kept=True)
+    group.give()
+    group.fork()
+    assert loses(group, 1) == [Order.REJOIN_NODES]
+    assert group.stage() is Stage.CHANGING
+
+
+def test_ranks_that_are_not_ready_wait_for_a_node_in_place_of_one_that_was_lost():
+    group = Group(kept=True)
+    group.give()
+    group.fork()
+    group.feed(hello(0), hello(1))
+    lost = life.NodeLeaving("hB", asked=False, enough=False, ranks=frozenset({1}))
+    group.feed(lost, life.WorkerExited(exited(1)), Trigger.DRAINED)
+    group.now += 600
+    group.feed(Trigger.TICK)
+    assert Order.STOP_AGENT not in group.done
+    assert group.stage() is Stage.CHANGING
+    group.start(1, given=False)
+    assert group.stage() is Stage.RUNNING
+
+
 def test_all_ranks_let_go_of_nccl_before_one_is_killed():
     group = Group().start(prepare=ON_GPUS)
     actions = group.feed(Trigger.RANKS_ENDING)
@@ -556,6 +803,103 @@ def test_all_ranks_let_go_of_nccl_before_one_is_killed():
     assert group.states()[0] is State.RUNNING, "it is the abort that it has stumbled over"
     assert group.feed(Trigger.RANKS_ENDING, Aborted(rank=0)) == []
     assert group.feed(Aborted(rank=1)) == [Order.END_RANKS]
+
+
+# --- nodes that are taken back ---------------------------------------------------------------------
+
+NEAR = life.Preemption("the limit is near", 100.0)
+INTERRUPTED = "builtins.KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_all_ranks_save_and_the_job_that_waits_for_them_is_preempted(kept):
+    group = Group(kept=kept).start()
+    actions = group.feed(NEAR)
+    assert [sent(actions, Preempt), sent(actions, Interrupt)] == [[0, 1], [0, 1]]
+    order = [type(each.message) for each in actions if isinstance(each, Send) and each.rank == 0]
+    assert order == [Preempt, Interrupt], "an interrupt alone would end the job without saving"
+    group.feed(Preempting(rank=0), raised(0, INTERRUPTED), Preempted(rank=0))
+    group.feed(Preempting(rank=1), InterruptSeen(rank=1, number=1))
+    assert sent(group.after(10 * GRACE), Interrupt) == [], "who saves takes the time that there is"
+    assert group.states() == [State.STOPPED, State.RUNNING]
+    actions = group.feed(Preempted(rank=1), raised(1, INTERRUPTED))
+    assert group.states() == [State.STOPPED, State.STOPPED]
+    if kept:
+        actions = group.feed(where(0), where(1), Trigger.TICK)
+        group.feed(Recovered(rank=0, number=1))
+        assert finished(group.feed(Recovered(rank=1, number=1)))
+    else:
+        assert Order.STOP_AGENT in actions, "also: no restart"
+        assert finished(group.feed(Trigger.AGENT_ENDED))
+    assert group.state.job is not None
+    assert (group.state.job.run.preempted, group.state.job.run.summary) == (NEAR.why, State.PREEMPTED)
+    assert not group.state.job.interrupted, "no user has done it"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_has_failed_first_is_no_reason_to_end_those_that_save(kept):
+    group = Group(kept=kept).start()
+    group.feed(NEAR, Preempted(rank=0), raised(0, "builtins.RuntimeError"), Preempting(rank=1))
+    assert group.after(2 * GRACE) == []
+    assert group.stage() is Stage.INTERRUPTED
+
+
+def test_a_job_waits_until_ranks_without_a_part_in_it_have_saved():
+    group = Group(kept=True).start(given=False)
+    group.feed(life.JobGiven(PREPARE, GRACE, RunState.fresh(2, (0,))), Started(rank=0, time=1.0))
+    group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
+    assert group.stage() is Stage.INTERRUPTED
+    group.feed(Preempted(rank=1))
+    assert group.stage() is Stage.RECOVERING
+
+
+def test_values_that_come_all_the_same_are_a_success():
+    group = Group().start()
+    group.feed(NEAR, returned(0), returned(1), Preempted(rank=0))
+    assert group.stage() is Stage.INTERRUPTED, "a rank whose value is here may save, too"
+    assert Order.STOP_AGENT in group.feed(Preempted(rank=1))
+    assert finished(group.feed(Trigger.AGENT_ENDED))
+    assert group.state.job is not None
+    assert group.state.job.run.summary is State.SUCCEEDED
+
+
+def test_a_job_that_has_failed_before_has_failed():
+    group = Group().start()
+    group.feed(raised(0), NEAR)
+    assert group.state.job is not None
+    assert group.state.job.run.preempted == ""
+    assert life.ReleaseWorkers(succeeded=False, others=frozenset({1})) in group.after(0.2)
+
+
+def test_a_job_that_is_given_after_the_notice_runs_in_the_time_that_is_left():
+    group = Group(kept=True).start(given=False)
+    assert sent(group.feed(NEAR), Preempt) == [0, 1]
+    group.give()
+    group.feed(Preempted(rank=0), Preempted(rank=1), returned(0))
+    assert finished(group.feed(returned(1)))
+
+
+def test_ranks_that_go_with_their_nodes_while_they_save_have_not_failed():
+    group = Group().start()
+    group.feed(NEAR, Preempting(rank=0))
+    group.feed(life.WorkerExited(exited(0)), life.WorkerExited(exited(1)))
+    group.after(0.1)
+    assert group.states() == [State.STOPPED, State.STOPPED]
+
+
+def test_nodes_that_were_taken_back_without_a_notice_preempt_the_job():
+    group = Group().start()
+    assert group.feed(life.Preemption("slurm job 7 has ended: time limit", None)) == []
+    group.feed(life.WorkerExited(exited(0)), life.WorkerExited(exited(1)), Trigger.DRAINED)
+    assert group.states() == [State.STOPPED, State.STOPPED]
+
+
+def test_a_rank_that_goes_on_is_interrupted_once_more():
+    """It cannot save before its job has ended."""
+    group = Group().start()
+    group.feed(NEAR, InterruptSeen(rank=0, number=1), Preempting(rank=1))
+    assert sent(group.after(GRACE + 0.1), Interrupt) == [0]
+    assert Order.RESTART_AGENT not in group.after(2 * GRACE)
 
 
 # --- whatever happens ------------------------------------------------------------------------------
@@ -576,6 +920,8 @@ SAID: list[Callable[[int], FromRank]] = [
     lambda rank: Arrived(rank=rank),
     lambda rank: Aborted(rank=rank),
     lambda rank: InterruptSeen(rank=rank, number=1),
+    lambda rank: Preempting(rank=rank),
+    lambda rank: Preempted(rank=rank),
     lambda rank: Recovered(rank=rank, number=1),
     lambda rank: Recovered(rank=rank, number=1, error="broken"),
 ]
@@ -593,7 +939,20 @@ EVENTS = st.one_of(
         st.sampled_from([None, RunState.fresh(2)]),
         st.booleans(),
     ),
-    st.builds(life.NodeLeaving, st.just("b"), st.booleans(), st.booleans()),
+    st.builds(
+        life.NodeLeaving,
+        st.just("b"),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([frozenset({0}), frozenset({1})]),
+        st.sampled_from(["", "10.0.0.2"]),
+    ),
+    st.builds(
+        lambda number, kept: life.AttemptStarting(attempt(number), kept),
+        st.integers(0, 3),
+        st.sampled_from([{0: 0}, {0: 1}, {0: 0, 1: 1}]),
+    ),
+    st.just(life.NodeArrived()),
     st.sampled_from(
         [
             Trigger.DRAINED,
@@ -603,6 +962,11 @@ EVENTS = st.one_of(
             Trigger.HUB_LOST,
             life.Observed(Noticed(text="a notice")),
             life.Observed(Measured(usages={})),
+            life.Observed(WAITING),
+            life.Observed(GRANTED),
+            life.PrepareChanged("nccl", "cuda"),
+            life.Preemption("the limit is near", 120.0),
+            life.Preemption("the nodes are gone", None),
             life.Noted("a note"),
             Trigger.FORGET_NOTES,
             Trigger.INTERRUPT,
@@ -714,6 +1078,8 @@ class World:
                 self.coming.append(raised(rank, "torch.distributed.DistBackendError", PEER_GONE))
             case Recover(number=number):
                 self.coming.append(Recovered(rank=rank, number=number))
+            case Preempt():
+                self.coming += [Preempting(rank=rank), Preempted(rank=rank)]
             case _:
                 pass
 
@@ -760,6 +1126,8 @@ def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
     group.give()
     world, began = World(group, chance), group.now
     steps: list[tuple[float, GroupEvent]] = [(100, Trigger.INTERRUPT), (300, Trigger.INTERRUPT_AGAIN)]
+    if chance.random() < 0.5:
+        steps.insert(0, (chance.choice([0.1, 1, 10]), life.Preemption("the limit is near", 100.0)))
     while group.state.working is not None and group.now < began + 500:
         world.go_on()
         if steps and group.now > began + steps[0][0]:

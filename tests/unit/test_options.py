@@ -54,6 +54,12 @@ DEFAULTS = {
     "master_addr": None,
     "master_port": None,
     "local_addr": None,
+    "on": None,
+    "slurm": "",
+    "here": False,
+    "node_python": None,
+    "sync_env": False,
+    "node_timeout": 15.0,
     "start_method": "forkserver",
     "numa_binding": None,
     "virtual_local_rank": False,
@@ -103,6 +109,12 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "master_addr": ("node0", "node0", "::1", "::1"),
     "master_port": ("29500", 29500, "0", 0),
     "local_addr": ("10.0.0.2", "10.0.0.2", "node-1.cluster", "node-1.cluster"),
+    "on": ("slurm", "slurm", "ssh=h1,ann@h2:2222", "ssh=h1,ann@h2:2222"),
+    "slurm": ("'-p gpu -t 30'", "-p gpu -t 30", "--exclusive", "--exclusive"),
+    "here": ("true", True, "false", False),
+    "node_python": ("/opt/py/bin/python", "/opt/py/bin/python", "python3", "python3"),
+    "sync_env": ("true", True, "false", False),
+    "node_timeout": ("5", 5.0, "60", 60.0),
     "start_method": ("spawn", "spawn", "fork", "fork"),
     "numa_binding": ("node", "node", "core-complex", "core-complex"),
     "virtual_local_rank": ("1", True, "0", False),
@@ -152,6 +164,13 @@ WRONG: dict[str, list[object]] = {
     "master_addr": ["", "a b", "host:1", 3, True],
     "master_port": [-1, 65_536, "1", True, 1.0],
     "local_addr": ["", "a b", "host:1", 3, True],
+    "on": ["", "slrum", "slurm=x", "process=2", "join=", "ssh", "ssh=", "ssh=a,", "ssh=-oX", "ssh=a@-b",
+           "ssh=a b", "ssh=a:99999", "ray=", "ray=h:1", "ray=ray://h", "ray=ray://h:99999", 3, True],
+    "slurm": ["a\nb", "'a", 3, None],
+    "here": [0, 1, "yes", None],
+    "node_python": ["", "-x", "a\nb", 3, True],
+    "sync_env": [0, 1, "yes", None],
+    "node_timeout": [0, -1, math.nan, math.inf, True, None, "5"],
     "start_method": ["", "Spawn", "thread", 3, None],
     "numa_binding": ["", "nodes", 3, True],
     "virtual_local_rank": [0, 1, "yes", None],
@@ -417,6 +436,12 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "master_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
     "master_port": st.none() | st.integers(0, 65_535),
     "local_addr": st.none() | st.sampled_from(["host", "::1", "10.0.0.1"]),
+    "on": st.sampled_from([None, "process", "join", "ssh=h1,h2:22", "slurm", "ray", "ray=ray://h:10001"]),
+    "slurm": st.sampled_from(["", "-p gpu", "-p 'a b' -t 30"]),
+    "here": st.booleans(),
+    "node_python": st.none() | st.just("/opt/a b/python"),
+    "sync_env": st.booleans(),
+    "node_timeout": _numbers,
     "start_method": st.sampled_from(["forkserver", "spawn", "fork"]),
     "numa_binding": st.none() | st.sampled_from(["node", "socket", "exclusive", "core-complex"]),
     "virtual_local_rank": st.booleans(),
@@ -803,7 +828,7 @@ def _completions() -> Iterator[tuple[str, list[str]]]:
         yield f"{prefix}--ti", ["--timeout"]
         yield f"{prefix}-n 2 --max", ["--max-restarts"]
         yield f"{prefix}--max_", ["--max_restarts"]
-        yield f"{prefix}--h", ["--hang-after", "--help"]
+        yield f"{prefix}--h", ["--hang-after", "--here", "--help"]
         yield f"{prefix}--backend ", ["auto", "gloo", "nccl"]
         yield f"{prefix}--backend n", ["nccl"]
         yield f"{prefix}--backend=g", ["gloo"]

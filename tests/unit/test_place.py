@@ -12,7 +12,7 @@ import nblaunch
 from nblaunch._inherited import JOIN_KEY, encoded
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import PlaceRun
+from nblaunch.protocol.client import Placed, Placement, PlaceRun
 from nblaunch.runtime.place import place
 
 FREE_PORT = "127.0.0.1:0"
@@ -74,6 +74,30 @@ def test_entry_points_are_found_where_the_caller_has_them(local, tmp_path, monke
     for _ in range(2):
         place(asked(logs_specs="callers", path=[sys.path[0], tmp_path, tmp_path]), local)
     assert sys.path == [*before, str(tmp_path)]
+
+
+def test_what_contradicts_an_engine_is_refused_where_the_callers_environment_is_known(local):
+    with pytest.raises(nblaunch.OptionError, match="--here was given, but no engine places nodes"):
+        place(asked(here=True), local)
+    inside = {**os.environ, "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+    with pytest.raises(nblaunch.OptionError, match="Slurm's job 17"):
+        place(asked(inside, on="slurm", nnodes="3"), local)
+
+
+def test_a_place_on_nodes_is_provisional_and_needs_nothing_of_this_machine(local):
+    no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    on_nodes = {"on": "process", "nnodes": "2:3"}
+    placed = place(asked(no_gpu, **on_nodes), local)
+    assert placed == Placed(placement=Placement(4, "gloo", "cpu", 0))
+    placed = place(asked(no_gpu, **on_nodes, backend="nccl", numa_binding="node"), local)
+    assert placed.placement.backend == "nccl"
+    assert local.server.pid is None
+    with pytest.raises(nblaunch.OptionError, match="backend 'tin'"):
+        place(asked(backend="tin", **on_nodes), local)
+    with pytest.raises(nblaunch.OptionError, match="rdzv_conf has join_timeout='soon'"):
+        place(asked(rdzv_conf="join_timeout=soon", **on_nodes), local)
+    with pytest.raises(nblaunch.OptionError, match="no-such-python"):
+        place(asked(node_python="/no-such-python", **on_nodes), local)
 
 
 def test_the_network_of_the_nodes_is_added_where_the_caller_has_chosen_none(local):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import logging
 import pickle
@@ -64,10 +65,17 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return PLAIN[kind]
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return st.sampled_from(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return st.builds(
+            kind, **{each.name: values_of(hints[each.name]) for each in dataclasses.fields(kind)}
+        )
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{name: values_of(hints[name]) for name in kind.__struct_fields__})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values_of(each) for each in arguments])
     if origin is tuple and arguments[-1] is ...:
@@ -424,6 +432,17 @@ def test_a_defect_in_one_group_does_not_end_the_thread_that_serves_all(
     eventually(lambda: any("please report" in line for line in refusals()), "the defect is logged")
     good.send(encode(hello()))
     eventually(lambda: group.received, "the other group is served")
+
+
+def test_what_waits_for_the_hubs_thread_may_run_on_it(hub):
+    order = []
+
+    def outer():
+        hub.run(lambda: order.append("inner"), 10)
+        order.append("outer")
+
+    hub.run(outer, 10)
+    assert order == ["inner", "outer"]
 
 
 def test_after_a_group_is_removed_its_ranks_are_strangers(hub, group, connect, eventually):

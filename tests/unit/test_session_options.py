@@ -89,6 +89,12 @@ OF_THE_GROUP = {
     "master_addr": "--master-addr host",
     "master_port": "--master-port 29500",
     "local_addr": "--local-addr host",
+    "on": "--on slurm",
+    "slurm": "--slurm '-p gpu'",
+    "here": "--here",
+    "node_python": "--node-python python3",
+    "sync_env": "--sync-env",
+    "node_timeout": "--node-timeout 5",
 }
 
 
@@ -164,7 +170,7 @@ def test_a_variable_of_the_environment_is_no_wish_of_the_cells(monkeypatch):
         ("status now", "'now'"),
         ("stop it", "'it'"),
         ("auto", "on or off"),
-        ("doctor now", "nothing after it"),
+        ("doctor now", "doctor takes only --nccl"),
     ],
 )
 def test_a_wrong_command_says_what_is_right(line, said):

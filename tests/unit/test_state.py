@@ -21,6 +21,8 @@ from nblaunch.protocol.messages import (
     Cleared,
     Colored,
     Displayed,
+    EngineSaid,
+    EngineState,
     Entered,
     Exited,
     FailureRecord,
@@ -28,12 +30,15 @@ from nblaunch.protocol.messages import (
     GivenTo,
     Hello,
     InterruptSeen,
+    JobSent,
     Measured,
     Names,
     Noticed,
     Offsets,
     Payload,
     Phase,
+    Preempted,
+    Preempting,
     Printed,
     Raised,
     RankPlace,
@@ -41,6 +46,7 @@ from nblaunch.protocol.messages import (
     Recovered,
     Returned,
     RunEnded,
+    RunPreempted,
     Started,
     Stream,
     Switched,
@@ -94,6 +100,15 @@ PLACES = st.builds(
 REPORTS = st.builds(
     HangReport, groups=st.just(()), collectives=st.just({}), silent=st.dictionaries(RANKS, TEXTS, max_size=2)
 )
+ENGINE_SAYS = st.builds(
+    EngineSaid,
+    engine=st.sampled_from(["slurm", "join"]),
+    state=st.sampled_from(EngineState),
+    words=TEXTS,
+    starts=st.none() | TIMES,
+    hosts=st.lists(TEXTS, max_size=2).map(tuple),
+    joined=st.integers(0, 2),
+)
 USAGES = st.builds(Usage, cpu_percent=TIMES, memory=st.integers(0, 99))
 STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     Hello: st.builds(
@@ -131,12 +146,17 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     GivenTo: st.builds(
         GivenTo, ranks=st.dictionaries(RANKS, PLACES, max_size=3), attempt=st.integers(-1, 3)
     ),
+    JobSent: st.builds(JobSent, ranks=st.lists(RANKS, max_size=3).map(tuple)),
     LocatedAll: st.builds(LocatedAll, report=REPORTS),
+    EngineSaid: ENGINE_SAYS,
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
     Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
     Unreadable: st.builds(Unreadable, rank=RANKS, failure=FAILURES),
     RunEnded: st.builds(RunEnded, time=TIMES, stopped=st.booleans()),
+    RunPreempted: st.builds(RunPreempted, why=TEXTS),
+    Preempting: st.builds(Preempting, rank=RANKS),
+    Preempted: st.builds(Preempted, rank=RANKS),
 }  # fmt: skip
 MESSAGES = st.one_of(list(STRATEGIES.values()))
 HISTORIES = st.lists(MESSAGES, max_size=40)
@@ -329,6 +349,27 @@ def test_a_new_attempt_begins_anew_and_keeps_the_old_one():
     assert (second.number, second.reason, second.started) == (1, "failure", 5.0)
 
 
+def test_what_an_engine_said_last_is_kept_over_attempts():
+    waiting = EngineSaid(
+        engine="slurm",
+        state=EngineState.WAITING,
+        id="3",
+        words="PENDING",
+        reason="Resources",
+        place="priority 7",
+        joined=1,
+        wanted=2,
+    )
+    state = advance(RunState.fresh(WORLD), waiting)
+    assert state.where == "waiting for slurm: job 3 PENDING (Resources), priority 7, 1 of 2 nodes here"
+    assert advance(state, waiting) is state
+    state = advance(state, AttemptStarted(number=1, world_size=WORLD, time=2.0))
+    assert state.engine == waiting
+    assert state.where == "ranks 0-2 phase 'fork'", "the ranks are there"
+    here = msgspec.structs.replace(waiting, state=EngineState.RUNNING, joined=2)
+    assert advance(RunState.fresh(1), here).where == "rank 0 phase 'fork'"
+
+
 def test_a_run_of_some_ranks_has_those_alone():
     state = RunState.fresh(8, (1, 5))
     assert list(state.ranks) == [1, 5]
@@ -367,6 +408,8 @@ def test_a_run_is_summed_up_in_one_word(states, summary):
         state = advance(state, RunEnded(time=9.0, stopped=False))
     assert [str(rank.state) for rank in state.ranks.values()] == [first, second]
     assert state.summary == summary
+    ended = state.finished and summary != "SUCCEEDED"
+    assert advance(state, RunPreempted(why="time limit")).summary == ("PREEMPTED" if ended else summary)
 
 
 def _for_rank_1(message):
@@ -671,7 +714,7 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
     after = advance(before, message)
-    if isinstance(message, Measured):
+    if isinstance(message, Measured | EngineSaid):
         assert silent_between(before, after)
     elif after != before:
         assert not silent_between(before, after)

@@ -40,6 +40,8 @@ AGENT = (
     "_start_workers",
     "_monitor_workers",
     "_restart_workers",
+    "_assign_worker_ranks",
+    "_exit_barrier",
     "_shutdown",
     "_pcontext",
     "_worker_group",

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -361,6 +361,44 @@ def test_many_ranks_that_print_much_stay_below_what_the_server_lets_through(monk
     view.close(state)
     # The last message is sent before it is paid for.
     assert least < CountingPanel.size / seconds < 1.1 * display.BYTES_PER_SECOND
+
+
+class BusyPanel(StoppedPanel):
+    """A panel that costs a lot to draw; it remembers the lines that it was shown."""
+
+    lines: ClassVar[list[str]] = []
+
+    def show(self, delta):
+        self.lines.extend(delta["output"]["pieces"])
+        until = time.thread_time() + 0.05
+        while time.thread_time() < until:
+            pass
+
+    def stop_wanted(self):
+        return False
+
+
+def test_what_comes_while_the_panel_rests_is_drawn_after_that_though_nothing_follows(monkeypatch):
+    module = type(sys)("nblaunch.view.panel")
+    vars(module)["Panel"] = BusyPanel
+    monkeypatch.setitem(sys.modules, "nblaunch.view.panel", module)
+    monkeypatch.setattr(BusyPanel, "lines", [])
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    now = [0.0]
+    view = WidgetView(HEADER, clock=lambda: now[0])
+    state = run_of(2)
+    view.open(state)
+    now[0] += display.PANEL_AFTER_SECONDS
+    view.draw(state)
+    for line in ("first", "last"):
+        state = advance(state, out(0, f"{line}\n"))
+        now[0] += display.SECONDS_BETWEEN_DRAWS
+        view.draw(state)
+    assert BusyPanel.lines == ["first"], "it rests"
+    for _ in range(10):
+        now[0] += display.SECONDS_BETWEEN_DRAWS
+        view.draw(state)
+    assert BusyPanel.lines == ["first", "last"]
 
 
 @pytest.fixture

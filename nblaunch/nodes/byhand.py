@@ -1,0 +1,90 @@
+"""Nodes that users start themselves: prints the command to type on each host, and waits."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+from nblaunch._errors import LaunchError
+from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
+from nblaunch.nodes.key import KEY_FILE
+from nblaunch.protocol.messages import EngineSaid, EngineState
+
+_KEY_BY_STDIN = "--key-stdin"
+
+
+class JoinAllocation:
+    """Nodes that join when a user types the command; the key is in a file until the end."""
+
+    given_back = True
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self._directory = _directory(wish)
+        self._state = EngineState.GRANTED
+
+    def status(self) -> EngineSaid:
+        """Return the same report at all times: these nodes are awaited."""
+        return EngineSaid(engine=JoinEngine.name, state=self._state)
+
+    def start(self, program: NodeProgram) -> str:
+        """Write the key to a file; return the command that the user has to type."""
+        key = self._directory / "join-key"
+        try:
+            self._directory.mkdir(mode=0o700)
+            with os.fdopen(os.open(key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as opened:
+                opened.write(program.stdin)
+        except OSError as error:
+            msg = f"the nodes' key cannot be written: {error.filename}: {error.strerror}."
+            raise LaunchError(msg, phase="engine") from error
+        self._state = EngineState.WAITING
+        words = [each for each in program.arguments if each != _KEY_BY_STDIN]
+        least, most = self._wish.least, self._wish.most
+        count = str(most) if least == most else f"{least} to {most}"
+        each = "the node" if most == 1 else f"each of the {count} nodes"
+        return (
+            f"Type this in a terminal of {each}, with a copy of the key file (mode 600) on other machines:\n"
+            f"{KEY_FILE}={shlex.quote(str(key))} {shlex.join(['python', *words])}"
+        )
+
+    def fates(self) -> tuple[NodeFate, ...]:
+        """Return (): users watch these programs themselves."""
+        return ()
+
+    def cancel(self) -> None:
+        """Remove the key."""
+        self._state = EngineState.ENDED
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class JoinEngine(Engine):
+    """`--on join`."""
+
+    name: ClassVar[str] = "join"
+
+    @staticmethod
+    def check(wish: Wish) -> None:
+        """Refuse nothing: this engine has no requirements."""
+
+    @staticmethod
+    def address(wish: Wish) -> str:  # noqa: ARG004 - as for every engine
+        """Return this machine's address on its default route."""
+        return own_address(())
+
+    @staticmethod
+    def at_end(wish: Wish) -> tuple[str, ...]:
+        """Return the command that removes the key."""
+        return ("rm", "-rf", "--", os.fspath(_directory(wish)))
+
+    @staticmethod
+    def ask(wish: Wish) -> Allocation:
+        """Grant the nodes at once: the wait is for users."""
+        return JoinAllocation(wish)
+
+
+def _directory(wish: Wish) -> Path:
+    return Path(tempfile.gettempdir(), wish.name)

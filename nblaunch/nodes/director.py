@@ -1,0 +1,702 @@
+"""Decides which nodes meet, and when: the attempts of a group with agents on nodes, as one pure machine.
+
+    stage        entered when                    next, and why
+    -----------  ------------------------------  ----------------------------------------------------------
+    WAITING      there are too few nodes         MEETING: enough checked nodes wait for a rendezvous
+                                                 ENDING: no node replaces one that was lost
+    MEETING      an attempt begins: `Meet`       RUNNING: all have started their ranks
+                                                 RESTARTING: a node is lost
+    RUNNING      the ranks have started          RESTARTING: a kept rank has ended that was not released, or
+                                                 its node is lost; an order to restart, or to meet again
+                                                 RUNNING: an order to regroup; the next attempt has the
+                                                 ranks of this one, and those of new nodes
+                                                 LEAVING: an order to release the ranks
+    RESTARTING   the ranks are being ended       WAITING: all agents wait for a rendezvous
+                                                 ENDING: no restart is left
+    LEAVING      the ranks are released          ENDING: all have ended; after a failure as RESTARTING
+    ENDING       the group is being ended        ENDED: all nodes have ended, or their time is over
+    ENDED        no node has ranks of the group  -
+
+A lost node costs a restart, as a failed rank does, and the next attempt needs a replacement unless enough
+nodes are left. In a fresh group the lifecycle decides what ends after a failure, and orders it. In a kept
+group it decides when the remaining ranks go on without the lost ones.
+
+So the ranks of a session keep their variables when nodes are lost, or come late: the next attempt has the
+same processes with new numbers. The lifecycle has them end their job, and orders `REGROUP_NODES`. Each old
+node then gets `AdoptRanks`, and each new one `Meet`. A relay sends its ranks `Adopt` and keeps their logs; a
+rank sends `Hello` with its new number, and all ranks form their process group as after a failed job
+(`Recover`). Agents do not notice; the client gets `RanksRenumbered`. Output and exits of ranks that were in
+flight count for the new attempt.
+
+`step` reads no clock (`now` is monotonic) and does nothing itself: `fleet` feeds it and performs its actions.
+An order for another attempt than the current one does nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias, assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+
+# Peers in a collective with a failed rank raise now. This lets them report it before they are ended.
+_LAST_WORDS_SECONDS = 0.1
+# Nodes lost for one reason are detected one after the other.
+_TOGETHER_SECONDS = 0.05
+# How long a node may take to end a group, in addition to the grace period.
+_END_SECONDS = 5.0
+# How long nodes wait for further ones once there are enough.
+_LAST_CALL_SECONDS = 5.0
+_NEVER = float("inf")
+
+
+class DirectorStage(enum.StrEnum):
+    """The stage of a group; the module's docstring has the table."""
+
+    WAITING = "WAITING"
+    MEETING = "MEETING"
+    RUNNING = "RUNNING"
+    RESTARTING = "RESTARTING"
+    LEAVING = "LEAVING"
+    ENDING = "ENDING"
+    ENDED = "ENDED"
+
+
+_WITH_RANKS = (DirectorStage.MEETING, DirectorStage.RUNNING)
+
+
+class DirectedNode(msgspec.Struct, frozen=True):
+    """A node, as its group sees it."""
+
+    nproc: int
+    place: int
+    came: int
+    """Its position in the order of arrival."""
+    waits: bool = False
+    """Whether its agent waits for a rendezvous."""
+    attempt: int = -1
+    """The last attempt that it took part in."""
+    base: int = 0
+    """Its first rank in that attempt."""
+    started: bool = False
+    """Whether it has started its ranks of that attempt."""
+    ended: bool = False
+    """Whether its ranks and its agent of this group have ended."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The sort key for ranks: the engine's place, then the order of arrival."""
+        return (self.place if self.place >= 0 else _NEVER, self.came)
+
+
+class DirectorState(msgspec.Struct, frozen=True):
+    """The nodes of a group, and its attempts."""
+
+    least: int
+    most: int
+    restarts_left: int
+    kept: bool
+    group: str = ""
+    store: tuple[str, int] = ("", 0)
+    """The address of the ranks' store."""
+    replacements_left: int = 0
+    """How many lost nodes may still be replaced."""
+    patient: bool = False
+    """Whether users start the nodes: before the first attempt there is no time limit for them."""
+    join_timeout: float = 600.0
+    grace: float = 0.0
+    stage: DirectorStage = DirectorStage.WAITING
+    attempt: int = -1
+    reason: str = "started"
+    """Why the next attempt begins."""
+    nodes: Mapping[str, DirectedNode] = {}
+    came: int = 0
+    """How many nodes have arrived, ever."""
+    expected: int = 0
+    """How many nodes the engine has granted."""
+    asked: int = 0
+    """How many replacements for lost nodes were requested and have not arrived."""
+    lost: str = ""
+    """Which node was lost last, and how."""
+    due: float = _NEVER
+    """When a `Tick` is needed (monotonic)."""
+    regroups: bool = False
+    """Whether the ranks regroup at `due`, instead of being replaced."""
+    released: bool | None = None
+    """Whether the ranks of this attempt were released as succeeded; None if they were not released."""
+    others: frozenset[int] = frozenset()
+    """Ranks that are stopped at the release."""
+    error: str = ""
+
+    @property
+    def taking_part(self) -> dict[str, DirectedNode]:
+        """The nodes of the current attempt."""
+        attempt = self.attempt
+        return {name: node for name, node in self.nodes.items() if node.attempt == attempt >= 0}
+
+
+# Events
+
+
+class NodeCame(msgspec.Struct, frozen=True):
+    """A node has been admitted and checked; with `nproc` ranks, at `place`."""
+
+    node: str
+    nproc: int
+    place: int
+
+
+class NodesExpected(msgspec.Struct, frozen=True):
+    """The engine has granted so many nodes."""
+
+    count: int
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """A node is lost, or asks to leave."""
+
+    node: str
+    why: str
+    asked: bool = False
+
+
+class NodeMeets(msgspec.Struct, frozen=True):
+    """A node's agent waits for a rendezvous; `after` is its previous attempt."""
+
+    node: str
+    after: int
+    error: str = ""
+
+
+class WorkersStarted(msgspec.Struct, frozen=True):
+    """A node has started its ranks."""
+
+    node: str
+    attempt: int
+
+
+class RankGone(msgspec.Struct, frozen=True):
+    """A rank has exited; `expected` if its agent ended it."""
+
+    node: str
+    rank: int
+    expected: bool
+
+
+class NodeHasEnded(msgspec.Struct, frozen=True):
+    """A node's ranks and agent of this group have ended."""
+
+    node: str
+    error: str = ""
+
+
+class RestartOrdered(msgspec.Struct, frozen=True):
+    """The ranks are to be replaced."""
+
+    attempt: int
+
+
+class RejoinOrdered(msgspec.Struct, frozen=True):
+    """The nodes are to meet again, because the membership changes."""
+
+    attempt: int
+
+
+class RegroupOrdered(msgspec.Struct, frozen=True):
+    """The remaining ranks go on without the lost ones, and with those of waiting nodes."""
+
+    attempt: int
+
+
+class ReleaseOrdered(msgspec.Struct, frozen=True):
+    """The ranks may exit; the `others` are stopped."""
+
+    attempt: int
+    succeeded: bool
+    others: frozenset[int]
+
+
+class StopOrdered(msgspec.Struct, frozen=True):
+    """The group is to end."""
+
+
+class EngineEnded(msgspec.Struct, frozen=True):
+    """The engine takes the nodes back, or cannot place them."""
+
+    why: str
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+_OfNodes: TypeAlias = (
+    NodeCame | NodesExpected | NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded
+)
+_OfGroup: TypeAlias = RestartOrdered | RejoinOrdered | RegroupOrdered | ReleaseOrdered | StopOrdered
+DirectorEvent: TypeAlias = _OfNodes | _OfGroup | EngineEnded | Tick
+
+
+# Actions
+
+
+class BeginAttempt(msgspec.Struct, frozen=True):
+    """Begin an attempt; the group learns of it before any node does. `nodes` are in the order of ranks.
+
+    `kept` maps the numbers of ranks that go on to those in the attempt before; all others are new.
+    """
+
+    number: int
+    world_size: int
+    reason: str
+    nodes: tuple[str, ...]
+    kept: Mapping[int, int] | None = None
+
+
+class AllStarted(msgspec.Struct, frozen=True):
+    """All ranks of an attempt have been started."""
+
+    number: int
+    world_size: int
+
+
+class NodeOrder(msgspec.Struct, frozen=True):
+    """Send a message to a node."""
+
+    node: str
+    message: ToNode
+
+
+class NodeWaits(msgspec.Struct, frozen=True):
+    """Report a node that came while other nodes have kept ranks; the group decides when it joins."""
+
+
+class AskForNodes(msgspec.Struct, frozen=True):
+    """Ask the engine for more nodes."""
+
+    count: int
+
+
+class DropNode(msgspec.Struct, frozen=True):
+    """Drop a node, and treat it as lost."""
+
+    node: str
+    why: str
+
+
+class DirectorNote(msgspec.Struct, frozen=True):
+    """Show a text with the next result."""
+
+    text: str
+
+
+class EndAgent(msgspec.Struct, frozen=True):
+    """Report the end of all agents; `error` says why, "" if they were released or stopped."""
+
+    error: str = ""
+
+
+DirectorAction: TypeAlias = (
+    BeginAttempt | AllStarted | NodeOrder | NodeWaits | AskForNodes | DropNode | DirectorNote | EndAgent
+)
+
+
+def step(
+    state: DirectorState, event: DirectorEvent, now: float
+) -> tuple[DirectorState, tuple[DirectorAction, ...]]:
+    """Return the state after an event, and the actions that follow; `now` is monotonic."""
+    machine = _Director(state, now)
+    if state.stage is not DirectorStage.ENDED:
+        machine.take(event)
+    return machine.state, tuple(machine.actions)
+
+
+class _Director:
+    """One step: the state as it changes, and the actions that follow."""
+
+    def __init__(self, state: DirectorState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[DirectorAction] = []
+
+    def take(self, event: DirectorEvent) -> None:
+        match event:
+            case RestartOrdered() | RejoinOrdered() | RegroupOrdered() | ReleaseOrdered() | StopOrdered():
+                self.ordered(event)
+            case NodeCame():
+                self.came(event)
+            case NodesExpected(count):
+                self.set(expected=count)
+                self.meet_if_enough()
+            case EngineEnded(why):
+                if not self.state.released:
+                    self.end(why)
+            case Tick():
+                self.tick()
+            case _ if event.node in self.state.nodes:
+                self.of_node(event, self.state.nodes[event.node])
+            case _:
+                pass  # the node has been dropped
+
+    def of_node(
+        self,
+        event: NodeLost | NodeMeets | WorkersStarted | RankGone | NodeHasEnded,
+        node: DirectedNode,
+    ) -> None:
+        match event:
+            case NodeLost(name, why, asked):
+                self.lost(name, node, why, asked=asked)
+            case NodeMeets(name, after, error):
+                if error:
+                    self.actions.append(DirectorNote(f"node {name}: {error}"))
+                if after == node.attempt:
+                    self.set_node(name, waits=True, started=False)
+                    self.meets(name)
+            case WorkersStarted(name, attempt):
+                if attempt == node.attempt == self.state.attempt and not node.waits:
+                    self.set_node(name, started=True)
+                    self.started(name)
+            case RankGone(expected=expected):
+                # In a fresh group the lifecycle releases all ranks.
+                if self.state.kept and not expected and node.attempt == self.state.attempt:
+                    self.restart_soon("failure")
+            case NodeHasEnded(name, error):
+                self.set_node(name, ended=True, waits=False, started=False)
+                self.has_ended(name, error)
+            case _:
+                assert_never(event)
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def set_node(self, name: str, **changes: Any) -> None:
+        nodes = self.state.nodes
+        self.set(nodes={**nodes, name: replace(nodes[name], **changes)})
+
+    def order(self, node: str, message: ToNode) -> None:
+        self.actions.append(NodeOrder(node, message))
+
+    # --- nodes come and meet ---------------------------------------------------------------------
+
+    def came(self, event: NodeCame) -> None:
+        state = self.state
+        if state.stage is DirectorStage.ENDING:
+            return
+        node = DirectedNode(event.nproc, event.place, state.came)
+        self.set(nodes={**state.nodes, event.node: node}, came=state.came + 1, asked=max(state.asked - 1, 0))
+
+    def meets(self, name: str) -> None:
+        """Handle a node whose agent waits for a rendezvous, with or without an order."""
+        state = self.state
+        match state.stage:
+            case DirectorStage.WAITING:
+                self.meet_if_enough()
+            case DirectorStage.LEAVING if state.released:
+                # All values have arrived: there is nothing left to do for an agent that meets again.
+                self.order(name, EndGroup(group=state.group, succeeded=True))
+            case DirectorStage.MEETING | DirectorStage.RUNNING if name in state.taking_part:
+                if state.kept:
+                    self.restart_soon("failure")
+                self.go_on_if_all_wait()
+            case DirectorStage.RUNNING if state.kept:
+                self.actions.append(NodeWaits())
+            case DirectorStage.RESTARTING | DirectorStage.LEAVING:
+                self.go_on_if_all_wait()
+            case _:
+                pass
+
+    def meet_if_enough(self) -> None:
+        """Begin an attempt if all expected nodes wait, or if enough nodes have waited long enough."""
+        state = self.state
+        if state.stage is not DirectorStage.WAITING:
+            return
+        waiting = [(name, node) for name, node in state.nodes.items() if node.waits]
+        if len(waiting) < state.least:
+            if not state.asked:
+                self.set(due=_NEVER)
+            return
+        wanted = min(max(state.least, state.expected, len(state.nodes)), state.most)
+        if len(waiting) >= wanted or self.now >= state.due:
+            waiting.sort(key=lambda each: (each[1].order, each[0]))
+            self.meet([name for name, _ in waiting[: state.most]])
+        else:
+            self.set(due=min(state.due, self.now + _LAST_CALL_SECONDS))
+
+    def meet(self, names: list[str], *, goes_on: bool = False) -> None:
+        """Begin an attempt of these nodes; with `goes_on`, they keep the ranks that they have."""
+        state, number = self.state, self.state.attempt + 1
+        nodes: dict[str, DirectedNode] = {}
+        kept: dict[int, int] = {}
+        world_size = 0
+        for name in names:
+            node = state.nodes[name]
+            nodes[name] = replace(node, attempt=number, base=world_size, waits=False)
+            if node.started:
+                kept |= {world_size + place: node.base + place for place in range(node.nproc)}
+            world_size += node.nproc
+        self.set(
+            nodes={**state.nodes, **nodes},
+            attempt=number,
+            stage=DirectorStage.RUNNING if goes_on else DirectorStage.MEETING,
+            due=_NEVER,
+            regroups=False,
+            released=None,
+            others=frozenset(),
+        )
+        self.actions.append(
+            BeginAttempt(number, world_size, state.reason, tuple(names), kept if goes_on else None)
+        )
+        for node_rank, (name, node) in enumerate(nodes.items()):
+            self.order(name, self.order_to_meet(node, node_rank, len(nodes), world_size))
+        if goes_on:
+            self.say_if_all_started()
+
+    def order_to_meet(
+        self, node: DirectedNode, node_rank: int, node_count: int, world_size: int
+    ) -> Meet | AdoptRanks:
+        """Return the order that begins an attempt on a node."""
+        state = self.state
+        if node.started:
+            return AdoptRanks(
+                group=state.group,
+                attempt=state.attempt - 1,
+                number=state.attempt,
+                node_rank=node_rank,
+                node_count=node_count,
+                base_rank=node.base,
+                world_size=world_size,
+            )
+        return Meet(
+            group=state.group,
+            attempt=state.attempt,
+            node_rank=node_rank,
+            node_count=node_count,
+            base_rank=node.base,
+            world_size=world_size,
+            store=state.store,
+            reason=state.reason,
+        )
+
+    def say_if_all_started(self) -> bool:
+        taking_part = self.state.taking_part.values()
+        if not all(node.started for node in taking_part):
+            return False
+        self.actions.append(AllStarted(self.state.attempt, sum(each.nproc for each in taking_part)))
+        return True
+
+    def regroup(self) -> None:
+        """Go on with the remaining ranks, and with those of waiting nodes."""
+        state = self.state
+        taking_part = state.taking_part
+        there = sorted((node.base, name) for name, node in taking_part.items() if node.started)
+        waiting = sorted((node.order, name) for name, node in state.nodes.items() if node.waits)
+        names = [*(name for _, name in there), *(name for _, name in waiting)][: state.most]
+        if not there or len(names) < state.least or any(node.waits for node in taking_part.values()):
+            self.restart(state.reason)
+        elif len(there) < len(taking_part):
+            self.set(due=self.now + _TOGETHER_SECONDS)  # a new node is still starting its ranks
+        else:
+            self.meet(names, goes_on=True)
+
+    def started(self, name: str) -> None:
+        """Handle the start of a node's ranks; repeat orders that could not reach them before."""
+        state = self.state
+        match state.stage:
+            case DirectorStage.MEETING:
+                if self.say_if_all_started():
+                    self.set(stage=DirectorStage.RUNNING)
+                    if state.kept and any(node.waits for node in state.nodes.values()):
+                        self.actions.append(NodeWaits())
+            case DirectorStage.RUNNING:
+                self.say_if_all_started()
+            case DirectorStage.RESTARTING:
+                self.order(name, Restart(group=state.group, attempt=state.attempt))
+            case DirectorStage.LEAVING:
+                self.order_release(name)
+            case _:
+                pass
+
+    # --- ranks and nodes end ---------------------------------------------------------------------
+
+    def lost(self, name: str, node: DirectedNode, why: str, *, asked: bool) -> None:
+        state = self.state
+        rest = {other: each for other, each in state.nodes.items() if other != name}
+        how = "left" if asked else f"was lost: it {why}"
+        self.set(nodes=rest, expected=max(state.expected - 1, 0), lost=f"node {name} {how}")
+        took_part = node.attempt == state.attempt >= 0
+        match state.stage:
+            case DirectorStage.WAITING:
+                self.replace_lost()
+                self.meet_if_enough()
+            case DirectorStage.MEETING if took_part:
+                self.restart("membership")
+            case DirectorStage.RUNNING if took_part and state.kept:
+                if len(rest) < state.least:
+                    self.restart_soon("failure")
+                else:
+                    self.ask_for(min(1, state.replacements_left))
+                    if not node.started:
+                        self.regroup_soon()  # the group has never known the lost ranks
+                self.go_on_if_all_wait()
+            case DirectorStage.RUNNING | DirectorStage.RESTARTING | DirectorStage.LEAVING:
+                self.go_on_if_all_wait()
+            case DirectorStage.ENDING:
+                self.end_if_all_have()
+            case _:
+                pass
+
+    def restart_soon(self, reason: str) -> None:
+        """Replace kept ranks, once the peers of an ended one have had time to report their errors."""
+        if self.state.stage in _WITH_RANKS and (self.state.regroups or self.state.due == _NEVER):
+            self.set(due=self.now + _LAST_WORDS_SECONDS, reason=reason, regroups=False)
+
+    def regroup_soon(self) -> None:
+        """Regroup once all lost nodes are likely known, unless the ranks are being replaced."""
+        if self.state.stage is DirectorStage.RUNNING and self.state.due == _NEVER:
+            self.set(due=self.now + _TOGETHER_SECONDS, reason="membership", regroups=True)
+
+    def restart(self, reason: str) -> None:
+        """End the ranks of this attempt, and start new ones."""
+        state = self.state
+        self.set(stage=DirectorStage.RESTARTING, reason=reason, due=_NEVER, regroups=False)
+        for name, node in state.taking_part.items():
+            if node.started:
+                self.order(name, Restart(group=state.group, attempt=state.attempt))
+        self.go_on_if_all_wait()
+
+    def go_on_if_all_wait(self) -> None:
+        """Begin again once no node has ranks of this attempt, if restarts are left."""
+        state = self.state
+        if state.released:
+            if all(node.ended for node in state.taking_part.values()):
+                self.end()
+            return
+        if not all(node.waits for node in state.taking_part.values()):
+            return
+        if state.stage is not DirectorStage.RESTARTING:
+            self.set(reason="failure")
+        if self.state.reason == "failure":
+            if not state.restarts_left:
+                self.end()
+                return
+            self.set(restarts_left=state.restarts_left - 1)
+        self.set(stage=DirectorStage.WAITING, due=_NEVER)
+        self.replace_lost()
+        self.meet_if_enough()
+
+    def replace_lost(self) -> None:
+        """Ask for replacements of lost nodes; end if no more are allowed."""
+        state = self.state
+        if len(state.nodes) >= state.least or (state.patient and state.attempt < 0):
+            return
+        missing = max(state.least - len(state.nodes) - state.asked, 0)
+        if missing > state.replacements_left:
+            # In a run that ends so, the failures of the lost node's ranks say why.
+            self.end("" if state.reason == "failure" and not state.kept else state.lost)
+            return
+        self.set(due=self.now + state.join_timeout)
+        self.ask_for(missing)
+
+    def ask_for(self, count: int) -> None:
+        """Ask for replacements of lost nodes."""
+        state = self.state
+        if count:
+            self.set(replacements_left=state.replacements_left - count, asked=state.asked + count)
+            self.actions.append(AskForNodes(count))
+
+    def tick(self) -> None:
+        state = self.state
+        if self.now < state.due:
+            return
+        match state.stage:
+            case DirectorStage.WAITING:
+                if sum(node.waits for node in state.nodes.values()) < state.least:
+                    limit = f"no other node replaced it within {state.join_timeout:g} s"
+                    self.end(f"{state.lost}, and {limit}")
+                self.meet_if_enough()
+            case DirectorStage.RUNNING if state.regroups:
+                self.regroup()
+            case DirectorStage.MEETING | DirectorStage.RUNNING:
+                self.restart(state.reason)
+            case DirectorStage.ENDING:
+                left = [name for name, node in state.nodes.items() if not node.ended]
+                self.actions += (DropNode(name, "did not end a group in time") for name in left)
+                self.set(nodes={})
+                self.end_if_all_have()
+            case _:
+                self.set(due=_NEVER)
+
+    # --- orders, and the end ---------------------------------------------------------------------
+
+    def ordered(self, event: _OfGroup) -> None:
+        state = self.state
+        if isinstance(event, StopOrdered):
+            self.end()
+            return
+        early = state.stage in (DirectorStage.WAITING, DirectorStage.RESTARTING)
+        if early and isinstance(event, ReleaseOrdered) and event.succeeded:
+            self.end()  # no job is left, so no ranks are needed
+        if event.attempt != state.attempt or state.stage not in _WITH_RANKS:
+            return
+        match event:
+            case RestartOrdered():
+                self.restart("failure")
+            case RejoinOrdered():
+                self.restart("membership")
+            case RegroupOrdered():
+                self.regroup_soon()
+            case ReleaseOrdered(_, succeeded, others):
+                self.set(stage=DirectorStage.LEAVING, released=succeeded, others=others, due=_NEVER)
+                for name, node in state.taking_part.items():
+                    if node.started:
+                        self.order_release(name)
+                    elif node.waits and succeeded:
+                        self.order(name, EndGroup(group=state.group, succeeded=True))
+                self.go_on_if_all_wait()
+
+    def order_release(self, name: str) -> None:
+        state = self.state
+        release = Release(
+            group=state.group,
+            attempt=state.attempt,
+            succeeded=bool(state.released),
+            others=tuple(sorted(state.others)),
+        )
+        self.order(name, release)
+
+    def has_ended(self, name: str, error: str) -> None:
+        state = self.state
+        if state.stage is DirectorStage.ENDING:
+            self.end_if_all_have()
+        elif state.released:
+            self.go_on_if_all_wait()
+        elif state.kept and state.stage is DirectorStage.RUNNING and len(state.nodes) > state.least:
+            # One that comes late may not be able to have ranks: the others go on without it.
+            self.actions.append(
+                DropNode(name, f"ended its ranks: {error}" if error else "has ended its ranks")
+            )
+        else:
+            self.end(f"node {name} ended its ranks: {error}" if error else f"node {name} has ended its ranks")
+
+    def end(self, error: str = "") -> None:
+        """End the group on all nodes that have it."""
+        state = self.state
+        if state.stage is DirectorStage.ENDING:
+            return
+        self.set(stage=DirectorStage.ENDING, due=self.now + state.grace + _END_SECONDS, error=error)
+        for name in _not_ended(state.nodes.items()):
+            self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
+        self.end_if_all_have()
+
+    def end_if_all_have(self) -> None:
+        if not _not_ended(self.state.nodes.items()):
+            self.set(stage=DirectorStage.ENDED, due=_NEVER)
+            self.actions.append(EndAgent(self.state.error))
+
+
+def _not_ended(nodes: Iterable[tuple[str, DirectedNode]]) -> list[str]:
+    return [name for name, node in nodes if not node.ended]

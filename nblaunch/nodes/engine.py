@@ -1,0 +1,328 @@
+"""Engines place nodes: the protocol of all engines, a request to one, and options that contradict each other.
+
+An engine starts one node program, `python -m nblaunch join`, on each host that it grants. A `Wish` carries
+the caller's environment and directory, because the runtime has its own. An engine's module is loaded only
+when `--on` names it, so its programs and packages are needed only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from nblaunch._errors import OptionError
+from nblaunch.options.launch import OPTIONS, LaunchOptions
+from nblaunch.protocol.messages import EngineSaid
+
+ENGINES: Mapping[str, str] = {
+    "process": "nblaunch.nodes.process:ProcessEngine",
+    "join": "nblaunch.nodes.byhand:JoinEngine",
+    "ssh": "nblaunch.nodes.ssh:SshEngine",
+    "slurm": "nblaunch.nodes.slurm:SlurmEngine",
+    "ray": "nblaunch.nodes.ray:RayEngine",
+}
+"""By the name in `--on`: the module, and the class."""
+
+PLACE = "NBLAUNCH_NODE_PLACE"
+"""The variable that tells a node program its place among the engine's nodes."""
+HERE, HERE_PLACE = "NBLAUNCH_NODE_HERE", -2
+"""The variable that marks the node of the notebook's machine (`--here`), and that node's place."""
+_PLACES = (PLACE, "SLURM_NODEID")
+
+_JOB, _JOB_NODES = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"
+# Addresses reserved for documentation: the default route leads to them.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+_WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0", "*")  # noqa: S104 - what is refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request to an engine. The node of this machine (`--here`) is not part of it."""
+
+    least: int
+    most: int
+    nproc: int | str
+    """Ranks on each node, as `join -n` takes them: a number or a word."""
+    name: str
+    """The unique name of the engine's job, by which `at_end` finds it."""
+    argument: str = ""
+    """The part of `--on` after the equals sign."""
+    words: tuple[str, ...] = ()
+    """The words of `--slurm`."""
+    environ: Mapping[str, str]
+    """The caller's, not the runtime's; so is `cwd`."""
+    cwd: str
+    python: str
+    """The nodes' Python."""
+    python_given: bool = False
+    """Whether `--node-python` named it; else it is the notebook's."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgram:
+    """What a node runs: the arguments of its Python, which hold no secret, and its standard input.
+
+    The node reads nothing after the key. The end of its standard input does not end the node.
+    """
+
+    arguments: tuple[str, ...]
+    stdin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFate:
+    """The state of a node program.
+
+    `words` are the last lines that it printed; while it runs, what it does before it joins.
+    """
+
+    host: str
+    place: int
+    running: bool
+    exitcode: int | None = None
+    words: str = ""
+
+
+class Allocation(Protocol):
+    """A request to an engine, and the nodes that it grants."""
+
+    def status(self) -> EngineSaid:
+        """Return the engine's report, in its own words, within 1 s; from any thread, one at a time."""
+
+    def start(self, program: NodeProgram) -> str:
+        """Start the program on each granted host on which none runs.
+
+        Returns what the user has to do, empty if nothing. Raises `LaunchError` with phase `engine`.
+        """
+
+    def fates(self) -> tuple[NodeFate, ...]:
+        """Return the state of each program."""
+
+    @property
+    def given_back(self) -> bool:
+        """Whether nothing is left of it, once it has been cancelled, for which `at_end` would be needed."""
+
+    def cancel(self) -> None:
+        """Withdraw the request, or give the hosts back and end what was started; within 0.5 s.
+
+        From any thread, at any time; the second time it does nothing.
+        """
+
+
+class Engine(Protocol):
+    """Places nodes."""
+
+    name: ClassVar[str]
+    reports: ClassVar[bool] = False
+    """Whether the engine reports changes by itself, so that polling its status costs nothing."""
+
+    @staticmethod
+    def check(wish: Wish) -> None:
+        """Raise `OptionError` for a request that cannot be met; start nothing, and take less than 50 ms.
+
+        The error for a missing program or package names the command that installs it.
+        """
+
+    @staticmethod
+    def address(wish: Wish) -> str:
+        """Return the address of this machine that the nodes reach."""
+
+    @staticmethod
+    def at_end(wish: Wish) -> tuple[str, ...]:
+        """Return the command that gives everything back if this process is killed; () if none is needed.
+
+        It may begin with variables, NAME=VALUE each. The caller registers it before `ask`.
+        """
+
+    @staticmethod
+    def ask(wish: Wish) -> Allocation:
+        """Ask for the hosts, and return at once; `cancel` ends what this starts."""
+
+
+def place_of(environ: Mapping[str, str]) -> int:
+    """Return the place that the engine gave this node; -1 if it has none.
+
+    >>> place_of({"SLURM_NODEID": "3"}), place_of({HERE: "1", PLACE: "0"})
+    (3, -2)
+    """
+    if environ.get(HERE):
+        return HERE_PLACE
+    for name in _PLACES:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return -1
+
+
+def take_place(environ: MutableMapping[str, str]) -> int:
+    """Return this node's place, and remove it: the nodes that a rank starts with `--on` have others."""
+    place = place_of(environ)
+    for name in (HERE, PLACE):
+        environ.pop(name, None)
+    return place
+
+
+def own_address(hosts: Iterable[str]) -> str:
+    """Return this machine's address on the route to the first of `hosts` that is another machine.
+
+    If none of them has a known address, return the one on the default route.
+    """
+    found = "127.0.0.1"
+    for host in (*hosts, *_ANYWHERE):
+        with contextlib.suppress(OSError, UnicodeError):
+            family, *_, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as trial:
+                trial.connect(address)  # sends nothing
+                found = str(trial.getsockname()[0])
+            if not (found.startswith("127.") or found == "::1"):
+                return found
+    return found
+
+
+def address_of(host: str, flags: int = socket.AI_ADDRCONFIG) -> str:
+    """Return the address that `--local-addr` names; what cannot be resolved, as it is.
+
+    Raises `OptionError` for a wildcard: the ranks' store would be open to every network.
+
+    >>> address_of("127.1")
+    '127.0.0.1'
+    """
+    found = host
+    with contextlib.suppress(OSError, UnicodeError):
+        found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)[0][4][0])
+    if found in _WILDCARDS:
+        msg = f"--local-addr {host} is every address of this machine. Give one, as the nodes reach it."
+        raise OptionError(msg)
+    return found
+
+
+def engine_of(options: LaunchOptions) -> type[Engine]:
+    """Return the engine that `--on` names."""
+    module, _, name = ENGINES[_name(options)].partition(":")
+    found: type[Engine] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def wish_of(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> Wish:
+    """Return the request to the engine; `environ` and `cwd` are the caller's."""
+    least, most = nodes_of(options, environ)
+    return Wish(
+        least=max(least - options.here, 1),
+        most=most - options.here,
+        nproc=options.nproc_per_node,
+        name=f"nblaunch-{secrets.token_hex(4)}",
+        argument=_argument(options),
+        words=tuple(shlex.split(options.slurm)),
+        environ=environ,
+        cwd=cwd,
+        # With --sync-env this Python only makes the nodes' environment.
+        python=options.node_python or ("python3" if options.sync_env else sys.executable),
+        python_given=options.node_python is not None,
+    )
+
+
+def nodes_of(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the least and the most nodes of a run, with the node of this machine (`--here`).
+
+    Without `--nnodes` they are the hosts of ssh, the nodes of the surrounding allocation, or one; with
+    `--here`, one more.
+    """
+    if options.nodes != (1, 1):
+        return options.nodes
+    if _name(options) == "ssh":
+        count = len(_argument(options).split(","))
+    elif _inside(options, environ):
+        count = _job_nodes(environ)
+    else:
+        count = 1
+    return count + options.here, count + options.here
+
+
+def refuse_contradictions(options: LaunchOptions, environ: Mapping[str, str]) -> None:
+    """Raise `OptionError` if options contradict each other; `environ` is the caller's.
+
+    >>> refuse_contradictions(LaunchOptions(here=True), {})
+    Traceback (most recent call last):
+        ...
+    nblaunch._errors.OptionError: --here was given, but no engine places nodes. Add --on, or leave it out.
+    """
+    if options.on is None:
+        _refuse_without_engine(options)
+        return
+    _refuse_rendezvous(options)
+    name, most = _name(options), nodes_of(options, environ)[1]
+    if options.slurm and name != "slurm":
+        msg = f"--slurm was given, but --on {name} places the nodes. Leave it out."
+    elif options.slurm and _inside(options, environ):
+        msg = (
+            f"--slurm was given, but this process is inside Slurm's job {environ[_JOB]}, whose nodes it "
+            "uses. Leave it out."
+        )
+    elif _inside(options, environ) and most - options.here > _job_nodes(environ):
+        msg = (
+            f"nnodes={options.nnodes!r} was asked for inside Slurm's job {environ[_JOB]}, which has "
+            f"{_job_nodes(environ)} nodes. Ask for fewer, or start outside of the job."
+        )
+    elif name == "ssh" and most != (hosts := len(_argument(options).split(","))) + options.here:
+        here = " and this machine" if options.here else ""
+        msg = (
+            f"nnodes={options.nnodes!r} was asked for, but --on names {hosts} hosts{here}. Leave nnodes out, "
+            "or name as many hosts."
+        )
+    elif options.here and name == "process":
+        msg = "--here was given, but all nodes of --on process are on this machine. Leave it out."
+    elif options.node_python is not None and name == "join":
+        msg = "--node-python was given, but nodes join by a command that you type. Leave it out."
+    elif options.sync_env and name == "join":
+        msg = (
+            "--sync-env was given, but nodes join by a command that you type, in an environment that exists "
+            "there. Leave it out."
+        )
+    else:
+        return
+    raise OptionError(msg)
+
+
+def _refuse_without_engine(options: LaunchOptions) -> None:
+    for each in OPTIONS:
+        if each.scope == "engine" and getattr(options, each.name) != each.default:
+            msg = f"{each.flags[0]} was given, but no engine places nodes. Add --on, or leave it out."
+            raise OptionError(msg)
+
+
+def _refuse_rendezvous(options: LaunchOptions) -> None:
+    """Refuse options of torch's rendezvous: the runtime is the rendezvous of these nodes."""
+    for each in OPTIONS:
+        elsewhere = each.name.startswith(("rdzv_", "master_", "node_rank")) and each.name != "rdzv_conf"
+        if elsewhere and getattr(options, each.name) != each.default:
+            msg = (
+                f"{each.flags[0]} and --on {options.on} were given, but nodes that an engine places need no "
+                "rendezvous. Leave one of them out."
+            )
+            raise OptionError(msg)
+    if options.local_addr is not None:
+        address_of(options.local_addr, socket.AI_NUMERICHOST)  # a name is resolved where it is used
+
+
+def _name(options: LaunchOptions) -> str:
+    return (options.on or "").partition("=")[0]
+
+
+def _argument(options: LaunchOptions) -> str:
+    return (options.on or "").partition("=")[2]
+
+
+def _inside(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
+    """Whether the caller is inside an allocation of the engine."""
+    return _name(options) == "slurm" and bool(environ.get(_JOB))
+
+
+def _job_nodes(environ: Mapping[str, str]) -> int:
+    count = environ.get(_JOB_NODES, "")
+    return int(count) if count.isdecimal() else 1

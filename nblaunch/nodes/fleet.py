@@ -1,0 +1,1115 @@
+"""The nodes of a session, or of a run: an allocation, their connections, and the groups that they serve.
+
+All agents of such a group are on nodes. To the group, the fleet is both its `Peers` and its `Agent`; the
+director decides which nodes meet, and when. The hub's thread does everything, except `connect`, `close` and
+the orders of a group's agent, which any thread may call.
+
+    connect    opens the listener, and the group's store
+    start      of the first group: asks the engine, whose node programs connect
+    Arriving   refused, or Admitted; after the checks every group sends OpenGroup, and MeetAgain comes back
+    close      the groups end, Finish ends the nodes, and the engine gets its hosts back
+
+The docstring of `director` describes how a session's ranks keep their variables when nodes are lost, or come
+late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import platform
+import re
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from nblaunch import __version__
+from nblaunch._devices import VARIABLES
+from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch.elastic.rendezvous import host_store
+from nblaunch.elastic.settings import AgentSettings
+from nblaunch.group.group import Agent, Connected, Peers
+from nblaunch.group.hub import Hub
+from nblaunch.nodes import director
+from nblaunch.nodes import messages as wire
+from nblaunch.nodes.asking import Asking
+from nblaunch.nodes.code import JobCode
+from nblaunch.nodes.data import DataSocket
+from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
+from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
+from nblaunch.nodes.environment import made_before
+from nblaunch.nodes.listener import Listener
+from nblaunch.nodes.members import NodeEvents, NodeMember, RemoteRanks, for_another_machine
+from nblaunch.nodes.process import ProcessEngine
+from nblaunch.nodes.reach import ReachCheck
+from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, cut, number_of
+from nblaunch.nodes.versions import compare, shared_gpu
+from nblaunch.protocol.client import NodeEnvironment
+from nblaunch.protocol.messages import (
+    Dispatch,
+    EngineSaid,
+    EngineState,
+    Interrupt,
+    Payload,
+    Phase,
+    Recover,
+    ToRank,
+    encode,
+)
+
+_log = logging.getLogger("nblaunch")
+_UNLIMITED = 2**31 - 1
+# A node's neighbour may detect its end first.
+_LOST_SECONDS = 1.0
+# How long the end of a fleet may take: the groups in addition to their grace period, then the programs.
+_GROUPS_SECONDS, _NODES_SECONDS, _SOCKETS_SECONDS = 5.0, 2.0, 1.0
+# The reach check takes 2 s, unless a node is too busy to answer.
+_CHECK_SECONDS = 15.0
+# The key by which NCCL's watchdog marks a timed-out collective in a store, without a group's prefix.
+_NCCL_TIMED_OUT = "exception_dump"
+_LOOPBACK = ("127.", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """The options of a fleet; `least` and `most` include the node of this machine (`here`)."""
+
+    least: int
+    most: int
+    nproc: int | str
+    backend: str
+    """As asked."""
+    here: bool = False
+    local_addr: str | None = None
+    """None: the engine's `address`."""
+    silence: float = 15.0
+    join_timeout: float = 600.0
+    """How many seconds to wait for the replacement of a lost node."""
+    env: tuple[tuple[str, str], ...] = ()
+    check_reach: bool = True
+    environment: NodeEnvironment | None = None
+    """The environment that nodes make before they begin, except this machine's; None: they use their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNode:
+    """A connected node program."""
+
+    name: str
+    identity: bytes
+    place: int
+    """Its place among all nodes; -1 if the engine numbers none."""
+    here: bool
+    arriving: wire.Arriving
+
+
+class NodeFleet:
+    """Nodes that an engine has placed, and their groups."""
+
+    def __init__(  # noqa: PLR0913 - what is asked for, and what of the runtime it uses
+        self,
+        hub: Hub,
+        engine: type[Engine],
+        wish: Wish,
+        *,
+        directory: Path,
+        remark: Callable[[str], None],
+        at_end: Callable[[tuple[str, ...]], Callable[[], None]],
+        conf: FleetSettings,
+    ) -> None:
+        """Prepare a fleet; the engine is not asked yet.
+
+        `directory` is private, for files. `remark` shows the user a text. `at_end` registers a command with
+        the keeper, and returns a function that revokes it.
+        """
+        self.hub, self.conf, self.directory = hub, conf, directory
+        self.said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
+        self.followers: list[Callable[[EngineSaid], None]] = []
+        """The hub's thread calls it."""
+        self.engine, self.wish = engine, wish
+        self._remark, self._at_end = remark, at_end
+        self._key = secrets.token_hex(32)
+        self._lock = threading.Lock()
+        self._listener: Listener | None = None
+        self._data: DataSocket | None = None
+        self._address = ""
+        self._askings: list[Asking] = []
+        """The request to the engine, and that for this machine's own node."""
+        self._take_back: list[Callable[[], None]] = []
+        self._closed = False
+        # On the hub's thread.
+        self._engines = self.said
+        """The engine's last report, without the number of connected nodes."""
+        self._groups: dict[str, FleetGroup] = {}
+        self._nodes: dict[bytes, FleetNode] = {}
+        self.code = JobCode(self.send, self._give, self._read)
+        self._given = 0  # the (negative) number of the last payload on a control connection
+        self._without_data: set[bytes] = set()
+        """Nodes to which the data connection has broken: they get modules on their control connections."""
+        self._names: set[str] = set()
+        self._fitting: set[wire.Inventory] = set()
+        """The inventories of accepted nodes: a node with the same one is accepted, too."""
+        self._checked: set[str] = set()
+        """The names of the nodes that groups may use."""
+        self._check: ReachCheck | None = None
+        self._checking, self._check_until = set[str](), math.inf
+        self._warned: list[str] = []
+        """What the user was warned of: differences between nodes, and the engine's own warning."""
+        self._lost_places: list[tuple[int, bool]] = []
+        self._ended = ""
+        """Why no more nodes come."""
+        self._near_limit = ""
+        """Which time limit of the nodes is near; "" if none is."""
+        self.signalled = self.signalled_node = ""
+        """Which node got a signal that announces its end, in words; "" if none did. And its name."""
+        self._succeeded = True
+        self._empty = threading.Event()
+        """Set while no node is connected."""
+        self._empty.set()
+
+    # --- on any thread -----------------------------------------------------------------------------
+
+    def connect(self, hub: Hub, settings: AgentSettings, events: NodeEvents, directory: Path) -> Connected:
+        """Connect a group to its peers and its agent. The first group that starts asks the engine.
+
+        Raises `LaunchError` if this machine has no such address, or if the nodes have been given back, and
+        `OptionError` for a wildcard.
+        """
+        with self._lock:
+            if self._closed:
+                msg = "the nodes of this session have been given back. Start another one."
+                raise LaunchError(msg, phase=Phase.ENGINE.value)
+            if self._listener is None:
+                self._listen(hub)
+        group = FleetGroup(self, settings, events, directory, self._address)
+        return Connected(settings, group, group)
+
+    def _listen(self, hub: Hub) -> None:
+        given = self.conf.local_addr
+        self._address = address_of(given) if given else self.engine.address(self.wish)
+        self._listener = Listener(
+            hub,
+            self._address,
+            self._key.encode(),
+            self._receive,
+            self._lost,
+            first=wire.Arriving,
+            silence=self.conf.silence,
+        )
+        self._data = DataSocket(
+            hub,
+            self._key.encode(),
+            silence=self.conf.silence,
+            # Later: it may be lost before `send` has returned its number.
+            lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
+        )
+        hub.call(lambda: hub.after_turn.append(self._turn))
+
+    def begin(self, group: FleetGroup) -> None:
+        """Have the nodes serve a group; for the first group, ask the engine for them."""
+        self.hub.run(lambda: self._add(group), 0)
+        with self._lock:
+            if self._askings or self._closed:
+                return
+            self._askings.append(self._asking(self.engine, self.wish))
+            if self.conf.here:
+                environ = {**self.wish.environ, HERE: "1"}
+                own = replace(self.wish, least=1, most=1, argument="", words=(), environ=environ)
+                own = replace(own, python=sys.executable)
+                self._askings.append(self._asking(ProcessEngine, own))
+            askings = tuple(self._askings)
+        for each in askings:
+            each.start()
+
+    def _asking(self, engine: type[Engine], wish: Wish) -> Asking:
+        shown = engine is self.engine and wish is self.wish
+
+        def prepare() -> None:
+            if command := engine.at_end(wish):
+                self._take_back.append(self._at_end(command))
+
+        def tell(said: EngineSaid) -> None:
+            if shown:  # this machine's own node needs no report
+                self.hub.call(lambda: self._engine_said(said))
+
+        def ended(why: str) -> None:
+            self.hub.call(lambda: self._engine_ended(why))
+
+        def limit(why: str, seconds: float) -> None:
+            self.hub.call(lambda: self._limit_is_near(why, seconds))
+
+        program = functools.partial(self._program, here=not shown)
+        return Asking(engine, wish, program, tell, ended, prepare=prepare, limit=limit, remark=self._remark)
+
+    def _program(self, *, here: bool) -> NodeProgram:
+        assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
+        endpoint = self._listener.address.removeprefix("tcp://")
+        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), "--key-stdin")
+        program = NodeProgram(words, f"{self._key}\n".encode())
+        environment = self.conf.environment
+        return program if here or environment is None else made_before(program, environment)
+
+    def close(self) -> None:
+        """End the nodes, and give the allocation back; from any thread, within the grace period and 5 s."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            askings, take_back, listener = self._askings, self._take_back, self._listener
+        with contextlib.suppress(LaunchError):  # the hub has ended, and with it all groups
+            groups: list[FleetGroup] = []
+            self.hub.run(lambda: groups.extend(self._groups.values()), _SOCKETS_SECONDS)
+            deadline = time.monotonic() + _GROUPS_SECONDS + max((each.grace for each in groups), default=0.0)
+            for group in groups:
+                group.stop()
+            for group in groups:
+                group.join(max(deadline - time.monotonic(), 0.0))
+            # After the nodes ended by themselves: the engine kills programs, which then clean up nothing.
+            self.hub.run(self._finish, _SOCKETS_SECONDS)
+            self._empty.wait(_NODES_SECONDS)
+        for asking in askings:
+            asking.stop()
+        # The commands for the end are harmless where nothing is left. Else, they may be the last resort.
+        if all(asking.given_back for asking in askings):
+            for each in take_back:
+                each()
+        if listener is not None:
+            with contextlib.suppress(LaunchError):
+                self.hub.run(self._close_sockets, _SOCKETS_SECONDS)
+
+    # --- on the hub's thread: groups -----------------------------------------------------------------
+
+    def _add(self, group: FleetGroup) -> None:
+        self._groups[group.name] = group
+        if self._askings:
+            group.events.said(self.said)
+        if self._ended:
+            group.feed(director.EngineEnded(self._ended))
+        group.feed(director.NodesExpected(self._expected))
+        for node in self._nodes.values():
+            if node.name in self._checked:
+                group.add(node)
+        self._check_reach()
+
+    def remove(self, group: FleetGroup, *, succeeded: bool) -> None:
+        """Forget a group that has ended."""
+        self._groups.pop(group.name, None)
+        self._succeeded = self._succeeded and succeeded
+
+    def send(self, identity: bytes, message: wire.ToNode, data: memoryview | None = None) -> None:
+        """Send to a node."""
+        if self._listener is not None:
+            self._listener.send(identity, message, data)
+
+    def data_to(self, nodes: Iterable[FleetNode]) -> tuple[DataSocket, tuple[tuple[str, str], ...]] | None:
+        """Return the socket for data and these nodes' names and data addresses; None if one has none."""
+        places = tuple((node.name, node.arriving.data) for node in nodes)
+        if self._data is None or not all(address for _, address in places):
+            return None
+        return self._data, places
+
+    def _give(self, identity: bytes, content: bytes) -> int:
+        """Send content to one node, as a payload of no group; return its number."""
+        assert self._data is not None  # noqa: S101 - it is there before any node
+        if identity in self._without_data:
+            self._given -= 1
+            for piece, part in cut(self._given, memoryview(content)):
+                self.send(identity, piece, part)
+            return self._given
+        node = self._nodes[identity]
+        payload = Payload(sizes=(len(content),), inline=content)
+        return number_of(self._data.send("", payload, ((node.name, node.arriving.data),)))
+
+    def _read(self, work: Callable[[], bytes], then: Callable[[bytes], None]) -> None:
+        """Run `work` on a thread of its own, and `then` with the result on the hub's thread."""
+
+        def do() -> None:
+            content = work()
+            self.hub.call(lambda: then(content))
+
+        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
+
+    def drop_data(self, group: str) -> None:
+        """Stop sending pieces of a group's payloads."""
+        if self._data is not None:
+            self._data.drop(group)
+
+    def _payload_lost(self, group: str, number: int) -> None:
+        if group in self._groups:
+            self._groups[group].payload_lost("the notebook's machine")
+        elif not group and (identity := self.code.lost(number)) is not None:
+            self._without_data.add(identity)
+
+    def ask_again(self) -> None:
+        """Have replacements for lost node programs started, if the engine can."""
+        places, self._lost_places = self._lost_places, []
+        for place, here in places:
+            if place >= 0 and self._askings:
+                self._askings[1 if here else 0].again(place)
+
+    def drop(self, name: str, why: str) -> None:
+        """Drop a node, and report why."""
+        for identity, node in list(self._nodes.items()):
+            if node.name == name and self._listener is not None:
+                self._listener.send(identity, wire.Finish(succeeded=False))
+                self._listener.drop(identity)
+                self._forget(identity, why)
+
+    def _turn(self) -> float:
+        """Send what is queued, and do what is due; return in how many seconds something is due next."""
+        for group in list(self._groups.values()):
+            try:
+                if self._ended and not group.events.saving:
+                    group.feed(director.EngineEnded(self._ended))
+                group.turn()
+            except Exception as error:  # noqa: BLE001 - it ends one group, and no other
+                group.fail(error)
+        if time.monotonic() > self._check_until:
+            self._reached("")
+        due = min((group.due for group in self._groups.values()), default=math.inf)
+        return max(min(due, self._check_until) - time.monotonic(), 0.0)
+
+    def _finish(self) -> None:
+        for identity in self._nodes:
+            self.send(identity, wire.Finish(succeeded=self._succeeded))
+
+    def _close_sockets(self) -> None:
+        self.hub.after_turn.remove(self._turn)
+        if self._data is not None:
+            self._data.close()
+        if self._listener is not None:
+            self._listener.close()
+        for identity in self._nodes:
+            self.code.forget(identity)
+        self._nodes = {}
+
+    # --- on the hub's thread: the engine -------------------------------------------------------------
+
+    @property
+    def _expected(self) -> int:
+        """How many nodes the engine has granted."""
+        return len(self.said.hosts) + self.conf.here if self.said.hosts else 0
+
+    def _engine_said(self, said: EngineSaid) -> None:
+        """Publish the engine's report, with the number of connected nodes."""
+        self._warn(each for each in filter(None, [said.warning]) if each not in self._warned)
+        self._engines, expected = said, self._expected
+        joined, wanted = len(self._nodes), self.conf.least
+        state = EngineState.STARTING if said.state is EngineState.RUNNING and joined < wanted else said.state
+        said = msgspec.structs.replace(said, state=state, joined=joined, wanted=wanted)
+        if said == self.said:
+            return
+        self.said = said
+        for follower in self.followers:
+            follower(said)
+        for group in list(self._groups.values()):
+            group.events.said(said)
+            if self._expected != expected:
+                group.feed(director.NodesExpected(self._expected))
+
+    def _engine_ended(self, why: str) -> None:
+        self._ended = why
+        for group in list(self._groups.values()):
+            if not group.events.saving:
+                group.feed(director.EngineEnded(why))
+
+    # --- on the hub's thread: nodes that are taken back --------------------------------------------
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the engine has taken the nodes back before the run ended, or is about to."""
+        return self._engines.preempted or bool(self._near_limit or self.signalled)
+
+    def _limit_is_near(self, why: str, seconds: float) -> None:
+        """Have all ranks save; `why` is "" if the time limit was extended."""
+        self._near_limit = why
+        if why and not (self._ended or self._closed):
+            self._preempt(why, seconds)
+
+    def _noticed(self, node: FleetNode, notice: wire.Notice) -> None:
+        """Have all ranks save before the engine ends a node, unless the others can go on without it."""
+        enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
+        if notice.leaves and (self._ended or self._closed or not self._groups or enough):
+            self._leave(node.identity)
+            return
+        if self._askings:
+            self._askings[0].look()  # the engine may know the reason and the time
+        why = f"node {node.name} {notice.words}"
+        if notice.leaves and not self.signalled:
+            self.signalled, self.signalled_node = why, node.name
+        left = math.inf if self.said.ends is None else max(self.said.ends - time.time(), 0.0)
+        self._preempt(why, min(notice.seconds, left))
+
+    def _preempt(self, why: str, seconds: float) -> None:
+        for group in list(self._groups.values()):
+            group.events.preempted(why, seconds)
+
+    def _leave(self, identity: bytes) -> None:
+        """Let a node go that asks to leave."""
+        self.send(identity, wire.Finish(succeeded=False))
+        self._forget(identity, "left", asked=True)
+
+    # --- on the hub's thread: nodes ------------------------------------------------------------------
+
+    def _receive(self, identity: bytes, message: wire.FromNode, data: memoryview) -> None:
+        if isinstance(message, wire.Arriving):
+            self._arrive(identity, message)
+            return
+        node = self._nodes.get(identity)
+        if node is None:
+            return
+        group = self._groups.get(getattr(message, "group", ""))
+        if group is not None:
+            group.receive(node, message, data)
+            return
+        match message:
+            case wire.ProbeOpen() | wire.Reachable() if self._check is not None:
+                self._check.take(node.name, message)
+            case wire.Leaving():
+                self._leave(identity)
+            case wire.Notice():
+                self._noticed(node, message)
+            case wire.CodeLacking():
+                self.code.answer(identity, message)
+            case wire.NodeEnded(group="", error=error):
+                self._forget(identity, f"ended: {error}" if error else "has ended")
+            case _:
+                pass  # the group has ended
+
+    def _arrive(self, identity: bytes, arriving: wire.Arriving) -> None:
+        assert self._listener is not None  # noqa: S101 - it has received this
+        if identity in self._nodes:
+            return
+        why = self._refusal_of(arriving)
+        if why:
+            self._listener.refuse(identity, why)
+            return
+        here = self.conf.here and arriving.place == HERE_PLACE
+        if arriving.place == HERE_PLACE:
+            arriving = msgspec.structs.replace(arriving, place=0 if here else -1)
+        place = arriving.place
+        if self.conf.here and place >= 0:
+            place = 0 if here else place + 1
+        hosts = () if here else self.said.hosts
+        # The engine's name for the host: two nodes of one machine have the same name of their own.
+        called = hosts[arriving.place] if 0 <= arriving.place < len(hosts) else arriving.name
+        node = FleetNode(self._named(called), identity, place, here, arriving)
+        self._names.add(node.name)
+        self._nodes[identity] = node
+        self._empty.clear()
+        self._listener.welcome(identity)
+        self.send(identity, wire.Admitted(name=node.name, silence=self.conf.silence, now=time.time()))
+        if self._askings:
+            self._askings[1 if here else 0].joined(arriving.place)
+        self._engine_said(self._engines)
+        self._check_reach()
+
+    def _refusal_of(self, arriving: wire.Arriving) -> str:
+        """Return why a node is refused although it has the key; "" if it is admitted."""
+        name, most = arriving.name, self.conf.most
+        if self._closed:
+            return f"{name}: the run is over"
+        if len(self._nodes) >= most:
+            return f"{name}: the run has all {most} nodes that it takes. Start it with more: --nnodes."
+        loopback = arriving.address.startswith(_LOOPBACK)
+        if loopback != self._address.startswith(_LOOPBACK):  # else nodes could not reach each other
+            wrong = name if loopback else "the notebook's machine"
+            return (
+                f"{name} reaches the notebook from {arriving.address}, and the notebook is at "
+                f"{self._address}: no other machine reaches a loopback address. Correct /etc/hosts of "
+                f"{wrong}, or give local_addr (--local-addr)."
+            )
+        has = msgspec.structs.replace(arriving.inventory, boot="", own_gpus=())
+        if has in self._fitting:
+            return ""
+        inventories = {node.name: node.arriving.inventory for node in self._nodes.values()}
+        found = compare(_here(), {**inventories, self._named(name): arriving.inventory})
+        if not found.refused:
+            self._fitting.add(has)
+            self._warn(each for each in found.warned if each not in self._warned)
+        return found.refusal
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self._warned.append(text)
+            for group in self._groups.values():
+                group.events.noted(text)
+
+    # Before ranks meet, the fleet finds machines that cannot reach each other, and names them.
+
+    def _check_reach(self) -> None:
+        """Once enough nodes are connected, have them try to reach each other; then let groups use them."""
+        fresh = [node for node in self._nodes.values() if node.name not in self._checked]
+        group = next(iter(self._groups.values()), None)
+        if self._check is not None or group is None or not fresh:
+            return
+        places = {node.name: (node.arriving.address, node.arriving.data) for node in self._nodes.values()}
+        self._checking = set(places)
+        alone = self._address.startswith(_LOOPBACK) or not all(data for _, data in places.values())
+        if alone or not self.conf.check_reach:
+            self._reached("")
+        elif len(places) >= self.conf.least:
+            self._check_until = time.monotonic() + _CHECK_SECONDS
+            store = wire.ReachTarget("", "store", *group.store)
+            identities = {node.name: node.identity for node in self._nodes.values()}
+            self._check = ReachCheck(
+                self.hub,
+                self._key.encode(),
+                store,
+                places,
+                lambda name, message: self.send(identities[name], message),
+                self._reached,
+            )
+
+    def _reached(self, why_not: str) -> None:
+        self._check, self._check_until = None, math.inf
+        if why_not and self._checking & self._checked:
+            # Nodes that already serve groups go on without the new ones.
+            for name in self._checking - self._checked:
+                self._remark(f"node {name} was refused: {why_not}")
+                self.drop(name, "does not reach the others, or they do not reach it")
+        elif why_not:
+            self._engine_ended(why_not)
+            return
+        fresh = self._checking - self._checked
+        self._checked |= fresh
+        for node in [each for each in self._nodes.values() if each.name in fresh]:
+            for group in list(self._groups.values()):
+                group.add(node)
+        self._check_reach()  # more nodes may have come meanwhile
+
+    def _named(self, name: str) -> str:
+        """Return a name that is valid in a path and that no other node has had."""
+        plain = re.sub(r"[^\w.-]", "_", name) or "node"
+        found, number = plain, 1
+        while found in self._names:
+            number += 1
+            found = f"{plain}-{number}"
+        return found
+
+    def _lost(self, identity: bytes) -> None:
+        self._forget(identity, "is gone (killed, or out of reach)")
+
+    def _forget(self, identity: bytes, why: str, *, asked: bool = False) -> None:
+        """Go on without a node."""
+        node = self._nodes.pop(identity, None)
+        if node is None:
+            return
+        self._fitting.clear()
+        if not self._nodes:
+            self._empty.set()
+        self._lost_places.append((node.arriving.place, node.here))
+        self.code.forget(identity)
+        self._without_data.discard(identity)
+        if self._check is not None:
+            self._check.lost(node.name)
+        for group in list(self._groups.values()):
+            group.lose(node, why, asked=asked)
+        self._engine_said(self._engines)
+
+    def variables(self, env: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Return the variables that nodes set for their ranks.
+
+        Nodes of this machine have the caller's environment, but each has a part of the GPUs chosen there.
+        """
+        if self.engine is not ProcessEngine:
+            return env
+        there = self.wish.environ
+        return tuple(
+            (name, value) for name, value in env if name not in VARIABLES or there.get(name) != value
+        )
+
+    def remark_lost(self, count: int, why: str) -> None:
+        """Show the user that replacements for lost nodes are awaited."""
+        nodes = "another node is" if count == 1 else f"{count} other nodes are"
+        self._remark(f"{why}; {nodes} awaited for {self.conf.join_timeout:g} s (--rdzv-conf join_timeout)")
+
+
+def _here() -> wire.Inventory:
+    """Return what nodes must share with this machine, which may have no rank."""
+    return wire.Inventory(
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        nblaunch=__version__,
+        boot="",
+        backend="",
+        device_type="",
+    )
+
+
+class FleetGroup(Peers, Agent):
+    """The group's side of a fleet: to the group, its peers and its agent."""
+
+    def __init__(
+        self, fleet: NodeFleet, settings: AgentSettings, events: NodeEvents, directory: Path, address: str
+    ) -> None:
+        """Prepare; payloads that do not fit into memory are written to `directory`.
+
+        The ranks' store is at `address`.
+        """
+        self.name, self.events, self.grace = events.group, events, settings.grace
+        self._fleet, self._settings, self._directory = fleet, settings, directory
+        store = host_store(address, 0)
+        self._store: dist.TCPStore | None = store
+        conf, kept = fleet.conf, events.keep
+        # The backend as asked for: a cell on fresh ranks may have another one than its session.
+        self._backend = conf.backend if settings.rdzv is None else settings.rdzv.ranks_backend
+        self._state = DirectorState(
+            least=conf.least,
+            most=conf.most,
+            # A kept group's ranks may be replaced any number of times, but its nodes may not.
+            restarts_left=_UNLIMITED if kept else settings.max_restarts,
+            replacements_left=settings.max_restarts,
+            kept=kept,
+            group=self.name,
+            store=(address, store.port),
+            patient=fleet.engine.name == "join",
+            join_timeout=conf.join_timeout,
+            grace=settings.grace,
+        )
+        self._waiting: deque[DirectorEvent] = deque()
+        self._feeding = False
+        self._members: dict[str, NodeMember] = {}
+        self._nodes: dict[str, FleetNode] = {}
+        self._order: tuple[str, ...] = ()
+        """The nodes of this attempt, in the order of their ranks."""
+        self._ranks = RemoteRanks(events)
+        self._outgoing = OutgoingTransfer()
+        self._lost_payload = math.inf, ""
+        """When the group ends because a payload has not arrived, and which machine sent it."""
+        self._node_lost = -math.inf
+        """When a node was lost (monotonic)."""
+        self._held: dict[str, tuple[ToRank, list[int]]] = {}
+        """By node, the message to send with the next turn, and the ranks that get it."""
+        self._renumbered: dict[int, dict[int, int]] = {}
+        """For each earlier attempt with ranks that went on: their current numbers by their former ones."""
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    # --- the agent: on any thread ------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin."""
+        if self._ended.is_set():
+            return  # it was stopped before it started
+        try:
+            self._fleet.begin(self)
+        except NblaunchError as error:
+            self.fail(error)
+
+    def stop(self) -> None:
+        """End the ranks, and then the agents, which may not have started."""
+        self._ordered(director.StopOrdered)
+
+    def restart(self) -> None:
+        """End the ranks, and start new ones."""
+        self._ordered(lambda: director.RestartOrdered(self.events.attempt))
+
+    def rejoin(self) -> None:
+        """Repeat the rendezvous after a membership change, with other ranks."""
+        self._ordered(lambda: director.RejoinOrdered(self.events.attempt))
+
+    def regroup(self) -> None:
+        """Have the remaining ranks go on with their variables, without lost nodes."""
+        self._ordered(lambda: director.RegroupOrdered(self.events.attempt))
+
+    def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
+        """Expect the exits of the ranks, and stop the `others`."""
+        self._ordered(lambda: director.ReleaseOrdered(self.events.attempt, succeeded, others))
+
+    def skip_grace(self) -> None:
+        """Skip the rest of the grace period."""
+        self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)
+
+    def adopt(self, settings: AgentSettings) -> None:
+        """Use these settings from now on."""
+
+        def change() -> None:
+            self.grace = settings.grace
+            self._state = msgspec.structs.replace(self._state, grace=settings.grace)
+
+        self._fleet.hub.run(change, 0)
+
+    def all_alive(self) -> bool:
+        """Whether no process of this attempt has ended."""
+        members = list(self._members.values())
+        return self._state.stage is DirectorStage.RUNNING and not any(each.exited for each in members)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end, for `timeout` seconds at most."""
+        self._ended.wait(timeout)
+
+    def _ordered(self, order: Callable[[], DirectorEvent]) -> None:
+        # On the hub's thread at once: later messages to ranks must not overtake the order.
+        self._fleet.hub.run(lambda: self.feed(order()), 0)
+
+    def fail(self, error: BaseException) -> None:
+        """End the group with this error."""
+
+        def end() -> None:
+            self._error = self._error or error
+            self.feed(director.StopOrdered())
+
+        self._fleet.hub.run(end, 0)
+
+    # --- the peers: on the hub's thread --------------------------------------------------------------
+
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+        self._held = {}
+        self._fleet.drop_data(self.name)
+        self._ranks.begin_attempt(self._members.values())
+        self._renumbered = {}
+
+    def send(self, rank: int, message: ToRank) -> bool:
+        """Send to a rank with the next turn; return whether the rank is on a node."""
+        node = self._ranks.node_of(rank)
+        if node is None:
+            return False
+        if isinstance(message, Interrupt):
+            self._lost_payload = math.inf, ""
+            # It ends the job that waits for a payload, and must not delay the next job's payload.
+            self._fleet.drop_data(self.name)
+        held = self._held.get(node.name)
+        if held is not None and (held[0] is message or held[0] == message):
+            held[1].append(rank)
+            return True
+        if held is not None:
+            self._flush()
+        self._held[node.name] = (message, [rank])
+        return True
+
+    def measure(self, *, wanted: bool) -> None:
+        """Have the nodes measure their ranks, or stop that."""
+        self._send_all(wire.MeasureRanks(group=self.name, wanted=wanted))
+
+    def dump_stacks(self, ranks: frozenset[int]) -> None:
+        """Have the nodes dump the stacks of these ranks, which do not answer."""
+        for name, (_, theirs) in self._ranks.by_node(ranks).items():
+            self._send_to(name, wire.DumpStacks(group=self.name, ranks=theirs))
+
+    def tick(self, now: float) -> None:
+        """Do nothing: the fleet does what is due."""
+
+    def close(self, *, succeeded: bool) -> None:
+        """Forget all state: the group has ended."""
+        self._fleet.drop_data(self.name)
+        self._fleet.remove(self, succeeded=succeeded or self.events.keep)
+        self._ranks.close()
+        for member in self._members.values():
+            member.incoming.close()
+        self._members, self._nodes, self._held, self._store = {}, {}, {}, None
+
+    def _send_all(self, message: wire.ToNode) -> None:
+        for name in list(self._members):
+            self._send_to(name, message)
+
+    def _send_to(self, name: str, message: wire.ToNode) -> None:
+        self._flush()
+        if name in self._members:
+            self._fleet.send(self._members[name].identity, message)
+
+    def _flush(self) -> None:
+        """Send the held messages: one frame for all ranks of a node that get the same message."""
+        held, self._held = self._held, {}
+        tickets: list[tuple[Payload, Payload]] = []
+        shared: dict[int, bytes] = {}
+        for name, (message, ranks) in held.items():
+            member = self._members.get(name)
+            if member is None:
+                continue
+            if isinstance(message, Recover):
+                self._forget_timeout()
+            if isinstance(message, Dispatch) and message.code is not None:
+                self._fleet.code.ask(member.identity, message.code)
+            data = shared.get(id(message))
+            if data is None:
+                plain, parcel = for_another_machine(message), False
+                if isinstance(plain, Dispatch):
+                    plain = self._with_ticket(member, plain, held, tickets)
+                    # A payload for one node alone has a ticket of its own.
+                    parcel = not any(plain.payload is ticket for _, ticket in tickets)
+                data = encode(plain)
+                if not parcel:
+                    shared[id(message)] = data
+            for_ranks = wire.ForRanks(
+                group=self.name, attempt=self.events.attempt, ranks=tuple(ranks), data=data
+            )
+            self._fleet.send(member.identity, for_ranks)
+
+    def _with_ticket(
+        self,
+        member: NodeMember,
+        dispatch: Dispatch,
+        held: Mapping[str, tuple[ToRank, list[int]]],
+        tickets: list[tuple[Payload, Payload]],
+    ) -> Dispatch:
+        """Send a job's payload to all nodes that get it now; return the job with a ticket in its place."""
+        ticket = next((ticket for payload, ticket in tickets if payload is dispatch.payload), None)
+        if ticket is not None:
+            return msgspec.structs.replace(dispatch, payload=ticket)
+        names = [
+            name
+            for name in self._order
+            if name in held
+            and isinstance(other := held[name][0], Dispatch)
+            and other.payload is dispatch.payload
+        ]
+        data = self._fleet.data_to(self._nodes[name] for name in names)
+        if data is not None:
+            socket, places = data
+            ticket = socket.send(self.name, dispatch.payload, places)
+            tickets.append((dispatch.payload, ticket))
+        else:
+            ticket, pieces = self._outgoing.pieces(dispatch.payload)
+            if ticket is dispatch.payload:
+                tickets.append((dispatch.payload, ticket))
+            for piece, part in pieces:
+                self._fleet.send(member.identity, msgspec.structs.replace(piece, group=self.name), part)
+        return msgspec.structs.replace(dispatch, payload=ticket)
+
+    def _forget_timeout(self) -> None:
+        """Remove the marks of NCCL's watchdogs: those of the next attempt would take them for theirs."""
+        if self._store is not None:
+            self._store.delete_key(_NCCL_TIMED_OUT)
+
+    # --- the director: on the hub's thread -----------------------------------------------------------
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """The address of the ranks' store."""
+        return self._state.store
+
+    @property
+    def due(self) -> float:
+        """When there is something to do (monotonic)."""
+        return min(self._state.due, self._lost_payload[0])
+
+    def turn(self) -> None:
+        """Send what is held, and do what is due."""
+        self._flush()
+        if time.monotonic() >= self._state.due:
+            self.feed(director.Tick())
+        if time.monotonic() >= self._lost_payload[0]:
+            msg = (
+                f"the job's data did not arrive: a data connection from {self._lost_payload[1]} ended, "
+                "although its node is still connected. Check the network with %distributed doctor --on."
+            )
+            self._lost_payload = math.inf, ""
+            self.fail(RunFailedError(msg))
+
+    def payload_lost(self, sender: str) -> None:
+        """End the group soon, unless it turns out that a node was lost with the payload on its way."""
+        if time.monotonic() < self._node_lost + _LOST_SECONDS:
+            return  # a node was lost, and its neighbour reports it now
+        self._lost_payload = min(self._lost_payload, (time.monotonic() + _LOST_SECONDS, sender))
+
+    def feed(self, event: DirectorEvent) -> None:
+        """Feed the director, and perform its actions; events that these cause are fed after them."""
+        self._waiting.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._waiting:
+                now = time.monotonic()
+                self._state, actions = director.step(self._state, self._waiting.popleft(), now)
+                try:
+                    for action in actions:
+                        self._perform(action)
+                except Exception as error:  # noqa: BLE001 - the group ends of it, and says why
+                    _log.debug("a group on nodes could not do a step", exc_info=True)
+                    self._error = self._error or error
+                    self._waiting.append(director.StopOrdered())
+        finally:
+            self._feeding = False
+
+    def _perform(self, action: DirectorAction) -> None:
+        match action:
+            case director.BeginAttempt():
+                self._begin(action)
+            case director.AllStarted(number, world_size):
+                self.events.attempt_started(number, world_size, self._ranks.workers)
+            case director.NodeOrder(node, message):
+                self._send_to(node, message)
+            case director.AskForNodes(count):
+                self._fleet.ask_again()
+                if self._state.stage is DirectorStage.WAITING:
+                    self._fleet.remark_lost(count, self._state.lost)
+            case director.DropNode(node, why):
+                self._fleet.drop(node, why)
+            case director.DirectorNote(text):
+                self.events.noted(text)
+            case director.NodeWaits():
+                self.events.node_waits()
+            case director.EndAgent(error):
+                self._end(error)
+
+    def _begin(self, attempt: director.BeginAttempt) -> None:
+        """Have the group begin an attempt, with a backend that all of its nodes have."""
+        self._order = attempt.nodes
+        if self._fleet.signalled_node not in attempt.nodes:
+            self._fleet.signalled = ""  # that node has gone; what ends from now on was not signalled
+        if attempt.kept is None:
+            self.events.placed(*self._placement())
+        else:
+            self._renumber(attempt.kept)
+        self.events.attempt_starting(attempt.number, attempt.world_size, attempt.reason, attempt.kept)
+        self._forget_timeout()
+
+    def _renumber(self, kept: Mapping[int, int]) -> None:
+        """Go on with these ranks under new numbers; messages under former numbers may still arrive."""
+        self._flush()
+        numbers = {before: rank for rank, before in kept.items()}
+        self._ranks.renumber(self._members.values(), numbers)
+        self._renumbered = {
+            attempt: {then: numbers[rank] for then, rank in ranks.items() if rank in numbers}
+            for attempt, ranks in {**self._renumbered, self.events.attempt: {r: r for r in numbers}}.items()
+        }
+
+    def _placement(self) -> tuple[str, str]:
+        """Return the backend and the device type of the ranks.
+
+        Raises `LaunchError` if NCCL was asked for, and two of the nodes have the same GPU.
+        """
+        inventories = {name: self._nodes[name].arriving.inventory for name in self._order}
+        found = {(each.backend, each.device_type) for each in inventories.values()}
+        shared = shared_gpu(inventories)
+        if self._backend != "auto":
+            return self._backend, self._device(shared, {device for _, device in found})
+        if shared:
+            self.events.noted(f"{shared}: all ranks are on the CPU")
+            return "gloo", "cpu"
+        if len(found) == 1:
+            return found.pop()
+        if without := [name for name, each in inventories.items() if each.device_type == "cpu"]:
+            self.events.noted(f"{', '.join(without)} has no GPU for each rank: all ranks are on the CPU")
+        return "gloo", "cpu"
+
+    def _device(self, shared: str, devices: set[str]) -> str:
+        """Return the device type for the given backend, which each node has accepted."""
+        if shared and "nccl" in self._backend:
+            msg = (
+                f"{shared}, and NCCL takes one rank for each GPU. "
+                "Give each node GPUs of its own (CUDA_VISIBLE_DEVICES), or pass backend='gloo'."
+            )
+            raise LaunchError(msg, phase=Phase.ENGINE.value)
+        # Nodes whose ranks share GPUs only if the backend says so have reported the CPU.
+        named = {part.partition(":")[0] for part in self._backend.split(",") if ":" in part} - {"cpu"}
+        kinds = named or devices
+        return kinds.pop() if len(kinds) == 1 else "cpu"
+
+    def _end(self, error: str) -> None:
+        if error and self._error is None:
+            began = self._state.attempt >= 0
+            kind = RunPreemptedError if self._fleet.preempted else RunFailedError
+            self._error = kind(error) if began else LaunchError(error, phase=Phase.ENGINE.value)
+        self._ended.set()
+        self.events.agent_ended(self._error)
+
+    # --- nodes: on the hub's thread ------------------------------------------------------------------
+
+    def add(self, node: FleetNode) -> None:
+        """Have a node serve this group, unless the group is ending."""
+        if self._state.stage in (DirectorStage.ENDING, DirectorStage.ENDED):
+            return
+        settings, rdzv = self._settings, self._settings.rdzv
+        self._nodes[node.name] = node
+        self._members[node.name] = NodeMember(
+            node.name,
+            node.identity,
+            IncomingTransfer(self._directory),
+            "" if node.arriving.address == self._state.store[0] else node.arriving.address,
+        )
+        self.feed(director.NodeCame(node.name, node.arriving.nproc, node.place))
+        opened = wire.OpenGroup(
+            group=self.name,
+            keep=self.events.keep,
+            role=settings.role,
+            backend=self._backend,
+            env=self._fleet.variables(self._fleet.conf.env if rdzv is None else rdzv.env),
+            grace=self.grace,
+            shutdown_timeout=settings.shutdown_timeout,
+            monitor_interval=settings.monitor_interval,
+            processes=replace(settings.processes, environ=()),
+            cwd=os.fsencode(self._fleet.wish.cwd),
+        )
+        self._fleet.send(node.identity, opened)
+
+    def lose(self, node: FleetNode, why: str, *, asked: bool) -> None:
+        """Report the loss of a node and of its ranks."""
+        member = self._members.pop(node.name, None)
+        if member is None:
+            return
+        self._held.pop(node.name, None)
+        self._lost_payload, self._node_lost = (math.inf, ""), time.monotonic()
+        conf = self._fleet.conf
+        enough = conf.least <= len(self._members) and conf.least < conf.most
+        # Before the director, which may begin the next attempt: these exits belong to the current one.
+        self._ranks.lost(member, why, asked=asked, enough=enough)
+        self.feed(director.NodeLost(node.name, why, asked))
+
+    def receive(self, node: FleetNode, message: wire.FromNode, data: memoryview) -> None:
+        """Handle a node's message for this group."""
+        member = self._members.get(node.name)
+        if member is None:
+            return
+        match message:
+            case wire.MeetAgain(after=after, error=error):
+                after = self.events.attempt if after in self._renumbered else after
+                self.feed(director.NodeMeets(node.name, after, error))
+            case wire.Piece():
+                member.incoming.receive(message, data)
+            case wire.PieceLost():
+                self.payload_lost(node.name)
+            case wire.OthersStopped():
+                self.events.ranks_stopped(member.ranks)
+            case wire.NodeEnded(error=error):
+                self.feed(director.NodeHasEnded(node.name, error))
+            case wire.Dumped(rank=rank, text=text) if rank in member.ranks:
+                self.events.dumped(rank, text)
+            case wire.Workers() | wire.RankMessages() | wire.Wrote() | wire.Gone() | wire.RanksMeasured() if (
+                message.attempt == self.events.attempt
+            ):
+                self._of_attempt(member, message, data)
+            case wire.Wrote(attempt=attempt, rank=rank) | wire.Gone(attempt=attempt, rank=rank) if (
+                rank in self._renumbered.get(attempt, ())
+            ):
+                now = {"attempt": self.events.attempt, "rank": self._renumbered[attempt][rank]}
+                self._of_attempt(member, msgspec.structs.replace(message, **now), data)
+            case _:
+                pass  # the attempt has been abandoned
+
+    def _of_attempt(
+        self,
+        member: NodeMember,
+        message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
+        data: memoryview,
+    ) -> None:
+        match message:
+            case wire.Workers(attempt=attempt, workers=workers):
+                self._ranks.started(member, workers)
+                self.feed(director.WorkersStarted(member.name, attempt))
+            case wire.RankMessages(data=encoded):
+                for each in encoded:
+                    self._ranks.sent(member, each)
+            case wire.Wrote():
+                self._ranks.wrote(member, message, data)
+            case wire.Gone(rank=rank, expected=expected):
+                self._ranks.gone(member, message)
+                # The engine may end the node's ranks with it: do not start new ones there.
+                self.feed(director.RankGone(member.name, rank, expected or bool(self._fleet.signalled)))
+            case wire.RanksMeasured(usages=usages):
+                self.events.measured(usages)

@@ -1,0 +1,472 @@
+"""A node that an engine placed: its connection, and a relay for each group; main thread.
+
+It connects once. When the connection ends, the node ends with all that it has started; the runtime starts a
+new node program if it needs a replacement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import os
+import platform
+import signal
+import socket as sockets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+import zmq
+from torch.cuda import nccl
+from zmq.utils import monitor
+
+from nblaunch import __version__
+from nblaunch._errors import LaunchError
+from nblaunch._inherited import encoded
+from nblaunch._runtime_dir import remove_tree
+from nblaunch.elastic import descriptors, rendezvous
+from nblaunch.elastic.placement import own_gpus, place_ranks
+from nblaunch.elastic.process_options import needs_new_python, unheeded
+from nblaunch.elastic.settings import AgentSettings, ProcessSettings, RendezvousConfig
+from nblaunch.group.runtime import LocalRuntime
+from nblaunch.nodes import messages as wire
+from nblaunch.nodes.code import NodeCode
+from nblaunch.nodes.data import DataSocket
+from nblaunch.nodes.engine import take_place
+from nblaunch.nodes.listener import LONGEST_SILENCE_SECONDS, REFUSALS, encrypted
+from nblaunch.nodes.messages import Inventory
+from nblaunch.nodes.node import PlacedRelay, of_this_machine, orders_of, send_to_notebook
+from nblaunch.nodes.reach import Probe, interfaces, try_later
+from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import Placement
+from nblaunch.protocol.messages import ProtocolError
+
+_ANSWER_SECONDS = 30.0
+_LOOK_MS = 50
+_LEAVE_SECONDS = 5.0
+_TRIAL_SECONDS = 2.0
+_LINGER_MS = 2000
+_UNLIMITED = 2**31 - 1
+NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
+"""Signals by which engines announce the end of a node, and the usual seconds until then.
+
+At SIGTERM the node leaves once its ranks have saved; SIGUSR1 alone ends nothing.
+"""
+# After this time the engine probably knows, and names, what ended the node.
+_NAMED_SECONDS = 1.0
+
+
+def this_machine(placement: Placement) -> Inventory:
+    """Return this machine's inventory; the ranks of this node would be placed there."""
+    driver, gpus = _gpus()
+    ranks = placement.nproc if placement.device_type == "cuda" else 0
+    return Inventory(
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        nblaunch=__version__,
+        boot=f"{_boot_id()} {platform.node()}",
+        backend=placement.backend,
+        device_type=placement.device_type,
+        nccl=".".join(map(str, nccl.version())) if torch.version.cuda else "",
+        cuda=torch.version.cuda or "",
+        driver=driver,
+        glibc=platform.libc_ver()[1],
+        gpus=gpus,
+        own_gpus=own_gpus(ranks, os.environ),
+    )
+
+
+def _gpus() -> tuple[str, tuple[str, ...]]:
+    """Return the driver's version and the models of the GPUs, from NVML, which does not initialize CUDA."""
+    with contextlib.suppress(Exception):  # the module, a driver or permission is missing
+        nvml = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        try:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(each) for each in range(nvml.nvmlDeviceGetCount())]
+            return nvml.nvmlSystemGetDriverVersion(), tuple(map(nvml.nvmlDeviceGetName, handles))
+        finally:
+            nvml.nvmlShutdown()
+    return "", ()
+
+
+def _boot_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return str(psutil.boot_time())
+
+
+class OutOfReachError(LaunchError):
+    """Nobody answers at the notebook's address."""
+
+
+class NodeHost:
+    """Connects, and serves groups until the runtime has finished with this node, or is gone."""
+
+    def __init__(self, runtime: LocalRuntime, endpoint: str, key: bytes, options: LaunchOptions) -> None:
+        """`endpoint` is the runtime's listener; `options` are those of `join`."""
+        self._runtime, self._endpoint, self._key, self._options = runtime, endpoint, key, options
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._name, self._address, self._clock, self._nproc = platform.node(), "", 0.0, 0
+        self._place = -1
+        self._connected, self._silence = -1, LONGEST_SILENCE_SECONDS
+        """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
+        self._data: DataSocket | None = None
+        self._relays: dict[str, PlacedRelay] = {}
+        self._code = NodeCode(runtime.directory.make("code-"), self._send, self._look)
+        self._finished = self._cut_off = False
+        self._why = ""
+        """Why this node ends before the runtime has finished with it."""
+        self._signals: Sequence[int] = ()
+        self._noticed = 0
+        """How many of the signals have been handled."""
+        self._leaves_since, self._save_seconds = math.inf, 0.0
+        """When a signal had this node leave (monotonic), and for how many seconds its ranks may save."""
+        self._at_once = False
+
+    def serve(
+        self, signals: Sequence[int], joined: Callable[[str, int], None] = lambda _name, _nproc: None
+    ) -> int:
+        """Return 0 once the runtime has finished with this node.
+
+        The caller appends the signals that this process gets to `signals`. `joined` is called with the node's
+        name at the notebook and its number of ranks. Raises `OutOfReachError` if nobody answers, and
+        `LaunchError` if the notebook refuses the node, or the node ends for another reason.
+        """
+        self._signals = signals
+        # Before any process starts, which would have it.
+        self._place = take_place(os.environ)
+        self._runtime.server.ensure_running()
+        events = self._connect()
+        try:
+            self._arrive(events, signals)
+            joined(self._name, self._nproc)
+            hub = self._runtime.hub
+            hub.call(lambda: hub.watch(self._socket, self._receive))
+            hub.after_turn.append(self._flush)
+            self._wait(events)
+            self._end_groups()
+        finally:
+            with contextlib.suppress(LaunchError):
+                self._runtime.hub.run(self._stop_listening, _LEAVE_SECONDS)
+            # Last: when the connection ends, the engine may kill what is left here, the keeper included.
+            self._runtime.close()
+            self._socket.disable_monitor()
+            events.close(0)
+            self._context.destroy(linger=0 if self._cut_off else _LINGER_MS)
+        if self._why:
+            raise LaunchError(self._why, phase="job")
+        return 0
+
+    # --- on the main thread: in, and out -----------------------------------------------------------
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        """Connect once; return the socket that reports when the connection begins and ends."""
+        encrypted(self._socket, self._key, "node", LONGEST_SILENCE_SECONDS)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        watched = REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+        events: zmq.Socket[bytes] = self._socket.get_monitor_socket(watched)
+        self._socket.connect(f"tcp://{self._endpoint}")
+        return events
+
+    def _arrive(self, events: zmq.Socket[bytes], signals: Sequence[int]) -> None:
+        """Ask for admission, and wait for the answer. Raises `LaunchError` with the reason of a refusal."""
+        poller = zmq.Poller()
+        for each in (self._socket, events):
+            poller.register(each, zmq.POLLIN)
+        asked, deadline = 0.0, time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline and not signals:
+            ready = dict(poller.poll(_LOOK_MS))
+            if self._socket in ready:
+                self._take_answer(self._socket.recv_multipart()[0], asked)
+                _limit_silence(self._connected, self._silence)
+                return
+            if events not in ready:
+                continue
+            event = monitor.recv_monitor_message(events)
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._connected = event["value"]
+                self._address = _own_end(self._connected)
+                self._data = DataSocket(
+                    self._runtime.hub,
+                    self._key,
+                    host=self._address,
+                    received=self._obey,
+                    lost=lambda group, number: self._send(wire.PieceLost(group=group, number=number)),
+                )
+                asked = time.time()
+                send_to_notebook(self._socket, self._arriving())
+            elif self._address:
+                msg = "the notebook does not let this node in: it has another key. Give the notebook's key."
+                raise LaunchError(msg, phase="connect")
+            else:
+                break
+        if signals:
+            msg = f"ended by {signal.Signals(signals[0]).name} before it was let in"
+            raise LaunchError(msg, phase="connect")
+        raise OutOfReachError(_unanswered(self._endpoint), phase="connect")
+
+    def _arriving(self) -> wire.Arriving:
+        placement = place_ranks(self._options.nproc_per_node, "auto", os.environ)
+        self._nproc = placement.nproc
+        return wire.Arriving(
+            name=self._name,
+            nproc=placement.nproc,
+            address=self._address,
+            data=self._data.address if self._data is not None else "",
+            inventory=this_machine(placement),
+            place=self._place,
+        )
+
+    def _take_answer(self, data: bytes, asked: float) -> None:
+        try:
+            answer = wire.decode_to_node(data)
+        except ProtocolError as error:
+            msg = f"the notebook has another version of nblaunch ({error}). Install the notebook's here."
+            raise LaunchError(msg, phase="connect") from error
+        if isinstance(answer, wire.Admitted):
+            self._name, self._silence = answer.name, answer.silence
+            if self._data is not None:
+                self._data.silence = answer.silence
+            now = time.time()
+            ahead = answer.now - (asked + now) / 2
+            # A difference below the round-trip time is noise.
+            self._clock = ahead if abs(ahead) > now - asked else 0.0
+            return
+        why = answer.why if isinstance(answer, wire.Refused) else "its answer is invalid"
+        msg = f"the notebook does not let this node in: {why}"
+        raise LaunchError(msg, phase="connect")
+
+    def _wait(self, events: zmq.Socket[bytes]) -> None:
+        """Serve until the runtime has finished with this node or is gone, or a signal has it leave."""
+        end_by, hub = math.inf, self._runtime.hub
+        while not self._finished:
+            if not hub.usable:
+                self._why = f"the ranks' socket broke: {hub.error}"
+                return
+            if events.poll(_LOOK_MS):
+                monitor.recv_monitor_message(events)
+                self._cut_off, self._why = True, self._why or "the notebook is gone, or out of reach"
+                return
+            for relay in list(self._relays.values()):
+                if relay.ended.is_set():
+                    self._close(relay)
+            if len(self._signals) > self._noticed:
+                hub.call(self._look_at_signals)
+            if end_by == math.inf and self._leaves(time.monotonic()):
+                end_by = time.monotonic() + _LEAVE_SECONDS
+                hub.call(lambda: self._send(wire.Leaving()))
+            if self._at_once or time.monotonic() > end_by:
+                return
+
+    def _leaves(self, now: float) -> bool:
+        """Whether a signal has it leave now: its ranks have saved, or their time is over."""
+        since, longest = now - self._leaves_since, self._save_seconds
+        saved = all(relay.saved for relay in list(self._relays.values()))
+        return since >= longest or (saved and since >= _NAMED_SECONDS)
+
+    def _end_groups(self) -> None:
+        """End the remaining groups; ranks that were released as succeeded end by themselves."""
+        with contextlib.suppress(LaunchError):
+            self._runtime.hub.run(self._stop_obeying, _LEAVE_SECONDS)
+        for relay in self._relays.values():
+            if not relay.succeeded:
+                relay.stop(self._why or "the run is over")
+        for relay in list(self._relays.values()):
+            relay.ended.wait(relay.longest_end)
+            self._close(relay)
+
+    def _close(self, relay: PlacedRelay) -> None:
+        relay.join()
+        del self._relays[relay.name]
+        self._runtime.hub.call(functools.partial(self._code.release, relay.name))
+        if self._data is not None:
+            self._runtime.hub.call(functools.partial(self._data.drop, relay.name))
+
+    # --- on the hub's thread -----------------------------------------------------------------------
+
+    def _send(self, message: wire.FromNode, data: memoryview | bytes | None = None) -> None:
+        if isinstance(message, wire.Gone):
+            self._look_at_signals()  # a rank's exit may be due to the same signal
+        send_to_notebook(self._socket, message, data)
+
+    def _look(self, work: Callable[[], frozenset[bytes]], then: Callable[[frozenset[bytes]], None]) -> None:
+        """Do something that takes a while on a thread of its own."""
+
+        def do() -> None:
+            found = work()
+            self._runtime.hub.call(lambda: then(found))
+
+        threading.Thread(target=do, name="nblaunch-code", daemon=True).start()
+
+    def _look_at_signals(self) -> None:
+        """Report new signals: the ranks are to save, or this node is to leave."""
+        for number in self._signals[self._noticed :]:
+            self._noticed += 1
+            name, seconds = signal.Signals(number).name, NOTICES.get(signal.Signals(number), 0.0)
+            if number != signal.SIGUSR1 and self._why:
+                # Slurm sends SIGTERM twice.
+                twice = number == signal.SIGTERM and time.monotonic() < self._leaves_since + _NAMED_SECONDS
+                self._at_once = self._at_once or not twice
+                continue
+            if number != signal.SIGUSR1:
+                self._why, self._save_seconds = f"left after {name}", seconds
+                self._leaves_since = time.monotonic()
+            if seconds:
+                leaves = number != signal.SIGUSR1
+                send_to_notebook(
+                    self._socket, wire.Notice(seconds=seconds, words=f"got {name}", leaves=leaves)
+                )
+
+    def _stop_obeying(self) -> None:
+        self._runtime.hub.watch(self._socket, None)
+
+    def _stop_listening(self) -> None:
+        self._stop_obeying()
+        if self._data is not None:
+            self._data.close()
+
+    def _flush(self) -> float:
+        for relay in list(self._relays.values()):
+            relay.flush()
+        return float("inf")
+
+    def _receive(self) -> None:
+        for message, data in orders_of(self._socket):
+            self._obey(message, data)
+
+    def _obey(self, message: wire.ToNode, data: memoryview) -> None:
+        match message:
+            case wire.OpenGroup():
+                self._open(message)
+            case wire.HaveCode() | wire.CodeFiles() | wire.Piece(group=""):
+                self._code.receive(message, data)
+            case wire.Finish():
+                self._finished = True
+            case wire.OpenProbe():
+                # It closes by itself.
+                probe = Probe(self._address, self._key)
+                self._send(wire.ProbeOpen(port=probe.port, interfaces=interfaces()))
+            case wire.Try(targets=targets):
+                try_later(targets, self._address, self._key, self._report_reached)
+            case wire.Refused(why=why):
+                self._finished, self._why = True, why
+            case _:
+                relay = self._relays.get(getattr(message, "group", ""))
+                if relay is not None:
+                    relay.obey(message, data)
+
+    def _report_reached(self, results: tuple[wire.ReachResult, ...]) -> None:
+        self._runtime.hub.call(lambda: self._send(wire.Reachable(results=results)))
+
+    def _open(self, opened: wire.OpenGroup) -> None:
+        """Prepare a group; its agent then waits for a rendezvous."""
+        try:
+            relay = self._relay(opened)
+        except Exception as error:  # noqa: BLE001 - the notebook gets it
+            self._send(wire.NodeEnded(f"{type(error).__name__}: {error}", group=opened.group))
+            return
+        self._relays[opened.group] = relay
+        relay.start()
+
+    def _relay(self, opened: wire.OpenGroup) -> PlacedRelay:
+        rdzv = RendezvousConfig(
+            backend="directed",
+            host="",
+            port=0,
+            least=1,
+            most=1,
+            local_addr=self._address,
+            hosting=False,
+        )
+        env = dict(opened.env)
+        env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
+        environ = {**os.environ, **env}
+        alone = opened.processes.virtual_local_rank
+        placement = place_ranks(
+            self._options.nproc_per_node, opened.backend, environ, virtual_local_rank=alone
+        )
+        descriptors.make_room(placement.nproc)
+        loaded_under = self._runtime.server.loaded_under()
+        there = opened.cwd != b"" and Path(os.fsdecode(opened.cwd)).is_dir()
+        cwd = opened.cwd if there else os.fsencode(Path.home())
+        processes = _processes(opened.processes, environ, loaded_under)
+        forked = processes.start_method == "forkserver"
+        logs = self._runtime.directory.make("logs-")
+        settings = AgentSettings(
+            nproc=placement.nproc,
+            role=opened.role,
+            # The runtime decides when to give up.
+            max_restarts=_UNLIMITED,
+            monitor_interval=opened.monitor_interval,
+            grace=opened.grace,
+            shutdown_timeout=opened.shutdown_timeout,
+            run_id=opened.group,
+            log_dir=logs,
+            processes=processes,
+            rdzv=rdzv,
+        )
+        try:
+            return PlacedRelay(
+                self._runtime,
+                self._send,
+                settings,
+                lambda prepare: of_this_machine(prepare, env, placement, cwd),
+                code=self._code,
+                keep=opened.keep,
+                node=self._name,
+                clock=self._clock,
+                note=unheeded(environ, loaded_under) if forked else "",
+            )
+        except BaseException:
+            remove_tree(logs)
+            raise
+
+
+def _processes(
+    processes: ProcessSettings, environ: Mapping[str, str], loaded_under: Mapping[str, str]
+) -> ProcessSettings:
+    """Return how processes start on this machine."""
+    if torch.backends.cuda.is_built() and needs_new_python(environ, loaded_under):
+        processes = replace(processes, start_method="spawn")
+    return replace(processes, environ=encoded(environ) if processes.start_method == "spawn" else ())
+
+
+def _own_end(fd: int) -> str:
+    """Return the address of this machine's end of a connection."""
+    with sockets.socket(fileno=os.dup(fd)) as connection:
+        return str(connection.getsockname()[0]).removeprefix("::ffff:")
+
+
+def _limit_silence(fd: int, seconds: float) -> None:
+    """Have the system end a connection if the other side does not acknowledge data for `seconds`.
+
+    ZMQ's heartbeats alone do not suffice: a message that follows a heartbeat cancels its timeout until the
+    next heartbeat, which may never come.
+    """
+    option = getattr(sockets, "TCP_USER_TIMEOUT", None)
+    if option is not None:
+        with sockets.socket(fileno=os.dup(fd)) as connection:
+            connection.setsockopt(sockets.IPPROTO_TCP, option, int(1000 * seconds))
+
+
+def _unanswered(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    why = "no answer"
+    try:
+        sockets.create_connection((host.strip("[]"), int(port)), _TRIAL_SECONDS).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+    return (
+        f"nobody answers at {endpoint}, where the notebook listens: {why}. Let TCP from this machine through "
+        "a firewall, or choose an address on a common network with the notebook's --local-addr."
+    )

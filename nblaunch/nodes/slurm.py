@@ -1,0 +1,427 @@
+"""Nodes of a Slurm allocation: the one that the caller runs in, else a new one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from nblaunch._errors import OptionError
+from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
+from nblaunch.nodes.process import StartedProgram, doing, end_all, last_lines
+from nblaunch.protocol.messages import EngineSaid, EngineState
+
+_PROGRAMS = ("salloc", "srun", "squeue", "scancel", "scontrol", "sinfo")
+_JOB = "SLURM_JOB_ID"
+_ANSWER_SECONDS = 0.9
+_WITHDRAW_SECONDS, _CANCEL_SECONDS = 0.25, 0.2
+_SCANCEL_SECONDS, _SCANCEL_AGAIN_SECONDS = 30.0, 1.0
+_COMPLETING_SECONDS = 1.0
+_TRIED_HOSTS = 4
+
+_CLIENT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
+"""Variables with which Slurm's programs find their cluster; the others describe a job, or a step of one."""
+_OF_A_JOB = re.compile(
+    rf"SLURM_(?!(?:{'|'.join(each.removeprefix('SLURM_') for each in _CLIENT)})\Z).*"
+    rf"|SALLOC_CLUSTERS|PMI.*|{PLACE}"
+)
+"""And what only salloc heeds: the others would look for its job elsewhere."""
+_FOR_AT_END = (*_CLIENT, "PATH", "LD_LIBRARY_PATH")
+
+_REFUSED = {
+    **dict.fromkeys(("N", "nodes", "n", "ntasks"), "Give nnodes and -n"),
+    **dict.fromkeys(("ntasks-per-node", "ntasks-per-core", "ntasks-per-socket"), "Give -n"),
+    **dict.fromkeys(("J", "job-name"), "The request is found by its name"),
+    **dict.fromkeys(("o", "output", "e", "error"), "Give --log-dir"),
+    **dict.fromkeys(("no-shell", "wrap"), "It is nblaunch that starts programs"),
+    **dict.fromkeys(("M", "clusters"), "Set SLURM_CLUSTERS, which all of Slurm's programs heed"),
+    **dict.fromkeys(("Q", "quiet"), "The job's number is read from what salloc prints"),
+}
+"""Options of salloc and sbatch that nblaunch sets itself, and what to do instead."""
+_SHORT_FLAGS = "HIkKOsvXu"
+"""Short options without a value, which may be combined with others in one word."""
+_LEAST_PREFIX = 3
+
+_PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SUSPENDED")
+_GRANTED = ("RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
+_FIELDS = "%i|%T|%r|%Q|%S|%e|%N"
+_TAKEN_BACK = {"TIMEOUT": "time limit", "DEADLINE": "deadline", "PREEMPTED": "preempted"}
+"""States in which Slurm has ended a job that would have gone on, in words."""
+_REASONS = {"TimeLimit": "TIMEOUT", "Preempted": "PREEMPTED"}
+"""What squeue gives as the reason while it ends the processes of such a job."""
+_STEP_CANCELLED = re.compile(
+    r"^(?: *\d+: )?slurmstepd-\S+: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT \S+"
+    r"( DUE TO (?P<why>[A-Z ]+))? \*\*\*",
+    re.MULTILINE,
+)
+_WORDS_OF_STEPS = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED"}
+_ALLOCATED = re.compile(r"^salloc: (?:Pending|Granted) job allocation (\d+)", re.MULTILINE)
+_TASKS_ENDED = re.compile(
+    r"^srun: error: \S+: tasks? (?P<tasks>[\d,-]+): (?:Exited with exit code (?P<code>\d+)|(?P<how>.+))$",
+    re.MULTILINE,
+)
+_NODE_FAILED = re.compile(r"^srun: error: Node failure on (?P<hosts>\S+)$", re.MULTILINE)
+_LABELLED = re.compile(r"^ *(?P<task>\d+): (?P<text>.*)$")
+_SAID = re.compile(_LABELLED.pattern, re.MULTILINE)
+_SIGNALS = {"Killed": -9, "Terminated": -15, "Segmentation fault": -11, "Aborted": -6}
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """A line of squeue."""
+
+    id: str
+    state: str
+    reason: str = ""
+    priority: str = ""
+    starts: float | None = None
+    ends: float | None = None
+    nodes: str = ""
+
+    @property
+    def engine_state(self) -> EngineState:
+        """The engine's state for this job."""
+        if self.state in _PENDING:
+            return EngineState.WAITING
+        if self.state in _GRANTED:
+            return EngineState.GRANTED
+        return EngineState.ENDING if self.state == "COMPLETING" else EngineState.ENDED
+
+
+def job_of(line: str) -> QueuedJob | None:
+    """Read a line of squeue; None where it has none.
+
+    >>> job_of("3|PENDING|Resources|4294901757|N/A|N/A|").reason
+    'Resources'
+    """
+    fields = line.strip().split("|")
+    if len(fields) != _FIELDS.count("|") + 1:
+        return None
+    number, state, reason, priority, starts, ends, nodes = fields
+    return QueuedJob(
+        number, state, "" if reason == "None" else reason, priority, _time(starts), _time(ends), nodes
+    )
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None
+
+
+def refused_word(words: Iterable[str]) -> str:
+    """Return why the words of `--slurm` cannot be handed to salloc; empty if they can.
+
+    >>> refused_word(["-p", "gpu", "--nodes=3"])
+    '--nodes=3: Give nnodes and -n'
+    """
+    for word in words:
+        name = ""
+        if word.startswith("--"):
+            long = word[2:].partition("=")[0]
+            names = [each for each in _REFUSED if each.startswith(long) and len(long) >= _LEAST_PREFIX]
+            name = names[0] if names else ""
+        elif word.startswith("-"):
+            name = word[1:].lstrip(_SHORT_FLAGS)[:1]
+        if name in _REFUSED:
+            return f"{word}: {_REFUSED[name]}"
+    return ""
+
+
+class SlurmAllocation:
+    """A job of Slurm's, and the steps in it that run the node programs."""
+
+    def __init__(self, wish: Wish) -> None:
+        self._wish = wish
+        self._environ = _environ(wish)
+        self._id = wish.environ.get(_JOB, "")
+        self._said = EngineSaid(engine=SlurmEngine.name, state=EngineState.ASKED, id=self._id)
+        self._hosts: tuple[str, ...] = ()
+        self._steps: list[SlurmStep] = []
+        self._completing: float | None = None
+        self._cancelled = False
+        self._lock = threading.Lock()
+        self._salloc = None if self._id else StartedProgram(_salloc(wish), self._environ, wish.cwd)
+        self.given_back = self._salloc is None
+        """Whether Slurm has confirmed it; a job that is the caller's is left to them."""
+
+    def status(self) -> EngineSaid:
+        """Return Slurm's report; while Slurm does not answer, the last one."""
+        if self._salloc is not None and not self._id:
+            code = self._salloc.exitcode  # first: what has ended has printed all
+            printed = self._salloc.printed()
+            found = _ALLOCATED.search(printed)
+            if found is not None:
+                self._id = found[1]
+                self._said = replace(self._said, id=self._id)
+            elif code is not None and not self._cancelled:
+                words = re.sub(r"^salloc: (?:error: )?", "", last_lines(printed), flags=re.MULTILINE)
+                self._said = replace(self._said, state=EngineState.ENDED, words=words)
+        if self._cancelled:
+            self._said = replace(self._said, state=EngineState.ENDED, words="given back", reason="")
+        elif self._id and self._said.state is not EngineState.ENDED:
+            self._said = self._asked()
+        return self._said
+
+    def _asked(self) -> EngineSaid:
+        """Ask squeue. Slurm forgets ended jobs after a while."""
+        gone = replace(self._said, state=EngineState.ENDED, words="it is gone", reason="")
+        try:
+            answer = _answer(self._wish, "squeue", "-h", "-t", "all", "-j", self._id, "-o", _FIELDS)
+            job = job_of(answer.partition("\n")[0])
+            if job is not None and job.engine_state is EngineState.GRANTED and not self._hosts:
+                self._hosts = _expanded(self._wish, job.nodes)[: self._wish.most]
+        except subprocess.CalledProcessError as error:
+            return gone if "Invalid job id" in error.stderr else _silent(self._said, error.stderr)
+        except (OSError, subprocess.SubprocessError) as error:
+            return _silent(self._said, str(error))
+        if job is None:
+            return _silent(self._said, answer) if answer.strip() else gone
+        state, words = job.engine_state, job.state
+        if state is EngineState.ENDING:
+            # squeue shows the final state only once the job's processes are gone, which may take long.
+            self._completing = self._completing or time.monotonic()
+            words = _REASONS.get(job.reason) or self._words_of_steps() or words
+            if words != job.state or time.monotonic() > self._completing + _COMPLETING_SECONDS:
+                state = EngineState.ENDED
+        waiting, held = state is EngineState.WAITING, state is EngineState.GRANTED
+        return EngineSaid(
+            engine=SlurmEngine.name,
+            state=state,
+            id=self._id,
+            words=_TAKEN_BACK.get(words, words),
+            reason=job.reason if waiting else "",
+            place=f"priority {job.priority}" if waiting and job.priority else "",
+            starts=job.starts if waiting else None,
+            ends=job.ends if held else None,
+            hosts=self._hosts,
+            preempted=words in _TAKEN_BACK,
+        )
+
+    def _words_of_steps(self) -> str:
+        with self._lock:
+            printed = "\n".join(step.srun.printed() for step in self._steps)
+        return words_of_end(printed)
+
+    def start(self, program: NodeProgram) -> str:
+        """Start a step on all hosts; later, one on each host whose program has ended."""
+        if not self._steps:
+            self._add_step(program, range(len(self._hosts)))
+            return ""
+        running = {each.place for each in self.fates() if each.running}
+        for place in range(len(self._hosts)):
+            if place not in running:
+                self._add_step(program, [place])
+        return ""
+
+    def _add_step(self, program: NodeProgram, places: Sequence[int]) -> None:
+        count = str(len(places))
+        hosts = [self._hosts[place] for place in places]
+        words = (
+            *(f"--jobid={self._id}", "--overlap", "-N", count, "-n", count, "--ntasks-per-node=1"),
+            *("-w", ",".join(hosts), "--cpu-bind=none", "--mpi=none", "--unbuffered", "--label"),
+            *("--no-kill", "--kill-on-bad-exit=0", "--input=all"),
+        )
+        # In a step of one node each node is the first.
+        environ = self._environ if len(places) > 1 else {**self._environ, PLACE: str(places[0])}
+        command = ("srun", *words, self._wish.python, *program.arguments)
+        step = SlurmStep(places, hosts, StartedProgram(command, environ, self._wish.cwd, program.stdin))
+        with self._lock:
+            self._steps.append(step)
+            cancelled = self._cancelled
+        if cancelled:  # meanwhile, by another thread
+            end_all([step.srun])
+
+    def fates(self) -> tuple[NodeFate, ...]:
+        """Return the state of each program."""
+        with self._lock:
+            steps = tuple(self._steps)
+        latest = {fate.place: fate for step in steps for fate in step.fates()}
+        return tuple(latest[place] for place in sorted(latest))
+
+    def cancel(self) -> None:
+        """End the steps, and withdraw the request or give the nodes back."""
+        with self._lock:
+            if self._cancelled:
+                return
+            self._cancelled = True
+            sruns = [step.srun for step in self._steps]
+        for each in sruns:
+            each.terminate()
+        if self._salloc is not None:
+            self._salloc.terminate()  # it withdraws what it has not got yet
+            self._salloc.end_by(time.monotonic() + _WITHDRAW_SECONDS)
+            # Not awaited: a slow controller may take as long as this process lives.
+            scancel = threading.Thread(target=self._scancel, name="nblaunch-scancel", daemon=True)
+            scancel.start()
+            scancel.join(_CANCEL_SECONDS)
+        end_all(sruns)
+
+    def _scancel(self) -> None:
+        """Cancel the job, again where Slurm refuses, as it does while its controller restarts."""
+        deadline = time.monotonic() + _SCANCEL_SECONDS
+        while not self.given_back and (left := deadline - time.monotonic()) > 0:
+            try:
+                _run(self._wish, *_scancel(self._wish), seconds=left)
+                self.given_back = True
+            except (OSError, subprocess.SubprocessError):
+                time.sleep(_SCANCEL_AGAIN_SECONDS)
+
+
+class SlurmStep:
+    """A call of srun: a program on each of its hosts. Task n of it is the node of the n-th place."""
+
+    def __init__(self, places: Sequence[int], hosts: Sequence[str], srun: StartedProgram) -> None:
+        self.places, self.hosts, self.srun = places, hosts, srun
+
+    def fates(self) -> Iterator[NodeFate]:
+        """Yield the state of its tasks, from what srun prints about them."""
+        code = self.srun.exitcode
+        printed = self.srun.printed()
+        ended = ends_of_tasks(printed, self.hosts)
+        said = {int(found["task"]): found["text"] for found in _SAID.finditer(printed)}
+        for task, (place, host) in enumerate(zip(self.places, self.hosts, strict=True)):
+            if code is None and task not in ended:
+                yield NodeFate(host, place, running=True, words=doing(said.get(task, "")))
+            else:
+                words = words_of_task(printed, task, host)
+                yield NodeFate(host, place, running=False, exitcode=ended.get(task, code), words=words)
+
+
+def ends_of_tasks(printed: str, hosts: Sequence[str]) -> dict[int, int | None]:
+    """Return the exit codes of the tasks that srun says have ended; None where it has no code.
+
+    >>> ends_of_tasks("srun: error: hB: tasks 0-1: Exited with exit code 2", ["hA", "hB"])
+    {0: 2, 1: 2}
+    """
+    found: dict[int, int | None] = {}
+    for line in _TASKS_ENDED.finditer(printed):
+        code = int(line["code"]) if line["code"] else _SIGNALS.get(line["how"].partition(" (")[0])
+        for part in line["tasks"].split(","):
+            first, _, last = part.partition("-")
+            found |= dict.fromkeys(range(int(first), int(last or first) + 1), code)
+    for line in _NODE_FAILED.finditer(printed):
+        found |= dict.fromkeys((n for n, host in enumerate(hosts) if host in line["hosts"].split(",")), None)
+    return found
+
+
+def words_of_end(printed: str) -> str:
+    """Return the state in which Slurm ends a job, from its steps' output; empty if that does not say it.
+
+    >>> words_of_end("slurmstepd-hA: error: *** STEP 1.0 ON hA CANCELLED AT 12:25:48 DUE TO TIME LIMIT ***")
+    'TIMEOUT'
+    """
+    found = _STEP_CANCELLED.search(printed)
+    return "" if found is None else _WORDS_OF_STEPS.get(found["why"], "CANCELLED")
+
+
+def words_of_task(printed: str, task: int, host: str) -> str:
+    """Return the last lines that a task printed, else Slurm's errors, those about its host first."""
+    lines = [(_LABELLED.fullmatch(line), line) for line in printed.splitlines()]
+    own = [found["text"] for found, _ in lines if found is not None and int(found["task"]) == task]
+    others = [line for found, line in lines if found is None and not _TASKS_ENDED.fullmatch(line)]
+    errors = [line for line in others if re.search("error:|fatal:", line)]
+    of_host = [line for line in errors if re.search(rf"\b{re.escape(host)}\b", line)]
+    return last_lines("\n".join(own or of_host or errors))
+
+
+class SlurmEngine(Engine):
+    """`--on slurm`."""
+
+    name: ClassVar[str] = "slurm"
+
+    @staticmethod
+    def check(wish: Wish) -> None:
+        """Raise `OptionError` for options that nblaunch sets itself, and for missing Slurm programs."""
+        if refused := refused_word(wish.words):
+            msg = f"--slurm has an option that nblaunch sets itself: {refused}."
+            raise OptionError(msg)
+        for each in _PROGRAMS:
+            if shutil.which(each, path=wish.environ.get("PATH")) is None:
+                msg = (
+                    f"--on slurm needs {each}, which is not on the PATH. Load the cluster's module, or "
+                    "apt-get install slurm-client."
+                )
+                raise OptionError(msg)
+
+    @staticmethod
+    def address(wish: Wish) -> str:
+        """Return the address of this machine on the way to the nodes."""
+        job = wish.environ.get("SLURM_JOB_NODELIST")
+        of_job = ("-n", job) if wish.environ.get(_JOB) and job else ()
+        try:
+            answer = _answer(wish, "sinfo", "-h", "-N", *of_job, "-o", "%o")
+        except (OSError, subprocess.SubprocessError):
+            answer = ""
+        return own_address(list(dict.fromkeys(answer.split()))[:_TRIED_HOSTS])
+
+    @staticmethod
+    def at_end(wish: Wish) -> tuple[str, ...]:
+        """Return the command that cancels the job by its name, since there is no job id yet."""
+        if wish.environ.get(_JOB):
+            return ()
+        kept = (f"{name}={wish.environ[name]}" for name in _FOR_AT_END if name in wish.environ)
+        return (*kept, *_scancel(wish))
+
+    @staticmethod
+    def ask(wish: Wish) -> Allocation:
+        """Ask for an allocation, or take that of the caller."""
+        return SlurmAllocation(wish)
+
+
+def _salloc(wish: Wish) -> tuple[str, ...]:
+    count = str(wish.most) if wish.least == wish.most else f"{wish.least}-{wish.most}"
+    # A CPU for each rank: a single task would get one. The user's options come last, and win.
+    own = isinstance(wish.nproc, int) and not any("cpus-per-" in each for each in wish.words)
+    cpus = ("-c", str(wish.nproc)) if own else ()
+    # Without a word on tasks a node has one, and of a range as many nodes as there are are granted.
+    nodes = ("-N", count, *cpus)
+    return ("salloc", "--no-shell", "-J", wish.name, *nodes, *wish.words)
+
+
+def _scancel(wish: Wish) -> tuple[str, ...]:
+    return ("scancel", "-Q", "--name", wish.name, "-u", str(os.getuid()))
+
+
+def _environ(wish: Wish) -> dict[str, str]:
+    """Return the environment of Slurm's programs, which names the caller's job by its id alone.
+
+    Slurm would take other variables of a job or a step for options.
+    """
+    job = {_JOB: wish.environ[_JOB]} if wish.environ.get(_JOB) else {}
+    return {name: value for name, value in wish.environ.items() if not _OF_A_JOB.fullmatch(name)} | job
+
+
+def _expanded(wish: Wish, nodes: str) -> tuple[str, ...]:
+    """Return the names of hosts that Slurm has in short: h[1-3]."""
+    if not re.search(r"[\[,]", nodes):
+        return (nodes,)
+    return tuple(_answer(wish, "scontrol", "show", "hostnames", nodes).split())
+
+
+def _answer(wish: Wish, *command: str) -> str:
+    return _run(wish, *command, seconds=_ANSWER_SECONDS)
+
+
+def _run(wish: Wish, *command: str, seconds: float) -> str:
+    return subprocess.run(  # noqa: S603 - Slurm's programs, as the caller finds them
+        command,
+        # Times as numbers: the caller's time zone may differ.
+        env={**_environ(wish), "SLURM_TIME_FORMAT": "%s"},
+        cwd=os.sep,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=True,
+    ).stdout
+
+
+def _silent(said: EngineSaid, why: str) -> EngineSaid:
+    return replace(said, reason=f"Slurm does not answer: {last_lines(why).partition(chr(10))[0]}")

@@ -1,0 +1,567 @@
+"""`python -m nblaunch join HOST:PORT`: the program against a notebook that a test plays, on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import pytest
+import torch
+import zmq
+
+from nblaunch.capture import pickling, shared_memory
+from nblaunch.elastic.rendezvous import host_store
+from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.nodes import messages as wire
+from nblaunch.nodes.listener import encrypted
+from nblaunch.protocol.messages import (
+    Aborted,
+    CellJob,
+    Dispatch,
+    Entered,
+    Hello,
+    Interrupt,
+    InterruptSeen,
+    Leave,
+    Payload,
+    Phase,
+    Preempt,
+    Prepare,
+    Raised,
+    ReportWhere,
+    Returned,
+    Started,
+    Stream,
+    ToRank,
+    Where,
+    decode_from_rank,
+    encode,
+)
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 40
+"""What one step of a node may take: it imports torch first, on a machine that is busy."""
+
+AHEAD = 1000.0
+"""How far the notebook's clock is ahead of the node's, in a test of that."""
+
+JOINED = "nblaunch join: 2 ranks of this machine take part, as hB\n"
+
+M = TypeVar("M")
+
+
+def cell(source: str, **captured: object) -> Dispatch:
+    """Return a cell that ranks run; what it captures goes inside the message."""
+    with shared_memory.put(pickling.dumps(captured), Path) as sent:
+        assert sent.payload.inline is not None
+        return Dispatch(job=CellJob(source, "cell-1", "Cell In[1]", keeps_value=True), payload=sent.payload)
+
+
+def opened(notebook: Notebook, group: str, **changed: Any) -> wire.OpenGroup:
+    plain = wire.OpenGroup(
+        group=group,
+        keep=False,
+        role="rank",
+        backend="gloo",
+        env=(("OF_THE_RUN", group),),
+        grace=1.0,
+        shutdown_timeout=5,
+        monitor_interval=0.02,
+        processes=ProcessSettings(),
+        cwd=os.fsencode(notebook.directory),
+    )
+    return msgspec.structs.replace(plain, **changed)
+
+
+def value_of(returned: Returned) -> Any:
+    parts = shared_memory.get(returned.value, private=True)
+    return pickling.loads(parts[0], parts[1:])
+
+
+@dataclass
+class Notebook:
+    """The notebook's side of the wire, by hand."""
+
+    directory: Path
+    key: str = field(default_factory=lambda: secrets.token_hex(32))
+    nodes: list[subprocess.Popen[str]] = field(default_factory=list)
+    said: list[tuple[Any, bytes]] = field(default_factory=list)
+    """What has arrived and was not waited for, each with its bytes; messages of ranks one by one."""
+    node: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        encrypted(self.socket, self.key.encode(), "notebook")
+        self.socket.bind("tcp://127.0.0.1:*")
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").removeprefix("tcp://")
+        self.stores: list[Any] = []
+
+    def start(self, *more: str, key: str | None = None, address: str = "") -> subprocess.Popen[str]:
+        node = subprocess.Popen(
+            [sys.executable, "-m", "nblaunch", "join", address or self.address, "-n", "2", *more],
+            cwd=self.directory,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.nodes.append(node)
+        assert node.stdin is not None
+        node.stdin.write(f"{self.key if key is None else key}\n")
+        node.stdin.close()
+        node.stdin = None
+        return node
+
+    def admit(self, **changed: Any) -> subprocess.Popen[str]:
+        """Start a node and let it in."""
+        node = self.start("--key-stdin")
+        self.data = self.wait_for(wire.Arriving).data
+        admitted = wire.Admitted(name="hB", silence=15.0, now=time.time())
+        self.send(msgspec.structs.replace(admitted, **changed))
+        return node
+
+    def send(self, message: wire.ToNode, data: bytes | None = None) -> None:
+        self.socket.send_multipart([self.node, wire.encode(message), *([] if data is None else [data])])
+
+    def send_to_ranks(
+        self, message: ToRank, group: str = "g", attempt: int = 0, ranks: tuple[int, ...] = (0, 1)
+    ) -> None:
+        self.send(wire.ForRanks(group=group, attempt=attempt, ranks=ranks, data=encode(message)))
+
+    def open(self, group: str = "g", **changed: Any) -> None:
+        """Have the node prepare a group."""
+        self.send(opened(self, group, **changed))
+        assert self.wait_for(wire.MeetAgain, group=group).after == -1
+
+    def leave(self, group: str = "g", ranks: tuple[int, ...] = (0, 1)) -> None:
+        """Release the ranks, whose values are here."""
+        self.send(wire.Release(group=group, attempt=0, succeeded=True, others=()))
+        self.send_to_ranks(Leave(), group, ranks=ranks)
+
+    def meet(
+        self,
+        group: str = "g",
+        attempt: int = 0,
+        *,
+        backend: str | None = "gloo",
+        device_type: str = "cpu",
+        **changed: Any,
+    ) -> None:
+        """Have the node start its ranks as all of an attempt, and wait until these are ready."""
+        self.stores.append(host_store("127.0.0.1", 0))
+        meet = wire.Meet(
+            group=group,
+            attempt=attempt,
+            node_rank=0,
+            node_count=1,
+            base_rank=0,
+            world_size=2,
+            store=("127.0.0.1", self.stores[-1].port),
+            reason="started",
+        )
+        self.send(msgspec.structs.replace(meet, **changed))
+        self.workers = self.wait_for(wire.Workers, group=group, attempt=attempt).workers
+        for _ in range(2):
+            assert self.wait_for(Hello, attempt=attempt).node == "hB"
+        prepare = Prepare(environ=(), cwd=b"", path=(), backend=backend, device_type=device_type)
+        self.send_to_ranks(prepare, group, attempt, tuple(each.rank for each in self.workers))
+        for _ in range(2):
+            self.wait_for(Entered, phase=Phase.READY)
+
+    def wait_for(self, kind: type[M], seconds: float = SECONDS, **fields: Any) -> M:
+        """Return the first message of a kind, and with these fields, that was not returned before."""
+        return self.wait_with_data(kind, seconds, **fields)[0]
+
+    def wait_with_data(self, kind: type[M], seconds: float = SECONDS, **fields: Any) -> tuple[M, bytes]:
+        deadline = time.monotonic() + seconds
+        while True:
+            for each in self.said:
+                message = each[0]
+                if isinstance(message, kind) and all(
+                    getattr(message, name) == value for name, value in fields.items()
+                ):
+                    self.said.remove(each)
+                    return message, each[1]
+            left = max(deadline - time.monotonic(), 0)
+            found = self.socket.poll(int(left * 1000))
+            assert found, f"no {kind.__name__} with {fields} among {[each for each, _ in self.said]}"
+            self.take()
+
+    def take(self) -> None:
+        self.node, first, *rest = self.socket.recv_multipart()
+        message = wire.decode_from_node(first)
+        if isinstance(message, wire.RankMessages):
+            self.said += [(decode_from_rank(each, "a rank"), b"") for each in message.data]
+        else:
+            self.said.append((message, rest[0] if rest else b""))
+
+    def values(self, ranks: int = 2) -> list[Any]:
+        found = [self.wait_for(Returned) for _ in range(ranks)]
+        return [value_of(each) for each in sorted(found, key=lambda each: each.rank)]
+
+    def finish(self, node: subprocess.Popen[str]) -> None:
+        self.send(wire.Finish(succeeded=True))
+        assert ended(node) == (0, JOINED)
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.stores.clear()
+
+
+def ended(node: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit status of a node that ends by itself, and what it printed."""
+    said, _ = node.communicate(timeout=SECONDS)
+    return node.returncode, said
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torchs_store_was_used():
+    """libuv keeps a pipe from the first store of a process on."""
+    host_store("127.0.0.1", 0)
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    """Play the notebook; nodes that are there at the end are ended."""
+    made = Notebook(tmp_path)
+    yield made
+    made.close()
+    for node in made.nodes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(5)
+        if node.poll() is None:
+            node.kill()
+        node.communicate()
+
+
+def test_it_joins_with_the_key_of_its_standard_input_and_shows_it_nowhere(notebook):
+    node = notebook.start("--key-stdin")
+    arriving = notebook.wait_for(wire.Arriving)
+    assert (arriving.name, arriving.nproc, arriving.address) == (platform.node(), 2, "127.0.0.1")
+    assert (arriving.inventory.torch, arriving.inventory.backend) == (str(torch.__version__), "gloo")
+    notebook.send(wire.Admitted(name="hB", silence=15.0, now=time.time()))
+    notebook.open()
+    notebook.meet()
+    processes = family(node.pid)
+    assert len(processes) >= 5  # itself, its keeper, the fork server, two ranks
+    for each in processes:
+        for file in ("cmdline", "environ"):
+            assert notebook.key.encode() not in Path(f"/proc/{each.pid}/{file}").read_bytes()
+    notebook.finish(node)
+    assert [each for each in processes if each.is_running()] == []
+
+
+def test_another_key_is_refused_and_none_is_an_error(notebook):
+    stranger = notebook.start("--key-stdin", key=secrets.token_hex(32))
+    without, short = notebook.start(), notebook.start("--key-stdin", key="short")
+    status, said = ended(stranger)
+    assert (status, "another key" in said) == (1, True), said
+    status, said = ended(without)
+    assert (status, "key is needed" in said) == (2, True)
+    status, said = ended(short)
+    assert (status, "5 characters" in said) == (2, True)
+    assert notebook.socket.poll(0) == 0
+
+
+def test_a_notebook_that_is_not_there_is_named(notebook):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    status, said = ended(notebook.start("--key-stdin", address=address))
+    assert (status, f"nobody answers at {address}" in said, "refused" in said) == (3, True, True)
+
+
+def test_a_node_that_is_not_let_in_gives_the_reason(notebook):
+    node = notebook.start("--key-stdin")
+    notebook.wait_for(wire.Arriving)
+    notebook.send(wire.Refused("there are enough"))
+    assert ended(node) == (1, "nblaunch join: the notebook does not let this node in: there are enough\n")
+
+
+def test_a_group_runs_a_job_from_its_meeting_to_its_end(notebook):
+    node = notebook.admit(now=time.time() + AHEAD)
+    notebook.open()
+    notebook.meet(backend=None, node_rank=1, node_count=2, base_rank=2, world_size=4)
+    assert [(each.rank, each.local_rank) for each in notebook.workers] == [(2, 0), (3, 1)]
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    source = f"""
+import os
+print("printed", flush=True)
+[[int(os.environ[name]) for name in {names}], os.environ["OF_THE_RUN"], os.getcwd(), captured]
+"""
+    notebook.send_to_ranks(cell(source, captured="captured"), ranks=(2, 3))
+    for _ in range(2):
+        assert notebook.wait_for(Started).time == pytest.approx(time.time() + AHEAD, abs=AHEAD / 10)
+    assert notebook.values() == [
+        [[rank, rank - 2, 1, 4, 2, 2], "g", str(notebook.directory), "captured"] for rank in (2, 3)
+    ]
+    for rank in (2, 3):
+        # Without waiting: what a rank has printed precedes its next message.
+        assert notebook.wait_with_data(wire.Wrote, 0, rank=rank, stream=Stream.STDOUT)[1] == b"printed\n"
+    notebook.leave(ranks=(2, 3))
+    for rank in (2, 3):
+        assert notebook.wait_for(wire.Gone, rank=rank).exitcode == 0
+    assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
+    notebook.finish(node)
+
+
+def test_ranks_on_gpus_let_go_of_nccl_before_the_first_is_ended(notebook):
+    """These have no GPU, and so nothing to let go of: they answer at once."""
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet(device_type="cuda")
+    notebook.send(wire.Restart(group="g", attempt=0))
+    kinds: list[type] = []
+    while kinds.count(wire.Gone) < 2:
+        assert notebook.socket.poll(1000 * SECONDS), kinds
+        notebook.take()
+        kinds = [type(each) for each, _ in notebook.said if isinstance(each, Aborted | wire.Gone)]
+    assert kinds == [Aborted, Aborted, wire.Gone, wire.Gone]
+    notebook.wait_for(wire.MeetAgain, after=0)
+    notebook.finish(node)
+
+
+def test_a_payload_that_comes_in_pieces_and_values_that_leave_in_pieces(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    big = torch.arange(1_000_000)
+    sizes, whole = packed(big=big)
+    half = len(whole) // 2
+    for offset, part in ((0, whole[:half]), (half, whole[half:])):
+        notebook.send(wire.Piece(group="g", number=7, offset=offset, total=len(whole)), part)
+    ticket = Payload(sizes=sizes, path="parcel:7")
+    notebook.send_to_ranks(msgspec.structs.replace(cell("big * 2"), payload=ticket))
+    for _ in range(2):
+        returned = notebook.wait_for(Returned)
+        number = int(returned.value.path.partition(":")[2])
+        home, total = bytearray(), 1
+        while len(home) < total:
+            piece, data = notebook.wait_with_data(wire.Piece, number=number)
+            assert (piece.group, piece.offset) == ("g", len(home))
+            home, total = home + data, piece.total
+        found = shared_memory.get(Payload(sizes=returned.value.sizes, inline=bytes(home)), private=True)
+        assert torch.equal(pickling.loads(found[0], found[1:]), big * 2)
+    notebook.finish(node)
+
+
+def test_ranks_are_replaced_when_the_notebook_says_so(notebook):
+    node = notebook.admit()
+    notebook.open(keep=True)
+    notebook.meet()
+    before = {each.pid for each in notebook.workers}
+    notebook.send_to_ranks(cell("import time; time.sleep(1000)"))
+    for _ in range(2):
+        notebook.wait_for(Started)
+    notebook.send(wire.Restart(group="g", attempt=0))
+    for rank in (0, 1):
+        assert notebook.wait_for(wire.Gone, rank=rank, attempt=0).expected
+    assert notebook.wait_for(wire.MeetAgain).after == 0
+    notebook.send(wire.Restart(group="g", attempt=0))  # too late: there is nobody to end
+    notebook.meet(attempt=1)
+    assert not before & {each.pid for each in notebook.workers}
+    notebook.send_to_ranks(cell("1"), attempt=0)  # of the attempt before
+    notebook.send_to_ranks(cell("rank + 2"), attempt=1)
+    assert notebook.values() == [2, 3]
+    # A membership change does the same.
+    notebook.send(wire.Rejoin(group="g", attempt=1))
+    assert notebook.wait_for(wire.MeetAgain).after == 1
+    notebook.meet(attempt=2)
+    notebook.finish(node)
+
+
+def test_a_rank_that_dies_is_reported_and_the_node_waits_for_the_next_attempt(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    os.kill(notebook.workers[1].pid, signal.SIGKILL)
+    gone = notebook.wait_for(wire.Gone, rank=1)
+    assert (gone.exitcode, gone.expected) == (-9, False)
+    assert notebook.wait_for(wire.Gone, rank=0).expected
+    assert notebook.wait_for(wire.MeetAgain).after == 0
+    notebook.send(wire.EndGroup(group="g", succeeded=False))
+    assert notebook.wait_for(wire.NodeEnded, group="g").error == ""
+    notebook.finish(node)
+
+
+def test_one_node_serves_several_groups_at_a_time(notebook):
+    node = notebook.admit()
+    for group in ("a", "b"):
+        notebook.open(group, keep=group == "a")
+        notebook.meet(group)
+        notebook.send_to_ranks(cell("import os; os.environ['OF_THE_RUN']"), group)
+        assert notebook.values() == [group, group]
+    notebook.leave("b")
+    notebook.wait_for(wire.NodeEnded, group="b")
+    notebook.send_to_ranks(cell("rank"), "a")
+    assert notebook.values() == [0, 1]
+    notebook.open("c")
+    notebook.send(wire.EndGroup(group="c", succeeded=True))
+    assert notebook.wait_for(wire.NodeEnded, group="c").error == ""
+    notebook.finish(node)
+
+
+def test_a_group_that_cannot_be_opened_is_refused_and_the_node_goes_on(notebook):
+    node = notebook.admit()
+    notebook.send(opened(notebook, "g", backend="cpu:gloo,cuda:nccl"))
+    assert "GPU" in notebook.wait_for(wire.NodeEnded, group="g").error
+    notebook.open("h")
+    notebook.finish(node)
+
+
+def test_a_variable_that_has_no_effect_in_forks_is_named(notebook):
+    node = notebook.admit()
+    notebook.send(opened(notebook, "g", env=(("MALLOC_ARENA_MAX", "2"),)))
+    assert "no effect in the ranks: MALLOC_ARENA_MAX" in notebook.wait_for(wire.MeetAgain).error
+    notebook.finish(node)
+
+
+def test_it_asks_to_leave_after_a_signal_and_ends_when_it_may(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    processes = family(node.pid)
+    node.terminate()
+    assert notebook.wait_for(wire.Notice).words == "got SIGTERM"
+    notebook.send_to_ranks(Preempt(seconds=5))
+    notebook.wait_for(wire.Leaving)
+    assert node.poll() is None
+    notebook.send(wire.Finish(succeeded=False))
+    status, said = ended(node)
+    assert (status, "left after SIGTERM" in said) == (1, True)
+    assert [each for each in processes if each.is_running()] == []
+
+
+def test_a_warning_is_sent_on_and_ends_nothing(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    for _ in range(2):
+        node.send_signal(signal.SIGUSR1)
+        notice = notebook.wait_for(wire.Notice)
+        assert (notice.words, notice.seconds) == ("got SIGUSR1", 120)
+    notebook.send_to_ranks(cell("rank"))
+    assert notebook.values() == [0, 1]
+    notebook.finish(node)
+
+
+def test_a_second_signal_ends_it_at_once(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    processes = family(node.pid)
+    node.terminate()
+    notebook.wait_for(wire.Notice)
+    node.send_signal(signal.SIGINT)
+    assert ended(node)[0] == 1
+    assert [each for each in processes if each.is_running()] == []
+
+
+@contextlib.contextmanager
+def pieces_to(notebook: Notebook, address: str, sizes: tuple[int, ...], whole: bytes) -> Iterator[Any]:
+    """Yield what sends the next part of a payload to the node's socket for data."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as data:
+        encrypted(data, notebook.key.encode(), "giver")
+        data.connect(address)
+        sent = 0
+
+        def send(count: int) -> Payload:
+            nonlocal sent
+            piece = wire.Piece(group="g", number=7, offset=sent, total=len(whole))
+            data.send_multipart([wire.encode(piece), whole[sent : sent + count]])
+            sent += count
+            taken = wire.decode_from_node(data.recv_multipart()[0])
+            assert taken == wire.PieceTaken(group="g", number=7, offset=piece.offset)
+            return Payload(sizes=sizes, path="parcel:7")
+
+        yield send
+        data.setsockopt(zmq.LINGER, 0)
+
+
+def packed(**captured: object) -> tuple[tuple[int, ...], bytes]:
+    with shared_memory.put(pickling.dumps(captured), Path) as sent:
+        return sent.payload.sizes, bytes(shared_memory.joined(sent.payload, private=True))
+
+
+def test_a_job_waits_for_its_payload_and_what_follows_waits_behind_it(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    big = torch.arange(100_000)
+    sizes, whole = packed(big=big)
+    with pieces_to(notebook, notebook.data, sizes, whole) as send:
+        ticket = send(500_000)
+        notebook.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
+        notebook.send_to_ranks(ReportWhere())
+        for _ in range(2):
+            notebook.wait_for(Where)  # overtakes
+        assert not [each for each, _ in notebook.said if isinstance(each, Started)]
+        send(len(whole) - 500_000)
+    assert notebook.values() == [int(big.sum())] * 2
+    notebook.send_to_ranks(cell("rank"))
+    assert notebook.values() == [0, 1]
+    notebook.finish(node)
+
+
+def test_an_interrupt_ends_a_job_whose_payload_is_on_its_way(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    sizes, whole = packed(big=torch.arange(100_000))
+    with pieces_to(notebook, notebook.data, sizes, whole) as send:
+        ticket = send(500_000)
+        notebook.send_to_ranks(msgspec.structs.replace(cell("int(big.sum())"), payload=ticket))
+        began = time.monotonic()
+        notebook.send_to_ranks(Interrupt(number=3))
+        for rank in (0, 1):
+            assert notebook.wait_for(InterruptSeen, rank=rank).number == 3
+            failure = notebook.wait_for(Raised, rank=rank).failure
+            assert isinstance(pickling.loads(memoryview(failure.exception)), KeyboardInterrupt)
+        assert time.monotonic() - began < 0.2
+        send(len(whole) - 500_000)  # nobody wants it any more
+        notebook.send_to_ranks(cell("rank"))
+        assert notebook.values() == [0, 1]
+    notebook.finish(node)
+
+
+def test_ranks_are_measured_while_that_is_wanted(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    notebook.send(wire.MeasureRanks(group="g", wanted=True))
+    usages = notebook.wait_for(wire.RanksMeasured, group="g", attempt=0).usages
+    assert sorted(usages) == [0, 1]
+    assert all(each.memory > 0 for each in usages.values())
+    notebook.finish(node)
+
+
+def test_it_ends_with_its_connection(notebook):
+    node = notebook.admit()
+    notebook.open()
+    notebook.meet()
+    notebook.send_to_ranks(cell("import time; time.sleep(1000)"))
+    notebook.wait_for(Started)
+    processes = family(node.pid)
+    notebook.close()
+    status, said = ended(node)
+    assert (status, "the notebook is gone" in said) == (1, True)
+    assert [each for each in processes if each.is_running()] == []

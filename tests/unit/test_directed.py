@@ -1,0 +1,134 @@
+"""The rendezvous of nodes that the runtime directs: a round, a stop while it waits, a round again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Self
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.elastic.agent import RankAgent
+from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
+from nblaunch.elastic.forkserver import Server
+from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+
+LATE = 10.0
+
+
+def round_of(attempt: int) -> DirectedRound:
+    """Return a round in which this is the second of three nodes."""
+    return DirectedRound(attempt, 1, 3, 8, 24, ("10.0.0.1", 29401))
+
+
+class Waits:
+    """A rendezvous, on a thread that waits for its next round."""
+
+    def __init__(self) -> None:
+        self.stopped, self.asked = threading.Event(), threading.Event()
+        self.handler = DirectedRendezvous("group", self.asked.set, self.stopped)
+        self.found: list[object] = []
+
+    def __enter__(self) -> Self:
+        self.asked.clear()
+        self.thread = threading.Thread(target=self._wait, daemon=True)
+        self.thread.start()
+        assert self.asked.wait(LATE)
+        return self
+
+    def _wait(self) -> None:
+        try:
+            self.found.append(self.handler.next_rendezvous())
+        except SignalException as error:
+            self.found.append(error)
+
+    def __exit__(self, *_: object) -> None:
+        self.thread.join(LATE)
+        assert not self.thread.is_alive()
+
+
+def test_a_round_is_as_the_runtime_has_decided():
+    waits = Waits()
+    with pytest.raises(LookupError):
+        _ = waits.handler.directed
+    with waits:
+        assert waits.found == []
+        waits.handler.meet(round_of(5))
+    info: Any = waits.found[0]
+    store = info.bootstrap_store_info
+    assert (info.rank, info.world_size, store.master_addr, store.master_port) == (1, 3, "10.0.0.1", 29401)
+    assert waits.handler.directed == round_of(5)
+    assert waits.handler.read_attempt(info.store, waits.stopped) == 5
+
+
+def test_a_stop_ends_the_wait():
+    with Waits() as waits:
+        waits.stopped.set()
+    assert isinstance(waits.found[0], SignalException)
+
+
+def test_a_rejoin_holds_until_the_next_round():
+    waits = Waits()
+    with waits:
+        waits.handler.meet(round_of(0))
+    assert waits.handler.num_nodes_waiting() == 0
+    waits.handler.rejoin()
+    assert waits.handler.num_nodes_waiting() == 1
+    with waits:
+        # The round before does not count again.
+        assert waits.found[1:] == []
+        waits.handler.meet(round_of(1))
+    assert waits.handler.num_nodes_waiting() == 0
+    assert waits.handler.directed == round_of(1)
+
+
+class Silent:
+    """Events of an agent that nobody follows."""
+
+    def __getattr__(self, name):
+        return lambda *_arguments, **_keywords: None
+
+
+def meet(agent: RankAgent) -> None:
+    with agent._stream.registered():
+        agent._rendezvous(agent._worker_group)
+
+
+def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
+    """One that has died since would hold it up: torch's own waits for all of them."""
+    asked = threading.Event()
+    settings = AgentSettings(
+        nproc=2,
+        role="rank",
+        max_restarts=1,
+        monitor_interval=0.1,
+        grace=1.0,
+        shutdown_timeout=1,
+        run_id="group",
+        log_dir=tmp_path,
+        rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
+    )
+    server = Server.own(RuntimeDirectory())
+    agent = RankAgent(settings, lambda _attempt: (), Silent(), server, asked.set)
+    try:
+        thread = threading.Thread(target=meet, args=[agent], daemon=True)
+        thread.start()
+        assert asked.wait(LATE)
+        began = time.monotonic()
+        agent.meet(round_of(0))
+        thread.join(LATE)
+        assert time.monotonic() - began < 1.0
+        agent._exit_barrier()
+        assert time.monotonic() - began < 1.0
+        workers = agent._worker_group.workers
+        assert [(each.local_rank, each.global_rank, each.role_rank) for each in workers] == [
+            (0, 8, 8),
+            (1, 9, 9),
+        ]
+        assert {(each.world_size, each.role_world_size) for each in workers} == {(24, 24)}
+        group: Any = agent._worker_group
+        assert (group.master_addr, group.master_port) == ("10.0.0.1", 29401)
+    finally:
+        agent.close()

@@ -1,0 +1,597 @@
+"""Who meets and when, decided without a node, a socket or a clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.nodes import director
+from nblaunch.nodes.director import (
+    AllStarted,
+    AskForNodes,
+    BeginAttempt,
+    DirectorAction,
+    DirectorEvent,
+    DirectorStage,
+    DirectorState,
+    DropNode,
+    EndAgent,
+    EngineEnded,
+    NodeCame,
+    NodeHasEnded,
+    NodeLost,
+    NodeMeets,
+    NodeOrder,
+    NodesExpected,
+    NodeWaits,
+    RankGone,
+    RegroupOrdered,
+    RejoinOrdered,
+    ReleaseOrdered,
+    RestartOrdered,
+    StopOrdered,
+    Tick,
+    WorkersStarted,
+    step,
+)
+from nblaunch.nodes.messages import AdoptRanks, EndGroup, Meet, Release, Restart, ToNode
+
+UNLIMITED = 2**31 - 1
+GRACE = 2.0
+KILLED = "is gone (killed, or out of reach)"
+
+
+class Directed:
+    """A machine that is fed by hand; each step is checked for what holds in every state."""
+
+    def __init__(self, least: int = 2, most: int | None = None, **fields: Any) -> None:
+        given = {"restarts_left": 0, "kept": False, "group": "g", "store": ("10.0.0.1", 5), "grace": GRACE}
+        self.state = DirectorState(least=least, most=most or least, **{**given, **fields})
+        self.now = 1000.0
+        self.ends = 0
+        self.done: list[DirectorAction] = []
+
+    def feed(self, *events: DirectorEvent) -> list[DirectorAction]:
+        actions: list[DirectorAction] = []
+        for event in events:
+            before = self.state
+            self.state, more = step(before, event, self.now)
+            assert (self.state, more) == step(before, event, self.now), "the same every time"
+            self.check(before, event, more)
+            actions += more
+        self.done += actions
+        return actions
+
+    def check(self, before: DirectorState, event: DirectorEvent, actions: tuple[DirectorAction, ...]) -> None:
+        orders = [each for each in actions if isinstance(each, NodeOrder)]
+        begun = [each for each in actions if isinstance(each, BeginAttempt)]
+        meets = [each for each in orders if isinstance(each.message, Meet | AdoptRanks)]
+        assert before.stage is not DirectorStage.ENDED or not actions
+        assert self.state.attempt - before.attempt == len(begun) <= 1
+        assert [each.node for each in meets] == [node for each in begun for node in each.nodes]
+        if begun:
+            assert actions.index(begun[0]) < actions.index(meets[0]), "the group knows of it first"
+            assert before.least <= len(meets) <= before.most
+            self.check_ranks(before, begun[0], meets)
+        known = before.nodes.keys() - ({event.node} if isinstance(event, NodeLost) else set())
+        assert {each.node for each in orders} <= known, "no order to a node that is lost"
+        self.ends += sum(isinstance(each, EndAgent) for each in actions)
+        assert self.ends == (self.state.stage is DirectorStage.ENDED)
+
+    def check_ranks(self, before: DirectorState, begun: BeginAttempt, meets: list[NodeOrder]) -> None:
+        """Check that ranks are numbered without a gap, and that those that go on are there."""
+        base, kept = 0, {}
+        for rank, each in enumerate(meets):
+            order, nproc = each.message, self.state.nodes[each.node].nproc
+            assert isinstance(order, Meet | AdoptRanks)
+            assert (order.node_rank, order.base_rank, order.node_count) == (rank, base, len(meets))
+            if isinstance(order, AdoptRanks):
+                node = before.nodes[each.node]
+                assert node.started
+                assert order.attempt == before.attempt == node.attempt
+                assert order.number == begun.number
+                kept |= {base + place: node.base + place for place in range(nproc)}
+            else:
+                assert order.attempt == begun.number
+            base += nproc
+        assert base == begun.world_size
+        assert kept == (begun.kept or {})
+
+    def after(self, seconds: float) -> list[DirectorAction]:
+        self.now += seconds
+        return self.feed(Tick())
+
+    # --- shorthands ------------------------------------------------------------------------------
+
+    def come(self, *names: str, nproc: int = 2) -> list[DirectorAction]:
+        """Let nodes come, whose agents wait at once; their places are in the order of their names."""
+        events: list[DirectorEvent] = []
+        for name in names:
+            events += [NodeCame(name, nproc, ord(name[-1])), NodeMeets(name, -1)]
+        return self.feed(*events)
+
+    def start(self, *names: str) -> Directed:
+        """Have these nodes run."""
+        self.feed(NodesExpected(len(names)))
+        self.come(*names)
+        self.feed(*(WorkersStarted(name, self.state.attempt) for name in names))
+        assert self.state.stage is DirectorStage.RUNNING
+        return self
+
+    def meet(self, *names: str) -> list[DirectorAction]:
+        return self.feed(*(NodeMeets(name, self.state.nodes[name].attempt) for name in names))
+
+    def release(self, *, succeeded: bool, others: frozenset[int] = frozenset()) -> list[DirectorAction]:
+        return self.feed(ReleaseOrdered(self.state.attempt, succeeded, others))
+
+
+def sent(actions: list[DirectorAction], kind: type[ToNode]) -> list[str]:
+    return [each.node for each in actions if isinstance(each, NodeOrder) and isinstance(each.message, kind)]
+
+
+def begun(actions: list[DirectorAction]) -> list[tuple[int, int, str]]:
+    return [(each.number, each.world_size, each.reason) for each in actions if isinstance(each, BeginAttempt)]
+
+
+def ended(actions: list[DirectorAction]) -> list[str]:
+    return [each.error for each in actions if isinstance(each, EndAgent)]
+
+
+# --- an attempt begins, and ends -------------------------------------------------------------------
+
+
+def test_ranks_are_in_the_order_of_places_whoever_comes_first():
+    group = Directed()
+    assert group.come("hB") == []
+    actions = group.come("hA", nproc=3)
+    assert actions[0] == BeginAttempt(0, 5, "started", ("hA", "hB"))
+    meet = actions[2]
+    assert isinstance(meet, NodeOrder)
+    assert meet.node == "hB"
+    assert meet.message == Meet(
+        group="g",
+        attempt=0,
+        node_rank=1,
+        node_count=2,
+        base_rank=3,
+        world_size=5,
+        store=("10.0.0.1", 5),
+        reason="started",
+    )
+
+
+def test_nodes_without_a_place_come_in_the_order_of_arrival_behind_the_others():
+    group = Directed(least=3)
+    group.feed(NodeCame("x", 1, -1), NodeCame("y", 1, -1), NodeCame("z", 1, 0))
+    actions = group.feed(NodeMeets("y", -1), NodeMeets("z", -1), NodeMeets("x", -1))
+    assert sent(actions, Meet) == ["z", "x", "y"]
+
+
+def test_a_fresh_group_ends_once_its_ranks_have_succeeded():
+    group = Directed()
+    group.come("hA", "hB")
+    assert group.feed(WorkersStarted("hA", 0)) == []
+    assert group.feed(WorkersStarted("hB", 0)) == [AllStarted(0, 4)]
+    assert sent(group.release(succeeded=True), Release) == ["hA", "hB"]
+    assert group.feed(RankGone("hA", 0, expected=False), NodeHasEnded("hA")) == []
+    assert ended(group.feed(NodeHasEnded("hB"))) == [""]
+
+
+def test_a_failure_begins_again_as_often_as_it_may():
+    group = Directed(restarts_left=1).start("hA", "hB")
+    actions = group.release(succeeded=False, others=frozenset({2, 3}))
+    assert [each.message for each in actions if isinstance(each, NodeOrder)] == [
+        Release(group="g", attempt=0, succeeded=False, others=(2, 3))
+    ] * 2
+    assert group.meet("hA") == []
+    assert begun(group.meet("hB")) == [(1, 4, "failure")]
+    group.feed(WorkersStarted("hA", 1), WorkersStarted("hB", 1))
+    group.release(succeeded=False)
+    assert sent(group.meet("hA", "hB"), EndGroup) == ["hA", "hB"]
+    assert ended(group.feed(NodeHasEnded("hA"), NodeHasEnded("hB"))) == [""]
+
+
+def test_what_is_ordered_while_ranks_are_started_reaches_them_then():
+    """Until a node has its ranks, there is nothing that could be released or restarted."""
+    for order, kind in (
+        (ReleaseOrdered(0, succeeded=False, others=frozenset()), Release),
+        (RestartOrdered(0), Restart),
+    ):
+        group = Directed(restarts_left=1)
+        group.come("hA", "hB")
+        group.feed(WorkersStarted("hA", 0))
+        assert sent(group.feed(order), kind) == ["hA"]
+        assert sent(group.feed(WorkersStarted("hB", 0)), kind) == ["hB"]
+
+
+def test_an_order_of_an_attempt_that_is_over_does_nothing():
+    group = Directed(restarts_left=1).start("hA", "hB")
+    group.release(succeeded=False)
+    group.meet("hA", "hB")
+    state = group.state
+    for order in (ReleaseOrdered(0, succeeded=True, others=frozenset()), RestartOrdered(0), RejoinOrdered(0)):
+        assert group.feed(order) == []
+    assert group.feed(NodeMeets("hA", 0), WorkersStarted("hA", 0)) == []
+    assert group.state == state
+
+
+def test_more_nodes_than_enough_are_awaited_for_a_moment():
+    group = Directed(1, 3)
+    group.feed(NodesExpected(2))
+    assert group.come("hA") == []
+    assert begun(group.come("hB")) == [(0, 4, "started")]
+    group = Directed(1, 3)
+    group.feed(NodesExpected(2))
+    assert group.come("hA") == []
+    assert group.after(1) == []
+    assert begun(group.after(10)) == [(0, 2, "started")]
+
+
+# --- kept ranks ------------------------------------------------------------------------------------
+
+
+def test_kept_ranks_are_replaced_without_a_limit_once_one_has_died():
+    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    assert group.feed(RankGone("hB", 3, expected=False)) == []
+    assert group.after(0.05) == []
+    assert sent(group.after(0.1), Restart) == ["hA", "hB"]
+    assert group.feed(RankGone("hA", 0, expected=True)) == []
+    assert begun(group.meet("hB", "hA")) == [(1, 4, "failure")]
+
+
+def test_a_node_that_restarts_by_itself_is_not_ordered_to():
+    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group.feed(RankGone("hB", 3, expected=False))
+    group.meet("hB")
+    assert sent(group.after(0.2), Restart) == ["hA"]
+    assert begun(group.meet("hA")) == [(1, 4, "failure")]
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_a_group_that_is_dismissed_while_nodes_are_awaited_ends_at_once(least):
+    group = Directed(least, 3, kept=True)
+    group.feed(NodesExpected(3))
+    group.come("hA")
+    actions = group.feed(ReleaseOrdered(-1, succeeded=True, others=frozenset()))
+    assert sent(actions, EndGroup) == ["hA"]
+    assert ended(group.feed(NodeHasEnded("hA"))) == [""]
+
+
+def test_a_stop_that_comes_before_any_node_ends_the_group_at_once():
+    assert ended(Directed().feed(StopOrdered())) == [""]
+
+
+# --- nodes are lost ----------------------------------------------------------------------------------
+
+
+def test_without_a_node_in_its_place_a_kept_group_ends_and_names_the_one_that_was_lost():
+    group = Directed(kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group.feed(NodeLost("hB", KILLED))
+    assert sent(group.after(0.2), Restart) == ["hA"]
+    assert sent(group.meet("hA"), EndGroup) == ["hA"]
+    (error,) = ended(group.feed(NodeHasEnded("hA")))
+    assert error == f"node hB was lost: it {KILLED}"
+
+
+def test_a_node_comes_in_the_place_of_one_that_was_lost():
+    group = Directed(kept=True, restarts_left=UNLIMITED, replacements_left=1).start("hA", "hB")
+    group.feed(NodeLost("hA", KILLED))
+    group.after(0.2)
+    assert group.meet("hB") == [AskForNodes(1)]
+    assert begun(group.come("hC")) == [(1, 4, "failure")]
+    group.feed(WorkersStarted("hB", 1), WorkersStarted("hC", 1), NodeLost("hC", KILLED))
+    group.after(0.2)
+    assert sent(group.meet("hB"), EndGroup) == ["hB"]
+
+
+def test_a_node_that_does_not_come_in_time_is_waited_for_no_longer():
+    group = Directed(kept=True, restarts_left=9, replacements_left=1, join_timeout=60).start("hA", "hB")
+    group.feed(NodeLost("hA", KILLED))
+    group.after(0.2)
+    group.meet("hB")
+    assert group.after(59) == []
+    assert sent(group.after(2), EndGroup) == ["hB"]
+    (error,) = ended(group.feed(NodeHasEnded("hB")))
+    assert error == f"node hA was lost: it {KILLED}, and no other node replaced it within 60 s"
+
+
+def test_with_enough_nodes_kept_ranks_go_on_without_a_lost_node_and_no_restart_is_taken():
+    group = Directed(1, 2, kept=True, restarts_left=1).start("hA", "hB")
+    assert group.feed(RegroupOrdered(0), NodeLost("hA", KILLED)) == []
+    actions = group.after(0.2)
+    assert actions == [
+        BeginAttempt(1, 2, "membership", ("hB",), {0: 2, 1: 3}),
+        NodeOrder(
+            "hB",
+            AdoptRanks(group="g", attempt=0, number=1, node_rank=0, node_count=1, base_rank=0, world_size=2),
+        ),
+        AllStarted(1, 2),
+    ]
+    assert (group.state.stage, group.state.restarts_left) == (DirectorStage.RUNNING, 1)
+    assert group.feed(NodeMeets("hB", 0)) == [], "of the attempt before"
+    assert sent(group.feed(RankGone("hB", 1, expected=False)) + group.after(0.2), Restart) == ["hB"]
+    assert begun(group.meet("hB")) == [(2, 2, "failure")]
+
+
+def test_another_node_is_asked_for_while_the_others_go_on():
+    group = Directed(1, 2, kept=True, restarts_left=9, replacements_left=1, join_timeout=60)
+    group.start("hA", "hB")
+    assert group.feed(RegroupOrdered(0), NodeLost("hB", KILLED)) == [AskForNodes(1)]
+    assert sent(group.after(0.1), AdoptRanks) == ["hA"]
+    group.feed(NodeLost("hA", KILLED))
+    assert group.state.stage is DirectorStage.WAITING
+    assert ended(group.after(61)) == [
+        f"node hA was lost: it {KILLED}, and no other node replaced it within 60 s"
+    ]
+
+
+def test_nodes_that_are_lost_together_are_gone_together():
+    group = Directed(1, 3, kept=True).start("hA", "hB", "hC")
+    group.feed(RegroupOrdered(0), NodeLost("hA", KILLED))
+    group.now += 0.02
+    group.feed(RegroupOrdered(0), NodeLost("hC", KILLED))
+    assert sent(group.after(0.1), AdoptRanks) == ["hB"]
+    assert [each.kept for each in group.done if isinstance(each, BeginAttempt)] == [None, {0: 2, 1: 3}]
+
+
+def test_until_the_group_says_so_its_ranks_stay_as_they_are():
+    group = Directed(1, 2, kept=True).start("hA", "hB")
+    group.feed(NodeLost("hB", KILLED))
+    assert group.after(10) == []
+    assert sent(group.feed(RegroupOrdered(0)) + group.after(0.1), AdoptRanks) == ["hA"]
+
+
+def test_ranks_that_are_to_be_replaced_do_not_go_on():
+    group = Directed(1, 2, kept=True, restarts_left=UNLIMITED).start("hA", "hB")
+    group.feed(NodeLost("hB", KILLED), RegroupOrdered(0), RankGone("hA", 0, expected=False))
+    assert sent(group.after(0.2), Restart) == ["hA"]
+    assert begun(group.meet("hA")) == [(1, 2, "failure")]
+
+
+def test_a_node_that_comes_late_joins_the_ranks_that_are_there_when_the_group_lets_it():
+    group = Directed(1, 2, kept=True).start("hA")
+    assert group.come("hB") == [NodeWaits()]
+    assert group.after(10) == []
+    group.feed(RegroupOrdered(0))
+    actions = group.after(0.1)
+    assert actions[0] == BeginAttempt(1, 4, "membership", ("hA", "hB"), {0: 0, 1: 1})
+    assert (sent(actions, AdoptRanks), sent(actions, Meet)) == (["hA"], ["hB"])
+    assert group.feed(WorkersStarted("hB", 1)) == [AllStarted(1, 4)]
+
+
+def test_a_node_that_came_while_others_met_is_known_once_they_have():
+    group = Directed(1, 2, kept=True)
+    group.feed(NodesExpected(1))
+    group.come("hA")
+    assert group.come("hB") == []
+    assert group.feed(WorkersStarted("hA", 0)) == [AllStarted(0, 2), NodeWaits()]
+
+
+def test_a_node_that_is_lost_before_its_ranks_have_joined_costs_the_others_nothing():
+    group = Directed(1, 2, kept=True).start("hA")
+    group.come("hB")
+    group.feed(RegroupOrdered(0))
+    group.after(0.1)
+    group.feed(NodeLost("hB", KILLED))
+    assert begun(group.after(0.1)) == [(2, 2, "membership")]
+    assert sent(group.done, Restart) == []
+
+
+def test_fresh_ranks_begin_again_without_a_lost_node_as_the_lifecycle_orders():
+    group = Directed(1, 2).start("hA", "hB")
+    assert group.feed(NodeLost("hB", KILLED)) == []
+    assert sent(group.feed(RejoinOrdered(0)), Restart) == ["hA"]
+    assert begun(group.meet("hA")) == [(1, 2, "membership")]
+
+
+def test_the_failure_of_fresh_ranks_on_a_lost_node_is_the_reason_for_the_end():
+    group = Directed().start("hA", "hB")
+    group.feed(NodeLost("hB", KILLED))
+    group.release(succeeded=False, others=frozenset({0, 1}))
+    group.meet("hA")
+    assert ended(group.feed(NodeHasEnded("hA"))) == [""]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_node_that_is_lost_before_it_has_ranks_is_named(kept):
+    group = Directed(kept=kept, restarts_left=UNLIMITED if kept else 0)
+    group.come("hA", "hB")
+    group.feed(WorkersStarted("hA", 0))
+    assert sent(group.feed(NodeLost("hB", KILLED)), Restart) == ["hA"]
+    group.meet("hA")
+    assert ended(group.feed(NodeHasEnded("hA"))) == [f"node hB was lost: it {KILLED}"]
+
+
+def test_people_who_start_nodes_may_take_their_time_before_the_first_attempt():
+    group = Directed(patient=True)
+    group.come("hA")
+    assert group.feed(NodeLost("hA", KILLED)) == []
+    assert begun(group.come("hB", "hC")) == [(0, 4, "started")]
+
+
+def test_an_engine_that_takes_its_nodes_back_is_the_reason_for_the_end():
+    group = Directed().start("hA", "hB")
+    assert sent(group.feed(EngineEnded("slurm job 17 was cancelled")), EndGroup) == ["hA", "hB"]
+    group.feed(NodeLost("hA", KILLED))
+    assert ended(group.feed(NodeLost("hB", KILLED))) == ["slurm job 17 was cancelled"]
+
+
+def test_ranks_that_have_succeeded_leave_whatever_the_engine_does():
+    group = Directed().start("hA", "hB")
+    group.release(succeeded=True)
+    assert group.feed(EngineEnded("gone")) == []
+    assert ended(group.feed(NodeHasEnded("hA"), NodeLost("hB", KILLED))) == [""]
+
+
+def test_a_node_that_does_not_end_a_group_is_given_up():
+    group = Directed().start("hA", "hB")
+    group.feed(StopOrdered(), NodeHasEnded("hA"))
+    assert group.after(GRACE + 4) == []
+    assert group.after(2) == [DropNode("hB", "did not end a group in time"), EndAgent()]
+
+
+def test_an_agent_that_ends_by_itself_ends_the_group_and_says_why():
+    group = Directed().start("hA", "hB")
+    assert sent(group.feed(NodeHasEnded("hB", "LaunchError: no fork server")), EndGroup) == ["hA"]
+    assert ended(group.feed(NodeHasEnded("hA"))) == ["node hB ended its ranks: LaunchError: no fork server"]
+
+
+# --- whatever happens --------------------------------------------------------------------------------
+
+NAMES = ("hA", "hB", "hC", "hD")
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Directed:
+    least = draw(st.integers(1, 3))
+    kept = draw(st.booleans())
+    restarts = draw(st.integers(0, 2))
+    return Directed(
+        least,
+        draw(st.integers(least, 3)),
+        kept=kept,
+        restarts_left=UNLIMITED if kept else restarts,
+        replacements_left=restarts,
+        patient=draw(st.booleans()),
+    )
+
+
+def any_event(draw: st.DrawFn, state: DirectorState) -> DirectorEvent:
+    node = draw(st.sampled_from(NAMES))
+    attempt = state.attempt - draw(st.sampled_from((0, 0, 0, 1)))
+    kind = draw(st.sampled_from(director.DirectorEvent.__args__))
+    made: dict[type, DirectorEvent] = {
+        NodeCame: NodeCame(f"{node}-{state.came}" if node in state.nodes else node, 2, ord(node[-1])),
+        NodesExpected: NodesExpected(draw(st.integers(0, 4))),
+        NodeLost: NodeLost(node, KILLED),
+        NodeMeets: NodeMeets(node, state.nodes[node].attempt if node in state.nodes else -1),
+        WorkersStarted: WorkersStarted(node, attempt),
+        RankGone: RankGone(node, 0, draw(st.booleans())),
+        NodeHasEnded: NodeHasEnded(node),
+        RestartOrdered: RestartOrdered(attempt),
+        RejoinOrdered: RejoinOrdered(attempt),
+        RegroupOrdered: RegroupOrdered(attempt),
+        ReleaseOrdered: ReleaseOrdered(attempt, draw(st.booleans()), frozenset()),
+        StopOrdered: StopOrdered(),
+        EngineEnded: EngineEnded("taken back"),
+        Tick: Tick(),
+    }
+    return made[kind]
+
+
+@given(st.data(), groups())
+@settings(max_examples=300, deadline=None)
+def test_whatever_comes_a_group_that_is_stopped_ends_once(data, group):
+    for _ in range(data.draw(st.integers(0, 30))):
+        group.now += data.draw(st.sampled_from((0.0, 0.05, 1.0, 10.0)))
+        group.feed(any_event(data.draw, group.state))
+    group.feed(StopOrdered())
+    group.after(GRACE + 10)
+    assert group.state.stage is DirectorStage.ENDED
+
+
+class Obedient:
+    """Nodes that do what they are ordered, sooner or later."""
+
+    def __init__(self, group: Directed) -> None:
+        self.group = group
+        self.answers: dict[str, deque[DirectorEvent]] = {}
+        self.attempts: dict[str, int] = {}
+
+    def feed(self, *events: DirectorEvent) -> None:
+        for each in self.group.feed(*events):
+            if isinstance(each, NodeOrder) and each.node in self.answers:
+                self.obey(each.node, each.message)
+            elif isinstance(each, DropNode):
+                self.answers.pop(each.node, None)
+
+    def obey(self, node: str, order: ToNode) -> None:
+        answers = self.answers[node]
+        match order:
+            case Meet(attempt=attempt):
+                self.attempts[node] = attempt
+                answers.append(WorkersStarted(node, attempt))
+            case AdoptRanks(attempt=attempt, number=number) if attempt == self.attempts[node]:
+                self.attempts[node] = number
+                # What it has said of the attempt before, the fleet takes as said of this one.
+                self.answers[node] = deque(
+                    NodeMeets(node, number) if isinstance(each, NodeMeets) else each for each in answers
+                )
+            case Restart(attempt=attempt) if attempt == self.attempts[node]:
+                answers.append(NodeMeets(node, attempt))
+            case Release(succeeded=False):
+                answers.append(NodeMeets(node, self.attempts[node]))
+            case Release() | EndGroup():
+                answers.append(NodeHasEnded(node))
+
+    def answer(self, node: str) -> None:
+        if self.answers[node]:
+            self.feed(self.answers[node].popleft())
+
+    def settle(self) -> None:
+        """Let all answer, and all time pass that is awaited."""
+        while True:
+            waiting = [name for name, answers in self.answers.items() if answers]
+            if waiting:
+                self.answer(waiting[0])
+            elif self.group.state.due < float("inf"):
+                self.group.now = max(self.group.now, self.group.state.due)
+                self.feed(Tick())
+            else:
+                return
+
+
+@given(st.data(), groups())
+@settings(max_examples=300, deadline=None)
+def test_with_nodes_that_obey_a_group_never_gets_stuck(data, group):
+    nodes = Obedient(group)
+    names = iter(f"{name}{number}" for number in range(9) for name in NAMES)
+    for _ in range(data.draw(st.integers(1, 25))):
+        present, state = sorted(nodes.answers), group.state
+        what = data.draw(st.sampled_from(("come", "answer", "answer", "answer", "lose", "die", "order")))
+        if what == "come" and len(present) < 3:
+            name = next(names)
+            nodes.answers[name], nodes.attempts[name] = deque([NodeMeets(name, -1)]), -1
+            nodes.feed(NodeCame(name, 2, -1))
+        elif what == "order":
+            order = data.draw(
+                st.sampled_from(
+                    (
+                        RejoinOrdered(state.attempt),
+                        RegroupOrdered(state.attempt),
+                        RestartOrdered(state.attempt),
+                        ReleaseOrdered(state.attempt, succeeded=False, others=frozenset()),
+                        ReleaseOrdered(state.attempt, succeeded=True, others=frozenset()),
+                        Tick(),
+                    )
+                )
+            )
+            nodes.feed(order)
+        elif present and what != "come":
+            node = data.draw(st.sampled_from(present))
+            if what == "answer":
+                nodes.answer(node)
+            elif what == "lose":
+                del nodes.answers[node]
+                if state.kept and len(state.nodes) > state.least:
+                    nodes.feed(RegroupOrdered(state.attempt))  # as the lifecycle does
+                nodes.feed(NodeLost(node, KILLED))
+            elif state.nodes.get(node) is not None and state.nodes[node].started:
+                nodes.answers[node].append(NodeMeets(node, nodes.attempts[node]))
+                nodes.feed(RankGone(node, 0, expected=False))
+                if not state.kept:  # as the lifecycle does
+                    nodes.feed(ReleaseOrdered(state.attempt, succeeded=False, others=frozenset()))
+    nodes.settle()
+    state = group.state
+    assert state.stage in (DirectorStage.WAITING, DirectorStage.RUNNING, DirectorStage.ENDED)
+    if state.stage is DirectorStage.WAITING:
+        assert sum(node.waits for node in state.nodes.values()) < state.least, (
+            "enough wait, and nothing comes"
+        )
+    if state.stage is DirectorStage.RUNNING:
+        assert len(state.taking_part) >= state.least or not state.kept
+        assert all(node.started for node in state.taking_part.values()) or not state.kept
