@@ -458,8 +458,7 @@ def reason_for(count: int, bundle: Mapping[str, float], rows: list[dict[str, Any
     ]
     free = [
         f"{row['host']} {_shown({name: row['free'].get(name, 0) for name in bundle})}"
-        for row in rows
-        if row in most
+        for row in sorted(most, key=lambda row: str(row["host"]))
     ]
     others = f" and {len(rows) - len(most)} more" if len(rows) > len(most) else ""
     return f"waits for {count} x {_shown(bundle)}{lacking}; free: {', '.join(free)}{others}"

@@ -24,6 +24,7 @@ _JOB = "SLURM_JOB_ID"
 _ANSWER_SECONDS = 0.9
 _WITHDRAW_SECONDS, _CANCEL_SECONDS = 0.25, 0.2
 _SCANCEL_SECONDS, _SCANCEL_AGAIN_SECONDS = 30.0, 1.0
+_WORDS_SECONDS = 0.3
 _COMPLETING_SECONDS = 1.0
 _TRIED_HOSTS = 4
 
@@ -279,6 +280,8 @@ class SlurmStep:
 
     def __init__(self, places: Sequence[int], hosts: Sequence[str], srun: StartedProgram) -> None:
         self.places, self.hosts, self.srun = places, hosts, srun
+        self._wordless: dict[int, float] = {}
+        """Tasks that have ended and of which nothing is printed: since when (monotonic)."""
 
     def fates(self) -> Iterator[NodeFate]:
         """Yield the state of its tasks, from what srun prints about them."""
@@ -289,9 +292,17 @@ class SlurmStep:
         for task, (place, host) in enumerate(zip(self.places, self.hosts, strict=True)):
             if code is None and task not in ended:
                 yield NodeFate(host, place, running=True, words=doing(said.get(task, "")))
+                continue
+            words = words_of_task(printed, task, host)
+            if not words and code is None and self._awaits_words(task):
+                yield NodeFate(host, place, running=True)
             else:
-                words = words_of_task(printed, task, host)
                 yield NodeFate(host, place, running=False, exitcode=ended.get(task, code), words=words)
+
+    def _awaits_words(self, task: int) -> bool:
+        """Whether an ended task's words may still come: srun may print its end first."""
+        now = time.monotonic()
+        return now < self._wordless.setdefault(task, now) + _WORDS_SECONDS
 
 
 def ends_of_tasks(printed: str, hosts: Sequence[str]) -> dict[int, int | None]:
