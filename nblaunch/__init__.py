@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from nblaunch._api import Session, run, sessions
     from nblaunch._errors import (
         CaptureError,
+        DesyncError,
         LaunchError,
         NblaunchError,
+        NonFiniteError,
         OptionError,
         RunFailedError,
         RunPreemptedError,
         RunTimeoutError,
     )
+    from nblaunch._insight import diff, log, step
+    from nblaunch._metrics import Metrics
     from nblaunch._preempt import on_preempt
     from nblaunch._results import (
         Event,
@@ -41,7 +45,11 @@ if TYPE_CHECKING:
     from nblaunch.checks.report import DoctorReport
     from nblaunch.client.session import SessionJob
     from nblaunch.client.wait import StoppedWatchingError
+    from nblaunch.insight.difference import Difference
+    from nblaunch.insight.profile import Profile
+    from nblaunch.insight.report import Report
     from nblaunch.options.launch import LaunchOptions
+    from nblaunch.protocol.messages import MemoryUse
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
 
@@ -50,9 +58,11 @@ __version__ = "0.1.0"
 _NAMES = {
     "_api": ("Session", "run", "sessions"),
     "_errors": (
-        *("CaptureError", "LaunchError", "NblaunchError", "OptionError", "RunFailedError"),
-        *("RunPreemptedError", "RunTimeoutError"),
+        *("CaptureError", "DesyncError", "LaunchError", "NblaunchError", "NonFiniteError", "OptionError"),
+        *("RunFailedError", "RunPreemptedError", "RunTimeoutError"),
     ),
+    "_insight": ("diff", "log", "step"),
+    "_metrics": ("Metrics",),
     "_preempt": ("on_preempt",),
     "_results": (
         *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionInfo"),
@@ -63,7 +73,11 @@ _NAMES = {
     "client.session": ("SessionJob",),
     "client.wait": ("StoppedWatchingError",),
     "checks.report": ("DoctorReport",),
+    "insight.difference": ("Difference",),
+    "insight.profile": ("Profile",),
+    "insight.report": ("Report",),
     "options.launch": ("LaunchOptions",),
+    "protocol.messages": ("MemoryUse",),
     "protocol.reports": ("HangReport",),
     "protocol.transcript": ("Display",),
 }
@@ -71,6 +85,8 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CaptureError",
+    "DesyncError",
+    "Difference",
     "Display",
     "DoctorReport",
     "Event",
@@ -78,11 +94,16 @@ __all__ = [
     "HangReport",
     "LaunchError",
     "LaunchOptions",
+    "MemoryUse",
+    "Metrics",
     "NblaunchError",
+    "NonFiniteError",
     "OptionError",
+    "Profile",
     "RankFailure",
     "RankResult",
     "RankStatus",
+    "Report",
     "RunFailedError",
     "RunPreemptedError",
     "RunResult",
@@ -92,10 +113,13 @@ __all__ = [
     "SessionJob",
     "SessionStatus",
     "StoppedWatchingError",
+    "diff",
     "doctor",
+    "log",
     "on_preempt",
     "run",
     "sessions",
+    "step",
 ]
 
 

@@ -105,17 +105,8 @@ def _stop(parsed: argparse.Namespace) -> int:
 
 
 def _join(words: Sequence[str]) -> int:
-    if words and not words[0].startswith("-"):
-        from nblaunch.group.runtime import local
-
-        # The fork server loads torch while this process does.
-        local().server.ensure_running()
-    # torch's stores log each connection that ends, and the notebook, which hosts them, goes first.
-    level = os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from nblaunch.nodes.join import join
 
-    if level == "ERROR":
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # has been read; the ranks have torch's own level
     return join(words)
 
 
@@ -123,7 +114,7 @@ def _exit(status: int) -> NoReturn:
     """Exit; skip the interpreter's finalization if a check of the doctor still runs, or torch is loaded.
 
     The check's thread may be importing torch, and would crash. With torch loaded, finalization takes a second
-    or more, and an engine waits for its nodes to exit.
+    or more.
     """
     if "torch" in sys.modules or any(
         each.name.startswith("nblaunch-doctor") for each in threading.enumerate()

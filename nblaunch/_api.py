@@ -16,6 +16,7 @@ from nblaunch.client.run import run_fresh
 from nblaunch.client.scripts import is_script, prepare_script
 from nblaunch.client.session import LiveSession, SessionJob, attach_session, silent, start_session
 from nblaunch.client.wait import SilentView
+from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import CellJob
 from nblaunch.protocol.reports import HangReport
@@ -239,6 +240,25 @@ class Session:
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return variables, each as a list in rank order; raises `NblaunchError` if a rank lacks one."""
         return self._live.pull(*names, ranks=ranks)
+
+    def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
+        """Compare variables of the ranks: equal, or where they differ first, and which ranks agree.
+
+        A name may lead to an attribute: `"model.head"`. A variable may be a tensor, a module, an optimizer,
+        an array, or anything else that can be pickled; nothing large moves, and no process group is needed.
+        `nblaunch.diff` says how they are compared. With `env=True` also what the ranks run in: versions of
+        packages, environment variables, flags and seeds, a row for each that differs.
+
+        Returns a `Difference`, which is true if ranks differ. Raises `NblaunchError` for a name that no rank
+        has, and while another job is running.
+
+        >>> print(session.diff("model", "step"))                           # doctest: +SKIP
+        model: model.fc.weight[17, 4]: values differ. rank 0,2-3 agree; rank 1 differs
+            largest difference: 0.25 at model.fc.weight[17, 4]
+            ...
+        step: equal on ranks 0-3
+        """
+        return self._live.diff(*names, env=env, ranks=ranks)
 
     def interrupt(self) -> None:
         """Interrupt the job that is running, as the stop button does; the variables stay.

@@ -7,6 +7,8 @@ NblaunchError
   x RunFailedError(RuntimeError)    a rank failed; `__cause__` is the remote exception
     x RunTimeoutError(TimeoutError) the run took longer than `timeout`
   x RunPreemptedError               the engine took the nodes back before the run ended
+  x NonFiniteError(FloatingPointError)  on a rank: `--watch nan` has found a NaN
+  x DesyncError(RuntimeError)       on a rank: `--watch desync` has found that collectives differ
 
 Each message names what was asked, what is true and what to do. All can be pickled, with their fields.
 """
@@ -128,3 +130,37 @@ class RunPreemptedError(NblaunchError):
     def __init__(self, message: str, *, result: RunResult | None = None) -> None:
         super().__init__(shorten(message))
         self.result = result
+
+
+class NonFiniteError(NblaunchError, FloatingPointError):
+    """A loss, a gradient or the input of a collective is not finite; raised on the rank that has it first.
+
+    `what` is named as the message has it ("the gradient of model.layers.3.weight"), `step` is the step in
+    which it arose: that of `nblaunch.step`, else the number of optimizer steps before it. See `--watch nan`.
+    """
+
+    def __init__(self, message: str, *, what: str = "", step: int | None = None) -> None:
+        super().__init__(message)
+        self.what = what
+        self.step = step
+
+
+class DesyncError(NblaunchError, RuntimeError):
+    """The ranks' next collectives differ in kind, size or type; raised before this rank begins its own.
+
+    `collectives` maps each of the ranks that have come to it to what it calls, `stacks` to where it does so,
+    innermost line last. See `--watch desync`.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        collectives: dict[int, str] | None = None,
+        stacks: dict[int, str] | None = None,
+        step: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.collectives = collectives or {}
+        self.stacks = stacks or {}
+        self.step = step

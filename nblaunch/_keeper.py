@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+from nblaunch._errors import LaunchError
 from nblaunch._process_tree import this_python
 
 FORK_SERVER_LOG = "forkserver.log"
@@ -15,6 +20,7 @@ FORK_SERVER_LOG = "forkserver.log"
 RUNTIME_LOG = "runtime.log"
 """What the runtime prints."""
 
+_LAST = 4000
 _CALLS_CUDA = "KINETO_USE_DAEMON"
 """Has torch initialise CUDA when it is imported, which no fork survives."""
 
@@ -65,3 +71,61 @@ def directory_or_root() -> str:
         return str(Path.cwd())
     except OSError:
         return os.sep
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Raise `LaunchError` where the system refuses what it takes to start a runtime."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        why = f"{errno.errorcode.get(number, number)}, {os.strerror(number).lower()}"
+        msg = (
+            f"nblaunch's runtime was to be started, and the system refused: {why}. Raise the limits "
+            "on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or memory."
+        )
+        raise LaunchError(msg, phase="fork server") from error
+
+
+class Boot:
+    """A runtime that has been started: its keeper, which is a child of this process, and its logs.
+
+    Its process calls the function named `live` ("module:name"). It answers on the other end of `link`, or
+    that ends. It ends with process `owner`, this one; 0: with no other process. Raises `LaunchError` if the
+    system refuses.
+    """
+
+    def __init__(self, root: Path, link: socket.socket, live: str, *, owner: int) -> None:
+        with starting(), contextlib.ExitStack() as opened:
+            # Opened now: the keeper removes them with the private directory.
+            self._logs = [
+                opened.enter_context((root / name).open("a+b")) for name in (FORK_SERVER_LOG, RUNTIME_LOG)
+            ]
+            self.keeper = start(
+                "keep_runtime",
+                (link.fileno(), owner, os.fspath(root), live),
+                root=root,
+                environ=environment(),
+                fds=[link.fileno()],
+            )
+            opened.pop_all()
+
+    def last_words(self) -> str:
+        """Return what the fork server, before it had forked the runtime, and the runtime printed last."""
+        return last_words(self._logs)
+
+    def close(self) -> None:
+        """Close the logs."""
+        for log in self._logs:
+            log.close()
+
+
+def last_words(logs: Iterable[BinaryIO]) -> str:
+    """Return the end of what was printed to these files, which may be closed by now."""
+    text = ""
+    for log in logs:
+        with contextlib.suppress(ValueError, OSError):
+            size = os.fstat(log.fileno()).st_size
+            text += os.pread(log.fileno(), _LAST, max(size - _LAST, 0)).decode(errors="replace")
+    return f"Its last words:\n{text[-_LAST:] or '(none)'}"

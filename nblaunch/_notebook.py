@@ -54,7 +54,7 @@ def inside_rank() -> int | None:
 
 
 def ask_shell(question: str, *arguments: object) -> object:
-    """Return what a rank's shell answers between two cells: `describe`, `complete` or `debug`.
+    """Return what a rank's shell answers between two cells: `describe`, `complete`, `debug`, ...
 
     The notebook has a rank call this, by name: it never imports `nblaunch.rank`.
     """

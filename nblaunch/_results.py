@@ -14,11 +14,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch._metrics import Metrics
+from nblaunch.insight.report import Report
 from nblaunch.protocol.client import ClientRecord
-from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, Phase
+from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, HeldMemory, MemoryUse, Phase
 from nblaunch.protocol.reports import (
     HangReport,
     awaited_nodes,
@@ -32,6 +34,9 @@ from nblaunch.protocol.reports import (
 from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.transcript import Display
 
+if TYPE_CHECKING:
+    from nblaunch.insight.profile import Profile
+
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
@@ -41,7 +46,8 @@ class RankFailure:
     `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
     `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
     rank whose failure explains this one, or None. `shown` is the traceback as IPython shows it, in colours,
-    with the lines around. `node` is the host that the rank ran on.
+    with the lines around. `node` is the host that the rank ran on. `memory` is what the rank held when it ran
+    out of memory, the ten largest parts; empty for other failures.
     """
 
     rank: int
@@ -59,6 +65,7 @@ class RankFailure:
     shown: str = field(default="", repr=False)
     reason: str = field(default="", repr=False)
     node: str = ""
+    memory: tuple[HeldMemory, ...] = ()
 
     @property
     def frame(self) -> FrameRecord | None:
@@ -148,7 +155,9 @@ class RankResult:
 
     Long `stdout` and `stderr` are read from the rank's log files at each access.
     `peak_gpu_memory` is the most bytes that torch had allocated at a time on one GPU during the run, as
-    `torch.cuda.max_memory_allocated` counts them; None where the rank did not use CUDA, or died.
+    `torch.cuda.max_memory_allocated` counts them; None where the rank did not use CUDA, or died. `memory` is
+    what it used of host and device, at its end and at most: see `MemoryUse`. Of a rank that died it is as it
+    was measured last, which happens only while a view shows it; else None.
     """
 
     rank: int
@@ -167,6 +176,7 @@ class RankResult:
     ended: float | None
     pid: int | None
     peak_gpu_memory: int | None = None
+    memory: MemoryUse | None = None
 
 
 # Not in the class: a dataclass would take them for defaults.
@@ -257,6 +267,8 @@ class RunResult:
     """Where the ranks were at the run's timeout, its interrupt or its last hang."""
     preempted: str = ""
     """Why the engine took the nodes back before the run ended; empty if it did not."""
+    metrics: Metrics = field(default_factory=Metrics, repr=False)
+    """What ranks have logged: a table with the columns rank, step, time, name and value."""
     _warnings: tuple[str, ...] = ()
     _late: Iterable[str] = field(default_factory=list, repr=False)
     """Grows when a rank's process ends badly after it has sent its value."""
@@ -265,6 +277,10 @@ class RunResult:
     _state: RunState | None = field(default=None, repr=False)
     _keep: object = field(default=None, repr=False)
     """Has the logs of the run kept until the last result that refers to them is collected."""
+    profile: Profile | None = field(default=None, repr=False)
+    """What the ranks did, and who waited for whom: an `insight.profile.Profile`; None without `--profile`."""
+    _reporter: Callable[[RunResult], Report] | None = field(default=None, repr=False)
+    """Makes the report; None for a result that no run has made."""
 
     @property
     def ok(self) -> bool:
@@ -310,6 +326,21 @@ class RunResult:
             raise AttributeError(msg)
         return self._state
 
+    def report(self) -> Report:
+        """Return what the run was and how it ended, in one document for a program, or for a reader.
+
+        It is made anew at each call, and names the root cause with rank, line and reason; `Report` lists what
+        else it has. It is at most 16,000 characters (4,000 tokens) long, and holds no value of `--env`.
+        Raises `NblaunchError` for a result that no run has made.
+
+        >>> error.result.report().to_dict()["root_cause"]["line"]              # doctest: +SKIP
+        14
+        """
+        if self._reporter is None:
+            msg = "this result was not made by a run, so there is nothing to report of it"
+            raise NblaunchError(msg)
+        return self._reporter(self)
+
     @property
     def devices(self) -> dict[int, str]:
         """Each rank's device: `{0: "cuda:0", 1: "cuda:1"}`."""
@@ -335,8 +366,10 @@ class RunResult:
         return len(self.ranks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the values and the output, neither the live state nor the log directory."""
-        return {**self.__dict__, "_late": list(self._late), "_state": None, "_keep": None}
+        """Pickle the values and the output, neither the live state nor the log directory; and the report."""
+        kept = {**self.__dict__, "_late": list(self._late), "_state": None, "_keep": None}
+        # Made now: what it is made of is not pickled, and holds what must not travel (`--env`).
+        return kept | {"_reporter": None if self._reporter is None else _Reported(self.report())}
 
     def __repr__(self) -> str:
         """Return one line without times or pids."""
@@ -346,6 +379,16 @@ class RunResult:
         several = hosts if len(set(hosts.values())) > 1 else {}
         why = f", root cause: {ranks_on([root.rank], several)}: {root.reason}" if root else ""
         return f"<RunResult of {len(self)} ranks, {state}{why}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """A report that was made before its result was pickled."""
+
+    report: Report
+
+    def __call__(self, _: RunResult) -> Report:
+        return self.report
 
 
 @dataclass(frozen=True, slots=True)

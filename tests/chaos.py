@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -15,6 +16,7 @@ import nblaunch
 from nblaunch import RankFailure, RunFailedError, RunResult
 
 _MARGIN = 1.0
+MOST_TOKENS = 4_000
 
 
 def wait_for_the_others():
@@ -80,7 +82,26 @@ def failing(job: Callable[[], Any], nproc: int, **options: Any) -> Failed:
         nblaunch.run(job, nproc=nproc, **options)
     seconds = time.monotonic() - started
     assert caught.value.result is not None
-    return Failed(caught.value, caught.value.result, seconds)
+    failed = Failed(caught.value, caught.value.result, seconds)
+    if failed.result.root_cause is not None:
+        reported(failed.root, failed.result)
+    return failed
+
+
+def reported(root: RankFailure, result: RunResult) -> None:
+    """Check that the report names the rank, the line where there is one, and the cause, in 4,000 tokens."""
+    report = result.report()
+    told = json.loads(str(report))["root_cause"]
+    assert told["rank"] == root.rank
+    # What a text ends with: the middle of a long one is left out.
+    assert told["reason"][-60:] == root.reason[-60:]
+    assert (told.get("exitcode"), told.get("signal")) == (root.exitcode, root.signal)
+    line = None if root.frame is None else root.frame.line
+    assert told.get("line") == line
+    text = report.to_markdown()
+    assert f"rank {root.rank}" in text or f"ranks {root.rank}" in text or "ranks 0-" in text
+    assert line is None or f"line {line}" in text
+    assert max(len(str(report)), len(text)) // 4 <= MOST_TOKENS
 
 
 def must_work(nproc: int) -> None:

@@ -109,7 +109,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave to CI what starts a Python or a browser of its own, but for what is marked `quick`.
 
-    What is marked `once` is left to the slow lane in all places but the first.
+    What is marked `once` is left to the slow lane in all places but the first, and what is marked `slow_at`
+    in those that are named.
     """
     for item in items:
         left_to_ci = _LEFT_TO_CI.intersection(item.path.relative_to(ROOT).parts[:2])
@@ -117,9 +118,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (left_to_ci or alone) and not item.get_closest_marker("quick"):
             item.add_marker("full")
         params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if item.get_closest_marker("once") and any(
-            each in _OTHER_PLACES for each in params if isinstance(each, str)
-        ):
+        places = {each for mark in item.iter_markers("slow_at") for each in mark.args}
+        if item.get_closest_marker("once"):
+            places |= _OTHER_PLACES
+        if not places.isdisjoint(each for each in params if isinstance(each, str)):
             item.add_marker("slow")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable
 from typing import Any, NoReturn
@@ -9,9 +10,12 @@ from typing import Any, NoReturn
 import pytest
 
 
-def sampled(cases: Iterable[Any], quick: int = 1) -> list[Any]:
-    """Return all cases for `parametrize`, those after the first `quick` marked `full`."""
-    return [case if number < quick else full(case) for number, case in enumerate(cases)]
+def sampled(cases: Iterable[Any], quick: int = 1, ci: int | None = None) -> list[Any]:
+    """Return all cases for `parametrize`, those after the first `quick` marked `full`, after `ci` `slow`."""
+    return [
+        case if number < quick else slow(case) if ci is not None and number >= ci else full(case)
+        for number, case in enumerate(cases)
+    ]
 
 
 def full(case: Any) -> Any:
@@ -36,3 +40,12 @@ def left_out(why: str) -> NoReturn:
     if os.environ.get("CI") and os.geteuid() == 0:
         pytest.fail(f"{why}: CI as root leaves nothing out", pytrace=False)
     pytest.skip(why)
+
+
+def needs(*libraries: str) -> None:
+    """Skip where a library is missing, or fail in CI: there nothing may be left out."""
+    absent = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if absent and os.environ.get("CI"):
+        pytest.fail(f"{', '.join(absent)} missing, and CI runs these tests", pytrace=False)
+    if absent:
+        pytest.skip(f"{', '.join(absent)} missing (see CONTRIBUTING.md)")

@@ -35,7 +35,7 @@ Modules, each after those that it imports:
 
     inherited          what ranks inherit from this process, as it is now: `Prepare`
     knowledge          which objects and names a session's ranks have
-    boot               starts a keeper, which has the runtime forked; reads its last words; ends it
+    boot               what a runtime's process calls; ends one that does not answer
     line               one connection: requests, answers, what comes unasked; interrupts leave it whole
     code               the notebook's own modules, for other machines: files by content
     packages           the notebook's Python environment, for other machines: exact versions
@@ -45,6 +45,7 @@ Modules, each after those that it imports:
     scripts            a script as the job: found, or refused
     jobs               a job as its client sees it: the fold; what the runtime keeps for its result
     result             a finished job as a result, and as the error to raise
+    facts              what the report of a finished job is made of
     wait               the caller's wait: drawing, prompts, interrupts
     run                one job, from `Launch` to `Outcome`
     session            ranks that stay: cells, calls, push, pull

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from nblaunch.protocol.messages import (
     CodeTree,
     Dispatch,
     FunctionJob,
+    Insight,
     Objects,
     Phase,
     PullJob,
@@ -142,6 +144,26 @@ def with_log_dir(options: LaunchOptions) -> LaunchOptions:
     return replace(options, log_dir=str(directory))
 
 
+def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
+    """Make the user's file of metrics, as this process's umask has it; return the options with its path.
+
+    Raises `OptionError` if it cannot be written.
+    """
+    if not options.metrics_file:
+        return options
+    file = Path(options.metrics_file).absolute()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
+    except OSError as error:
+        msg = (
+            f"metrics_file={str(file)!r} cannot be written: {error.strerror}. Give a file that you can write "
+            "to."
+        )
+        raise OptionError(msg) from error
+    return replace(options, metrics_file=str(file))
+
+
 def standby_wanted() -> bool:
     """Whether this process prepares groups ahead at all."""
     switch = os.environ.get(STANDBY_SWITCH, "").strip().lower()
@@ -210,6 +232,7 @@ def dispatches(
     Returns the messages and who gets each; the last is for all that have none of their own.
     """
     tree = None if code is None else CodeTree(code.tree, code.roots)
+    insight = Insight() if launch.internal or launch.look else _insight(launch.options)
     found: list[tuple[tuple[int, ...], Dispatch]] = []
     written: list[tuple[Packed, Outgoing]] = []
     for each in launch.payloads or (RankPayload(Captured(pickling.dumps(()), (), {})),):
@@ -225,8 +248,19 @@ def dispatches(
             imports=captured.imports,
             code=tree,
             internal=launch.internal,
+            insight=insight,
             sources={name: (_notebook.title_of(name), source) for name, source in captured.sources.items()},
         )
         found.append((tuple(each.ranks), dispatch))
     _, last = found.pop()
     return (*found, ((), last))
+
+
+def _insight(options: LaunchOptions) -> Insight:
+    """Return what is to be seen of a job with these options."""
+    return Insight(
+        profile=options.profile or options.profile_steps is not None,
+        profile_steps=options.profile_steps,
+        watch=options.watch,
+        job=secrets.token_hex(8) if options.watch else "",
+    )

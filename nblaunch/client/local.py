@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from nblaunch import __version__, _notebook
 from nblaunch._errors import LaunchError, NblaunchError
-from nblaunch._keeper import RUNTIME_LOG
+from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.client.boot import Boot, last_words, starting, stop_keeper
+from nblaunch.client import boot
+from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
@@ -350,7 +351,7 @@ class OwnRuntime(Runtime):
             ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._boot = Boot(root, theirs, owner=owner)
+                self._boot = Boot(root, theirs, boot.LIVE, owner=owner)
             except BaseException:
                 ours.close()
                 raise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._results import (
@@ -22,12 +24,17 @@ from nblaunch._results import (
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.jobs import JobView
 from nblaunch.diagnose.failures import Explained, blame, reason, value_lost
+from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import RankLogFiles
-from nblaunch.protocol.messages import Phase, Stream, Unreadable
-from nblaunch.protocol.reports import format_ranks, ranks_on
+from nblaunch.protocol.messages import Illustrated, Phase, Stream, Unreadable
+from nblaunch.protocol.metrics import table
+from nblaunch.protocol.reports import format_ranks, held_lines, ranks_on, size
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, advance, hosts_of, signal_name
+
+if TYPE_CHECKING:
+    from nblaunch.insight.profile import Profile
 
 _LAST_OUTPUT_LINES = 10
 _CPP_FRAME = re.compile(r"frame #\d+: .* in [^ ]+\)$")
@@ -38,10 +45,19 @@ _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07]*\x07|.)")
 
 
 def collect(  # noqa: PLR0913 - what a result holds
-    job: JobView, *, backend: str, title: str, log_dir: Path | None, events: EventLog, keep: object
+    job: JobView,
+    *,
+    backend: str,
+    title: str,
+    log_dir: Path | None,
+    events: EventLog,
+    keep: object,
+    profiled: bool,
+    reporter: Callable[[RunResult], Report] | None = None,
 ) -> RunResult:
-    """Return the result of a job that has ended."""
+    """Return the result of a job that has ended; `reporter` makes its report when that is asked for."""
     values, state = _unpickled(job)
+    profile, state = _profile(state, log_dir, wanted=profiled)
     *earlier, last = state.attempts
     attempts = [_attempt(job, each, {}, keep) for each in earlier]
     attempts.append(_attempt(job, last, values, keep))
@@ -54,13 +70,38 @@ def collect(  # noqa: PLR0913 - what a result holds
         _warnings=(*state.notices, *dict.fromkeys(state.warnings)),
         title=title,
         hang_report=state.hang,
+        metrics=table(state.metrics),
         preempted=state.preempted if state.summary is State.PREEMPTED else "",
         _log_dir=log_dir,
         _events=events,
         _late=job.late,
         _state=state,
         _keep=keep,
+        profile=profile,
+        _reporter=reporter,
     )
+
+
+def _profile(state: RunState, log_dir: Path | None, *, wanted: bool) -> tuple[Profile | None, RunState]:
+    """Return what the ranks have recorded, and the state with its drawing."""
+    if not wanted:
+        return None, state
+    # Not before: a run without a profile need not load this.
+    from nblaunch.insight import timeline
+    from nblaunch.insight.profile import Profile, RankProfile
+    from nblaunch.insight.trace import TracePart
+
+    ranks, traces = {}, {}
+    for rank, known in state.ranks.items():
+        if known.profile is None:
+            continue
+        with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):  # as if it had sent none
+            reduced, trace = shared_memory.get(known.profile, private=True)
+            ranks[rank] = msgspec.msgpack.decode(reduced, type=RankProfile)
+            traces[rank] = TracePart(bytes(trace), ranks[rank].trace_size, ranks[rank].trace_crc)
+    profile = Profile(ranks, traces, set(state.ranks) - set(ranks)).beside(log_dir)
+    drawn = Illustrated(text=profile.headline, html=timeline.render(profile))
+    return profile, advance(state, drawn)
 
 
 def _unpickled(job: JobView) -> tuple[dict[int, Any], RunState]:
@@ -130,6 +171,7 @@ def _failure(
         shown=record.colored,
         reason=str(reason(record)),
         node=rank.node,
+        memory=record.held,
     )
 
 
@@ -140,12 +182,17 @@ def _last_output(rank: RankState, logs: RankLogFiles | None, output: OutputFilte
         if logs is not None and not output.shows(logs.local_rank, stream):
             path, start, end = _place(logs, stream)
             text = f"{text.rstrip()}\n{read_text(path, max(start, end - _LAST_OUTPUT_BYTES), end)}"
-    lines = _CONTROL.sub("", text).split("\n")
-    # A progress bar writes over its line: only its last state counts.
-    final = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
     # torch's watchdog ends a process with a page of these, below its message.
-    kept = [line for line in final if line.strip() and not _CPP_FRAME.match(line)]
+    kept = [line for line in final_lines(text) if line.strip() and not _CPP_FRAME.match(line)]
     return "\n".join(kept[-_LAST_OUTPUT_LINES:])
+
+
+def final_lines(text: str) -> list[str]:
+    """Return the lines of what a rank printed, without control characters.
+
+    A progress bar writes over its line: only its last state counts.
+    """
+    return [line.rstrip("\r").rpartition("\r")[2] for line in _CONTROL.sub("", text).split("\n")]
 
 
 def _place(logs: RankLogFiles, stream: Stream) -> tuple[str, int, int]:
@@ -193,6 +240,7 @@ def _rank_result(  # noqa: PLR0913, PLR0917 - what a rank's result is made of
         ended=rank.ended,
         pid=rank.pid,
         peak_gpu_memory=rank.peak_gpu_memory,
+        memory=rank.used,
     )
 
 
@@ -275,6 +323,22 @@ def describe(result: RunResult, root: RankFailure, options: LaunchOptions) -> st
         lines.append(f"in attempt {len(result.attempts)} of {options.max_restarts + 1}")
     if result.state.unwritten:
         lines.append(result.state.unwritten)
+    if root.memory:
+        lines += [
+            f"the most of what rank {root.rank} held:",
+            *(f"    {each}" for each in held_lines(root.memory)),
+        ]
+    if root.signal == "SIGKILL":
+        lines += _last_measured(result, root.rank)
     if root.type == "ProcessExited" and root.last_output:
         lines.append(f"last output of rank {root.rank}:\n{root.last_output}")
     return "\n".join(lines)
+
+
+def _last_measured(result: RunResult, rank: int) -> list[str]:
+    """Return what a rank that was killed used of memory, if it was measured: it cannot be asked any more."""
+    used = result.ranks[rank].memory
+    if used is None or used.host_now is None:
+        return []
+    most = f", {size(used.host_peak)} at most" if used.host_peak is not None else ""
+    return [f"when rank {rank} was last measured, it used {size(used.host_now)} of memory{most}"]

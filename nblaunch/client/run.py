@@ -20,6 +20,7 @@ from nblaunch._errors import (
 )
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import Outcome, RunResult
+from nblaunch.client.facts import reporter_of
 from nblaunch.client.inherited import prepare_of
 from nblaunch.client.jobs import JobView, KeptJob, RemoteEvents
 from nblaunch.client.launch import (
@@ -29,6 +30,7 @@ from nblaunch.client.launch import (
     environment_for,
     standby_wanted,
     with_log_dir,
+    with_metrics_file,
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
@@ -59,7 +61,7 @@ def run_fresh(launch: Launch, view: View, cancelled: threading.Event | None = No
     launch = replace(launch, notices=(*launch.notices, *filter(None, notices)))
     script = isinstance(launch.job, ScriptJob)
     prepare = prepare_of(launch.options, launch.placement, launch.environ, script=script)
-    launch = replace(launch, options=with_log_dir(launch.options))
+    launch = replace(launch, options=with_metrics_file(with_log_dir(launch.options)))
     environment = environment_for(launch.options)
     runtime = local().runtime
 
@@ -270,8 +272,12 @@ def _collect(job: JobView, about: About, kept: KeptJob, giver: Giver) -> RunResu
         log_dir=Path(directory) if directory else None,
         events=events,
         keep=kept,
+        profiled=(about.options.profile or about.options.profile_steps is not None) and not about.internal,
+        reporter=reporter_of(job, about.options),
     )
-    values = [rank.value for rank in job.state.ranks.values() if rank.value is not None]
-    if job.end is not None and any(each.inline is None for each in values):
+    if about.options.log_dir and result.profile is not None and result.profile.ranks:
+        _ = result.profile.path  # where the user keeps the logs
+    sent = [each for rank in job.state.ranks.values() for each in (rank.value, rank.profile)]
+    if job.end is not None and any(each is not None and each.inline is None for each in sent):
         giver.line.send(Taken(job=job.number))
     return result

@@ -10,6 +10,7 @@ import os
 import platform
 import queue
 import re
+import secrets
 import threading
 import time
 import weakref
@@ -42,12 +43,15 @@ from nblaunch.client.launch import (
     place_launch,
     refuse_inside_rank,
     with_log_dir,
+    with_metrics_file,
 )
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.client.local import Runtime, local
 from nblaunch.client.run import Giver, StaleError, run_job, watch_job
 from nblaunch.client.scripts import is_script, refuse_in_session
 from nblaunch.client.wait import SilentView
+from nblaunch.insight.comparing import Round, compare, size_of
+from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions, within
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import CellJob, FunctionJob, Names, Objects, PullJob, PushJob
@@ -128,6 +132,7 @@ def start_session(
         raise OptionError(msg)
     # Before a runtime is started, of which a rank has none.
     refuse_inside_rank()
+    options = with_metrics_file(options)
     runtime: Runtime = local().detached() if options.detach else local().runtime
     try:
         placement, environ, unheeded = place_launch(options, runtime)
@@ -282,25 +287,34 @@ class LiveSession:
 
     # --- jobs --------------------------------------------------------------------------------------
 
-    def prepare_call(
+    def prepare_call(  # noqa: PLR0913 - what a call is
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         ranks: Sequence[int] | None = None,
+        options: LaunchOptions | None = None,
+        anew: bool = False,
     ) -> Perform:
-        """Capture a call of `fn`; it is made when the returned function is called."""
+        """Capture a call of `fn`; it is made when the returned function is called.
+
+        `options` are the call's own. With `anew` the ranks get copies also of what they have got before.
+        """
         target: object = fn
         if is_script(target):
             raise refuse_in_session(target, self.name)
         job = function_job(target, args)
         namespace = _namespace_of(fn)
+        if anew:
+            captured = capture_call(fn, tuple(args), dict(kwargs or {}), namespace)
+            return self._prepared(_JobRequest(job, job.name, ranks, captured, options))
 
         def capture(view: KnowledgeView) -> Captured:
             return capture_call(fn, tuple(args), dict(kwargs or {}), namespace, view)
 
-        return self._prepared(_JobRequest(job, job.name, ranks, self._bring(capture, namespace, ranks)))
+        brought = self._bring(capture, namespace, ranks)
+        return self._prepared(_JobRequest(job, job.name, ranks, brought, options))
 
     def prepare_cell(  # noqa: PLR0913 - what a cell is
         self,
@@ -374,6 +388,49 @@ class LiveSession:
         job = FunctionJob(name=title)
         return self._perform(_JobRequest(job, title, [rank], captured, internal=True, brief=brief, look=look))
 
+    def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
+        """Compare variables of the ranks, and with `env` what they run in."""
+        if not names and not env:
+            msg = "diff: there is no name. Name the variables (diff('model', 'step')), or ask for env=True."
+            raise OptionError(msg)
+        wrong = next((name for name in names if not all(map(str.isidentifier, _steps_of(name)))), None)
+        if wrong is not None:
+            msg = (
+                f"diff: {wrong!r:.100} is not the name of a variable or attribute. Write model or model.head."
+            )
+            raise OptionError(msg)
+        self._wait_for_brief()
+        self._refuse_if(at_work=self.busy)
+        with self._busy:
+            self._brief = False
+            chosen, token, moved = self._chosen(ranks), secrets.token_hex(8), 0
+            rounds = compare(chosen, names, env=env)
+            asked = next(rounds)
+            while True:
+                answers = self._answers(token, asked)
+                moved += sum(map(size_of, answers.values()))
+                try:
+                    asked = rounds.send(answers)
+                except StopIteration as end:
+                    report: Difference = end.value
+                    return replace(report, moved=moved)
+                except LookupError as error:
+                    msg = f"diff: {error.args[0]}"
+                    raise NblaunchError(msg) from None
+
+    def _answers(self, token: str, asked: Round) -> dict[int, Any]:
+        """Have ranks answer a question of a comparison."""
+        captured = capture_call(ask_shell, ("answer_comparison", token, asked.ask), {}, None)
+        request = _JobRequest(
+            FunctionJob(name="diff"), "diff", asked.ranks, captured, internal=True, look=True
+        )
+        outcome = self._run(request, None)
+        root = outcome.result.root_cause
+        if root is not None and root.type == "builtins.LookupError":
+            msg = f"diff: {root.message}"
+            raise NblaunchError(msg)
+        return dict(zip(asked.ranks, outcome.unwrap().values, strict=True))
+
     def _prepared(self, request: _JobRequest) -> Perform:
         self._wait_for_brief()
         self._refuse_if(at_work=self.busy)
@@ -412,7 +469,7 @@ class LiveSession:
         launch = self._launch(request.job, request.title, internal=request.internal)
         launch = replace(launch, look=request.look)
         if request.options is not None:
-            launch = replace(launch, options=within(self.options, request.options))
+            launch = replace(launch, options=with_metrics_file(within(self.options, request.options)))
         watch = silent if request.internal else self.watch
         view = watch(request.title, launch.backend)
         brought = request.brought
@@ -826,6 +883,16 @@ def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, in
 
 def _is_ours(client: wire.ClientRecord) -> bool:
     return (client.pid, client.node) == (os.getpid(), platform.node())
+
+
+def _steps_of(name: str) -> list[str]:
+    """Return the names in a path, places in a list as names.
+
+    >>> _steps_of("model.layers.3")
+    ['model', 'layers', '_3']
+    """
+    first, *others = name.split(".")
+    return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
 def _asks(rank: wire.RankRecord) -> str:

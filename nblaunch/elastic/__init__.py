@@ -12,8 +12,8 @@ others from any thread, which set a flag and wake the agent.
       (both are socket pairs)            └─ waits for the end of the kernel, of the runtime and of the server
 
 The keeper is started by `subprocess` (`nblaunch._keeper`), forks the server and outlives the kernel by a
-moment. The runtime is forked by the server and adopted by the keeper; a process that is a runtime to itself
-(a node that joins, the doctor) has a keeper and a server of its own. A child of the keeper that is neither
+moment. The runtime is forked by the server and adopted by the keeper, and so is a node program; the doctor,
+which is a runtime to itself, has a keeper and a server of its own. A child of the keeper that is neither
 server nor runtime does not live: it is killed when the agent orders it (`sweep`, at the end of each worker
 group), when the fork server is gone, and when the runtime or the kernel is gone, however it ended; in the
 last case the private directory goes too. A rank is a fork of the server, in a session of its own, and is

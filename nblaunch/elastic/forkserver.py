@@ -25,6 +25,7 @@ from typing import Any
 
 from nblaunch._errors import LaunchError
 from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root, environment, start
+from nblaunch._process_tree import die_with_parent
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic import descriptors, keeper
 
@@ -43,6 +44,7 @@ _read_signed: Callable[[int], int] = forkserver.read_signed
 LOST = "was lost with the fork server, which all ranks are forks of (killed, or out of memory)"
 """Why a rank ended whose exit code nobody can read."""
 
+_ADOPTION_SECONDS = 5.0
 _BOOT_STEP = 0.05
 _on_this_thread = threading.local()
 """What `Server.forking` has set; `multiprocessing` leaves no other way to what starts a process."""
@@ -239,6 +241,23 @@ class OwnServer(Server):
         if self._keeper is not None:
             # It is our parent's child, not ours to wait for.
             self._keeper.returncode = 0
+
+
+def server_of_fork(requests_fd: int, orders_fd: int, root: str, keeper_pid: int) -> GivenServer:
+    """Return the fork server that this process is the first fork of, once the keeper watches this process.
+
+    The arguments are what `preload.serve` calls a runtime with. From here on this process ends with the
+    keeper.
+    """
+    # The process between the fork server and this one has to end first.
+    deadline = time.monotonic() + _ADOPTION_SECONDS
+    while os.getppid() != keeper_pid and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    die_with_parent(keeper_pid)
+    requests, orders = (socket.socket(fileno=fd) for fd in (requests_fd, orders_fd))
+    server = Server.given(requests, orders, RuntimeDirectory(Path(root)), dict(os.environ))
+    server.adopted()
+    return server
 
 
 class GivenServer(Server):

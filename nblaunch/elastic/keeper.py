@@ -5,7 +5,8 @@
 
 The runtime is forked from the fork server, which has torch, and becomes the keeper's child when the process
 between them has ended. So a fork server that is killed takes its ranks along, and not the runtime.
-A `nodes.join` process and the doctor are their own runtime: they keep a fork server alone (`main`).
+In place of a runtime there may be a node program (`nodes.program`). The doctor keeps a fork server alone
+(`main`).
 
 The keeper is the subreaper of everything below it: a child that a rank left behind, even one that started a
 session of its own, becomes the keeper's child when that rank is gone. So "no process of ours is alive" is one

@@ -48,6 +48,8 @@ def serve(
     """
     # The keeper set the environment; OMP_NUM_THREADS must be there before torch is first imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Kineto reads it as torch is loaded. Below this it writes a line to stderr for each profile that begins.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.disable()  # while modules are loaded there is nothing to collect: a tenth of the time
     from nblaunch.rank import environment, isolate  # noqa: F401 - torch, and little else
 

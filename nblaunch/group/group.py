@@ -44,6 +44,8 @@ from nblaunch.protocol.messages import (
     Answer,
     Asked,
     AttemptStarted,
+    ClockAnswered,
+    ClockAsked,
     EngineSaid,
     Exited,
     FromRank,
@@ -53,6 +55,7 @@ from nblaunch.protocol.messages import (
     Orders,
     Prepare,
     Printed,
+    Profiled,
     Raised,
     ReportWhere,
     Returned,
@@ -591,6 +594,10 @@ class WorkerGroup:
 
     def receive(self, message: FromRank, data: bytes | None = None) -> None:
         """Feed a rank's message, after the output that came before it; `data` is what the rank has sent."""
+        if isinstance(message, ClockAsked):
+            # Before all else: what comes between counts as an error of the rank's clock.
+            self._send(message.rank, ClockAnswered(message.number, time.time_ns()))
+            return
         sent = message
         self._observe(self._logs.before(message))
         match message:
@@ -611,8 +618,8 @@ class WorkerGroup:
                 for request in self._stack_requests:
                     request.answer(message)
                 self._stack_requests = [each for each in self._stack_requests if not each.complete.is_set()]
-            case Returned():
-                taken = self.job.take_value(message) if self.job is not None else None
+            case Returned() | Profiled():
+                taken = self._taken(message)
                 if taken is None:
                     return
                 message = taken
@@ -622,6 +629,14 @@ class WorkerGroup:
         self._raw = (message, data) if data is not None and message is sent else None
         self._feed(lifecycle.Received(message))
         self._raw = None
+
+    def _taken(self, message: Returned | Profiled) -> FromRank | None:
+        """Hold what a rank has sent for the job; None if nobody waits for it any more."""
+        if self.job is None:
+            return None
+        return (
+            self.job.take_value(message) if isinstance(message, Returned) else self.job.take_profile(message)
+        )
 
     def _observe(self, output: Iterable[Printed]) -> None:
         for printed in output:

@@ -34,6 +34,7 @@ from nblaunch.protocol.messages import (
     Offsets,
     Preempted,
     Printed,
+    Profiled,
     Raised,
     Returned,
     RunEnded,
@@ -224,7 +225,8 @@ class Job:
         self._dispatches = dispatches
         self._directory = directory
         self.state = state
-        self._values: dict[int, HeldPayload] = {}
+        self._values: dict[tuple[int, str], HeldPayload] = {}
+        """What ranks have sent, by rank: values and profiles."""
         self.logs: Mapping[int, Mapping[int, RankLogFiles]] = {}
         """The log files, by attempt and rank."""
         self.error: BaseException | None = None
@@ -272,14 +274,28 @@ class Job:
         except Exception as error:  # noqa: BLE001 - no descriptor or memory left: the rank waits for an answer
             failure = value_lost(error, time.time())
             return Raised(rank=message.rank, failure=failure, offsets=message.offsets)
-        before = self._values.pop(message.rank, None)
-        if before is not None:
-            before.close()
-        self._values[message.rank] = held
+        self._hold(message.rank, "value", held)
         return replace(message, value=held.payload) if held.payload is not message.value else message
 
-    def taken_values(self) -> dict[int, HeldPayload]:
-        """Return the values by rank: the caller closes them."""
+    def take_profile(self, message: Profiled) -> Profiled | None:
+        """Open a profile as `take_value` does a value; one that cannot be had is none, and no failure."""
+        if self.ended.is_set():
+            return None
+        try:
+            held = shared_memory.hold(message.data, self._directory)
+        except (OSError, MemoryError):
+            return None
+        self._hold(message.rank, "profile", held)
+        return replace(message, data=held.payload)
+
+    def _hold(self, rank: int, what: str, held: HeldPayload) -> None:
+        before = self._values.pop((rank, what), None)
+        if before is not None:
+            before.close()
+        self._values[rank, what] = held
+
+    def taken_values(self) -> dict[tuple[int, str], HeldPayload]:
+        """Return the values and profiles by rank: the caller closes them."""
         values, self._values = self._values, {}
         return values
 

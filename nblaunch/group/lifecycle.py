@@ -65,6 +65,7 @@ from nblaunch.protocol.messages import (
     InterruptSeen,
     JobSent,
     Leave,
+    Logged,
     Measured,
     Noticed,
     Phase,
@@ -104,7 +105,7 @@ RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
-_SETTLES_NOTHING = (Printed, Displayed, Unwritten, Measured, Reached, LocatedAll, EngineSaid)
+_SETTLES_NOTHING = (Printed, Displayed, Logged, Unwritten, Measured, Reached, LocatedAll, EngineSaid)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -536,13 +537,23 @@ class _Step:
             case Trigger.INTERRUPT_AGAIN:
                 self.skip_grace()
             case Trigger.DISMISS:
-                self.act(ReleaseWorkers(succeeded=True, others=frozenset()))
-                for rank in self.state.members.ranks:
-                    self.send(rank, Leave())
+                self.dismiss()
             case Trigger.FORGET_NOTES:
                 self.set(notes=())
             case _:
                 assert_never(trigger)
+
+    def dismiss(self) -> None:
+        """Let the ranks of a group without a job exit."""
+        state = self.state
+        missing = state.exited or len(state.connected) < state.members.world_size
+        if state.kept and (state.replacing or missing):
+            # New ones are on their way, and would not hear of it.
+            self.act(Order.STOP_AGENT)
+            return
+        self.act(ReleaseWorkers(succeeded=True, others=frozenset()))
+        for rank in state.members.ranks:
+            self.send(rank, Leave())
 
     def of_nodes(self, event: FromNodes) -> None:
         match event:

@@ -21,6 +21,7 @@ import psutil
 
 from nblaunch import _devices
 from nblaunch._inherited import decoded
+from nblaunch._resident import resident_of
 from nblaunch.protocol.messages import Measured, Prepare, Usage
 from nblaunch.protocol.state import RunState
 
@@ -105,14 +106,25 @@ class Meter:
             else:
                 percent = process.cpu_percent(None)
             memory = process.memory_full_info().uss
+            peak = _peak(pid, memory)
         except (psutil.Error, OSError):
             self._known.pop(pid, None)
             return None
         gpu = self.gpus.of(pid, device, local_rank)
         # In whole percents: a rank that waits looks the same from one second to the next, and is not redrawn.
         return Usage(
-            cpu_percent=float(round(percent)), memory=memory, gpu_memory=gpu.memory, gpu_percent=gpu.percent
+            cpu_percent=float(round(percent)),
+            memory=memory,
+            gpu_memory=gpu.memory,
+            gpu_percent=gpu.percent,
+            memory_peak=peak,
         )
+
+
+def _peak(pid: int, memory: int) -> int | None:
+    """Return the most memory of its own that a process has had since its job began, when it set this back."""
+    known = resident_of(pid)
+    return None if known is None else memory + max(known.peak - known.now, 0)
 
 
 def _first_percent(process: psutil.Process) -> float | None:

@@ -21,6 +21,7 @@ Invariants:
 Modules, each after those that it imports:
 
     sessions    open sessions by name, and the one that a cell belongs to
+    completion  what Tab offers beside options: sessions, hosts of an allocation, variables
     auto        `%distributed auto on`: the input transformer that puts `%%distributed` above each cell
     export      remembers what ran, and writes cells as a script
     commands    every `%distributed COMMAND`; performs a job and hands its result to the notebook

@@ -21,7 +21,8 @@ from nblaunch.client.run import run_fresh
 from nblaunch.client.scripts import prepare_script
 from nblaunch.client.session import LiveSession
 from nblaunch.client.wait import StoppedWatchingError
-from nblaunch.magic import auto, export, sessions
+from nblaunch.insight.difference import Difference
+from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
 from nblaunch.options.line import option_completions, options_help, parse_line, split_words
 from nblaunch.options.table import nearest
@@ -108,7 +109,7 @@ def _script_completions(text_so_far: str) -> list[str]:
         parsed = parse_line(" ".join(before.split()[2:]), script=True)
         if parsed.rest or not word.startswith("-"):
             return _files(word)
-    return option_completions(text_so_far, script=True) or _files(word)
+    return option_completions(text_so_far, script=True, values=completion.choices()) or _files(word)
 
 
 def _files(word: str) -> list[str]:
@@ -210,13 +211,13 @@ def _status(line: str, _: Namespace) -> str:
     return "\n".join(str(session.status()) for session in shown)
 
 
-def _names_in(line: str, command: str) -> tuple[list[str], LaunchOptions]:
+def _names_in(line: str, command: str, *, needed: bool = True) -> tuple[list[str], LaunchOptions]:
     """Return the names on a line, and its options, which may come before or after them."""
     words = split_words(line)
     names = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     parsed = parse_line(" ".join(words[len(names) :]), positional=True)
     names += parsed.rest
-    if not names:
+    if needed and not names:
         msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
         raise OptionError(msg)
     return names, parsed.options
@@ -260,6 +261,18 @@ def _pull(line: str, namespace: Namespace) -> None:
         raise OptionError(msg)
     found = session.pull(*names, ranks=[int(one[1])])
     namespace.update({name: values[0] for name, values in found.items()})
+
+
+_ENV = "--env"
+
+
+def _diff(line: str, _: Namespace) -> Difference:
+    """Compare variables of a session's ranks, and with --env what these run in."""
+    words = split_words(line)
+    env = _ENV in words
+    others = " ".join(word for word in words if word != _ENV)
+    names, options = _names_in(others, "diff", needed=not env)
+    return sessions.named(options.session).diff(*names, env=env, ranks=options.ranks)
 
 
 def _inspect(line: str, _: Namespace) -> str:
@@ -313,6 +326,7 @@ COMMANDS: dict[str, Callable[[str, Namespace], object]] = {
     "attach": _attach,
     "push": _push,
     "pull": _pull,
+    "diff": _diff,
     "inspect": _inspect,
     "debug": _debug,
     "stacks": lambda line, _: _session(line, "stacks").stacks(),
@@ -342,12 +356,18 @@ def command_completions(text_so_far: str) -> list[str]:
             possible = sessions.opened()
         case ["attach"]:
             possible = (*directory.detached(), _TAKE)
+        case ["pull" | "inspect" | "diff", *_] as words if not word.startswith("-"):
+            possible = completion.names_on_ranks(words)
+            if words[0] == "diff":
+                possible = (*possible, _ENV)
+        case ["push", *_] if not word.startswith("-"):
+            possible = completion.names_here()
         case ["doctor", *_]:
             possible = (_NCCL, _ON)
         case ["export", *_]:
             possible = export.FLAGS
         case _:
-            return option_completions(f"%%distributed {word}")
+            return option_completions(text_so_far, values=completion.choices())
     return [each for each in possible if each.startswith(word)]
 
 

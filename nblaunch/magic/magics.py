@@ -20,10 +20,10 @@ from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.client.knowledge import own_name_notice
 from nblaunch.client.launch import Launch, RankPayload, place_launch, refuse_inside_rank
 from nblaunch.client.run import run_fresh
-from nblaunch.magic import auto, export, sessions
+from nblaunch.magic import auto, completion, export, sessions
 from nblaunch.magic.commands import command, command_completions, perform_job, with_macros_kept
 from nblaunch.options.launch import LaunchOptions, refuse_session_options
-from nblaunch.options.line import option_completions, options_help, parse_line
+from nblaunch.options.line import option_completions, options_help, options_on_a_screen, parse_line
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import CellJob
 from nblaunch.view.display import view_of
@@ -146,7 +146,7 @@ def register(shell: InteractiveShell) -> None:
     """Register the magics with `shell`, with help and completion."""
     magics = DistributedMagics(shell)
     method: Any = DistributedMagics.distributed
-    method.__doc__ = f"{options_help('%%distributed')}"
+    method.__doc__ = f"{options_on_a_screen('%%distributed')}"
     shell.register_magics(magics)
     shell.events.register("post_run_cell", sessions.sweep)
     auto.install(shell)
@@ -157,7 +157,7 @@ def register(shell: InteractiveShell) -> None:
     ]
     shell.set_hook(
         "complete_command",
-        lambda _shell, event: option_completions(event.text_until_cursor),
+        lambda _shell, event: option_completions(event.text_until_cursor, values=completion.choices()),
         str_key="%%distributed",
     )
     shell.set_hook(

@@ -14,8 +14,8 @@ A `NodeFleet` is an allocation with its nodes. A session holds one; a run on fre
 another group on it, and needs no new allocation. A node that is admitted and reaches the others gets one
 `OpenGroup` for each group, and one `Meet` for each attempt: its ranks, and the address of the ranks' store.
 
-Without `--on` all nodes meet at torch's rendezvous, and the runtime's own agent decides. `join` reads the
-listener's address there, and proves that it has the key before it takes part.
+Without `--on` all nodes meet at torch's rendezvous, and the runtime's own agent decides. The listener's
+address is there; a node proves that it has the key before it takes part.
 
 A worker group knows nodes only as `group.group.Peers`, and a remote agent as `group.group.Agent`. A
 `NodeRelay` forwards what ranks send: first the new bytes of their log files, then messages, values in pieces.
@@ -55,6 +55,7 @@ Modules, each after those that it imports:
     members     `connect_peers`; the nodes that have joined, and their ranks
     fleet       `NodeFleet`: an allocation, its nodes, and the groups that they serve
     node        `NodeRelay`: between a node's ranks and the runtime
+    join        the command, without torch: options, key, signals, exit status; has the program forked
     host        `NodeHost`: a placed node's connection, and its relays
-    join        the command: options, key, admission, signals, exit status; main thread
+    program     the node program, a fork of its fork server: admission, the end; main thread
 """

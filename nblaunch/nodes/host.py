@@ -40,6 +40,7 @@ from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
 from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.engine import take_place
+from nblaunch.nodes.join import NOTICES
 from nblaunch.nodes.listener import LONGEST_SILENCE_SECONDS, REFUSALS, encrypted
 from nblaunch.nodes.messages import Inventory
 from nblaunch.nodes.node import PlacedRelay, of_this_machine, orders_of, send_to_notebook
@@ -54,11 +55,6 @@ _LEAVE_SECONDS = 5.0
 _TRIAL_SECONDS = 2.0
 _LINGER_MS = 2000
 _UNLIMITED = 2**31 - 1
-NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
-"""Signals by which engines announce the end of a node, and the usual seconds until then.
-
-At SIGTERM the node leaves once its ranks have saved; SIGUSR1 alone ends nothing.
-"""
 # After this time the engine probably knows, and names, what ended the node.
 _NAMED_SECONDS = 1.0
 
@@ -195,7 +191,10 @@ class NodeHost:
             event = monitor.recv_monitor_message(events)
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._connected = event["value"]
-                self._address = _own_end(self._connected)
+                try:
+                    self._address = _own_end(self._connected)
+                except OSError as error:  # it has ended already
+                    raise _refused() from error
                 self._data = DataSocket(
                     self._runtime.hub,
                     self._key,
@@ -206,8 +205,7 @@ class NodeHost:
                 asked = time.time()
                 send_to_notebook(self._socket, self._arriving())
             elif self._address:
-                msg = "the notebook does not let this node in: it has another key. Give the notebook's key."
-                raise LaunchError(msg, phase="connect")
+                raise _refused()
             else:
                 break
         if signals:
@@ -439,6 +437,11 @@ def _processes(
     if torch.backends.cuda.is_built() and needs_new_python(environ, loaded_under):
         processes = replace(processes, start_method="spawn")
     return replace(processes, environ=encoded(environ) if processes.start_method == "spawn" else ())
+
+
+def _refused() -> LaunchError:
+    msg = "the notebook does not let this node in: it has another key. Give the notebook's key."
+    return LaunchError(msg, phase="connect")
 
 
 def _own_end(fd: int) -> str:

@@ -1,7 +1,15 @@
 """`python -m nblaunch join`: this machine's ranks for what a notebook elsewhere runs.
 
-A node joins the rendezvous of a run only after it has proved to the notebook that it has the key, so a node
-with another key disturbs no run. With the notebook's own address it joins no rendezvous (`host`).
+    the command, without torch         keeper ──> fork server ──> rank, rank, ...
+      options, key, signals  <─ link ─> └──────> node program, a fork of the fork server
+
+The command reads its options and the key, has the node program (`program`) forked, passes on its own signals,
+and exits with the program's status, once the keeper and all that it kept are gone. If the command is killed,
+the keeper ends the rest. So a node imports torch once.
+
+What goes over the link: a `ProgramOrder` with the command's standard output and error, `READY` from the
+program, `HEEDED` from the command, which now heeds signals; then the number of each signal in a byte, and in
+the end the exit status.
 """
 
 from __future__ import annotations
@@ -9,36 +17,33 @@ from __future__ import annotations
 import contextlib
 import getpass
 import io
+import json
 import os
-import platform
 import shlex
 import signal
+import socket
+import subprocess
 import sys
-import threading
-import time
-import uuid
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
-import zmq
-from zmq.utils import monitor
-
-from nblaunch._errors import LaunchError, NblaunchError, OptionError
-from nblaunch._inherited import JOIN_KEY, check_start_method
-from nblaunch.elastic import rendezvous
-from nblaunch.elastic.placement import place_ranks
-from nblaunch.elastic.process_options import check_process_options, process_settings
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
-from nblaunch.group.runtime import LocalRuntime, local
-from nblaunch.nodes import messages as wire
-from nblaunch.nodes.host import NOTICES, NodeHost, OutOfReachError
-from nblaunch.nodes.key import KEY_FILE, key_from_stdin, read_key, versions
-from nblaunch.nodes.listener import REFUSALS, encrypted
-from nblaunch.nodes.node import JoinedRelay, of_this_machine
+from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._inherited import JOIN_KEY
+from nblaunch._keeper import Boot, environment, starting
+from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.nodes.key import KEY_FILE, key_from_stdin, read_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
 from nblaunch.options.table import Option, plain_help
+
+LIVE = "nblaunch.nodes.program:live"
+"""What the node program calls, by name: the command does not import it."""
+READY, HEEDED = b"\xff", b"\0"
+NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
+"""Signals by which engines announce the end of a node, and the usual seconds until then.
+
+At SIGTERM the node leaves once its ranks have saved; SIGUSR1 alone ends nothing.
+"""
 
 USAGE = """\
 usage: python -m nblaunch join HOST:PORT [-n N] [--key-stdin]
@@ -55,8 +60,39 @@ NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY, else from a p
 _KEY_STDIN = "--key-stdin"
 _OF_A_NODE = [option for option in OPTIONS if option.scope in ("node", "rendezvous")]
 _OF_A_PLACED_NODE = [option for option in OPTIONS if option.name in ("nproc_per_node", "signals_to_handle")]
-_ANSWER_SECONDS = 30.0
-_UNLIMITED = 2**31 - 1
+# How long a keeper may take that has nothing more to keep.
+_END_SECONDS = 5.0
+# The most of a line of JSON that is read at once.
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramOrder:
+    """What a node program is to do."""
+
+    endpoint: str
+    """The notebook's HOST:PORT; empty: the rendezvous that the options name."""
+    words: tuple[str, ...]
+    """The options, as they were given."""
+    key: str = ""
+    environ: dict[str, str | None]
+    """Variables in which the command's environment differs from the fork server's; None: not set."""
+
+    def encode(self) -> bytes:
+        """Return it as one line."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def receive(link: socket.socket) -> tuple[ProgramOrder, list[int]]:
+        """Receive it, with descriptors. Raises `EOFError` if the command has ended."""
+        line, fds, _, _ = socket.recv_fds(link, _BLOCK, 2)
+        while not line.endswith(b"\n"):
+            more = link.recv(_BLOCK)
+            if not more:
+                raise EOFError
+            line += more
+        sent = json.loads(line)
+        return ProgramOrder(**{**sent, "words": tuple(sent["words"])}), fds
 
 
 def join(arguments: Sequence[str]) -> int:
@@ -68,21 +104,21 @@ def join(arguments: Sequence[str]) -> int:
         if parsed.help_wanted:
             print(USAGE + plain_help(_OF_A_NODE))  # noqa: T201 - a command line
             return 0
-        from_stdin = _KEY_STDIN in arguments
-        if endpoint:
-            return _serve_groups(endpoint, parsed.options, from_stdin=from_stdin)
-        return _join_run(_checked(parsed.options), from_stdin=from_stdin)
+        _check(endpoint, parsed.options)
+        key = _key(from_stdin=_KEY_STDIN in arguments).decode()
+        order = ProgramOrder(endpoint=endpoint, words=tuple(words), key=key, environ=_own_environment())
+        handled = {signal.Signals[name] for name in parsed.options.signals_to_handle.split(",")}
+        return _run(order, handled.union(NOTICES if endpoint else ()))
     except OptionError as error:
-        return _failed(str(error), 2)
-    except OutOfReachError as error:
-        return _failed(str(error), 3)
+        return failed(str(error), 2)
     except NblaunchError as error:
-        return _failed(str(error), 1)
+        return failed(str(error), 1)
     except KeyboardInterrupt:
-        return _failed("interrupted before it had joined", 1)
+        return failed("interrupted before it had joined", 1)
 
 
-def _failed(why: str, status: int) -> int:
+def failed(why: str, status: int) -> int:
+    """Print why a node ends, and return the exit status."""
     print(f"nblaunch join: {why}", file=sys.stderr, flush=True)  # noqa: T201 - a command line
     return status
 
@@ -101,31 +137,21 @@ def _refuse_foreign(options: LaunchOptions, own: Container[Option]) -> None:
         raise OptionError(msg)
 
 
-def _checked(options: LaunchOptions) -> LaunchOptions:
+def _check(endpoint: str, options: LaunchOptions) -> None:
+    """Raise `OptionError` for what is wrong without regard to this machine."""
+    if endpoint:
+        _refuse_foreign(options, _OF_A_PLACED_NODE)
+        host, _, port = endpoint.rpartition(":")
+        if not (host and port.isdecimal()):
+            msg = (
+                f"{endpoint!r} is not the address of a notebook. Write HOST:PORT, as the notebook prints it."
+            )
+            raise OptionError(msg)
+        return
     _refuse_foreign(options, _OF_A_NODE)
     if options.rdzv_id is None:
         msg = "No --rdzv-id was given. Give the name that the notebook's run has."
         raise OptionError(msg)
-    check_start_method(options.start_method)
-    check_process_options(options, place_ranks(options.nproc_per_node, "gloo", os.environ), os.environ)
-    return options
-
-
-def _serve_groups(endpoint: str, options: LaunchOptions, *, from_stdin: bool) -> int:
-    _refuse_foreign(options, _OF_A_PLACED_NODE)
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isdecimal()):
-        msg = f"{endpoint!r} is not the address of a notebook. Write HOST:PORT, as the notebook prints it."
-        raise OptionError(msg)
-    key = _key(from_stdin=from_stdin)
-    with _signals(options.signals_to_handle, threading.Event(), NOTICES) as signals:
-        return NodeHost(local(), endpoint, key, options).serve(signals, _joined)
-
-
-def _joined(name: str, nproc: int) -> None:
-    # Not to stdout, which may be the user's own if an engine starts this program.
-    text = f"nblaunch join: {nproc} ranks of this machine take part, as {name}"
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a command line
 
 
 def _key(*, from_stdin: bool) -> bytes:
@@ -142,149 +168,70 @@ def _key(*, from_stdin: bool) -> bytes:
     return key
 
 
-def _join_run(options: LaunchOptions, *, from_stdin: bool) -> int:
-    key = _key(from_stdin=from_stdin)
-    rdzv = rendezvous.config_of(options, joining=True)
-    assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
-    rdzv = replace(rdzv, key=key)
-    run_id = options.rdzv_id or ""
-    stopped = threading.Event()
-    with _signals(options.signals_to_handle, stopped) as signals:
-        listener = rendezvous.read_listener(rdzv, run_id, stopped)
-        runtime = local()
-        runtime.server.ensure_running()
-        context = zmq.Context()
-        socket = context.socket(zmq.DEALER)
-        events = _connect(socket, listener, key)
-        try:
-            welcome = _request(socket, events, options, stopped)
-            relay = _relay(runtime, options, rdzv, welcome, socket)
-            relay.start()
-            return _wait(relay, events, signals)
-        finally:
-            socket.disable_monitor()
-            events.close(0)
-            context.destroy(linger=2000)
-            runtime.close()
+def _own_environment() -> dict[str, str | None]:
+    servers = environment()
+    names = {*os.environ, *servers}
+    return {name: os.environ.get(name) for name in names if os.environ.get(name) != servers.get(name)}
 
 
-def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket[bytes]:
-    """Connect, once; return the socket that reports the end of the connection."""
-    encrypted(socket, key, "node")
-    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    socket.setsockopt(zmq.IPV6, 1)
-    events: zmq.Socket[bytes] = socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
-    socket.connect(listener)
-    return events
+def _run(order: ProgramOrder, handled: set[signal.Signals]) -> int:
+    """Have the node program forked, and return its exit status once nothing of it is left."""
+    with starting():
+        ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            boot = _start(theirs)
+        with contextlib.closing(boot):
+            with contextlib.suppress(BrokenPipeError):
+                socket.send_fds(ours, [order.encode()], [1, 2])
+            # Until the program is ready, signals end this process, as they would have ended the program.
+            status = _next(ours)
+            if status == READY:
+                with _passing(handled, ours):
+                    with contextlib.suppress(BrokenPipeError):
+                        ours.send(HEEDED)
+                    status = _next(ours)
+                    _await_end(boot.keeper)
+            else:
+                _await_end(boot.keeper)
+            return status[0] if status else failed(f"the node's process was lost. {boot.last_words()}", 1)
 
 
-def _request(
-    socket: zmq.Socket[bytes],
-    events: zmq.Socket[bytes],
-    options: LaunchOptions,
-    stopped: threading.Event,
-) -> wire.Welcome:
-    """Ask to join, and wait for the answer. Raises `LaunchError` with the reason if it is no."""
-    nproc = place_ranks(options.nproc_per_node, "gloo", os.environ).nproc
-    python, torch = versions()
-    hello = wire.Joining(name=platform.node(), nproc=nproc, python=python, torch=torch)
-    socket.send(wire.encode(hello))
-    poller = zmq.Poller()
-    for each in (socket, events):
-        poller.register(each, zmq.POLLIN)
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < deadline and not stopped.is_set():
-        ready = dict(poller.poll(100))
-        if socket in ready:
-            answer = wire.decode_to_node(socket.recv_multipart()[0])
-            if isinstance(answer, wire.Welcome):
-                return answer
-            if isinstance(answer, wire.Refused):
-                msg = f"the notebook does not let this node in: {answer.why}"
-                raise LaunchError(msg, phase="connect")
-        elif events in ready:
-            monitor.recv_monitor_message(events)
-            msg = (
-                "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
-                f"and set {KEY_FILE} to its path."
-            )
-            raise LaunchError(msg, phase="connect")
-    msg = (
-        "it was told to stop"
-        if stopped.is_set()
-        else "the notebook, which has told its address, does not answer"
-    )
-    raise LaunchError(msg, phase="connect")
+def _start(link: socket.socket) -> Boot:
+    directory = RuntimeDirectory()
+    try:
+        return Boot(directory.root(), link, LIVE, owner=os.getpid())
+    except BaseException:
+        directory.remove()
+        raise
 
 
-def _relay(
-    runtime: LocalRuntime,
-    options: LaunchOptions,
-    rdzv: RendezvousConfig,
-    welcome: wire.Welcome,
-    socket: zmq.Socket[bytes],
-) -> JoinedRelay:
-    env = dict(welcome.env)
-    env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
-    environ = {**os.environ, **env}
-    placement = place_ranks(options.nproc_per_node, welcome.backend, environ)
-    directory = Path(options.log_dir).absolute() if options.log_dir else runtime.directory.make("logs-")
-    directory.mkdir(parents=True, exist_ok=True)
-    settings = AgentSettings(
-        nproc=placement.nproc,
-        role=options.role,
-        # The notebook's agent decides when to give up.
-        max_restarts=_UNLIMITED,
-        monitor_interval=welcome.monitor_interval,
-        grace=welcome.grace,
-        shutdown_timeout=welcome.shutdown_timeout,
-        run_id=options.rdzv_id or "",
-        log_dir=directory,
-        private_logs=not options.log_dir,
-        processes=process_settings(options, environ, runtime.server.loaded_under()),
-        rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
-    )
-    relay = JoinedRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
-    print(  # noqa: T201 - a command line
-        f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
-    )
-    return relay
-
-
-def _wait(relay: JoinedRelay, events: zmq.Socket[bytes], signals: list[int]) -> int:
-    """Wait for the end of the run, of the connection, or for signals; return the exit status."""
-    leaving = False
-    while not relay.ended.wait(0.05):
-        if signals and not leaving:
-            leaving = True
-            relay.left = f"left after {signal.Signals(signals[0]).name}"
-            relay.leave()
-        elif len(signals) > 1:
-            relay.stop(relay.left)
-        if events.poll(0):
-            monitor.recv_monitor_message(events)
-            if not relay.succeeded:
-                relay.stop("the notebook is gone, or out of reach")
-    relay.join()
-    return 0 if relay.succeeded and not relay.left else _failed(relay.left or "the run did not succeed", 1)
+def _next(link: socket.socket) -> bytes:
+    with contextlib.suppress(ConnectionResetError):
+        return link.recv(1)
+    return b""
 
 
 @contextlib.contextmanager
-def _signals(
-    names: str, stopped: threading.Event, others: Iterable[signal.Signals] = ()
-) -> Iterator[list[int]]:
-    """Collect signals instead of dying of them; the first sets `stopped`."""
-    received: list[int] = []
+def _passing(numbers: set[signal.Signals], link: socket.socket) -> Iterator[None]:
+    """Pass signals on to the node program instead of dying of them."""
 
     def handle(number: int, _: object) -> None:
-        received.append(number)
-        stopped.set()
+        with contextlib.suppress(OSError):  # the program has just ended
+            link.send(bytes([number]))
 
-    numbers = {*(signal.Signals[name] for name in names.split(",")), *others}
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _await_end(keeper: subprocess.Popen[bytes]) -> None:
+    """Wait until the keeper has ended all that it kept; what it cannot end does not hold this process."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        keeper.wait(_END_SECONDS)
+    if keeper.poll() is None:
+        keeper.kill()
+        keeper.wait()

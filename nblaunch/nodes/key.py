@@ -15,15 +15,14 @@ import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
-
-import torch
+from typing import TYPE_CHECKING, BinaryIO
 
 from nblaunch._errors import OptionError
 from nblaunch._inherited import JOIN_KEY
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
-from nblaunch.nodes.messages import Joining
-from nblaunch.protocol.messages import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+    from nblaunch.nodes.messages import Joining
 
 KEY_FILE = "NBLAUNCH_JOIN_KEY_FILE"
 _LEAST_CHARACTERS, _LONGEST = 32, 4096
@@ -107,12 +106,16 @@ def join_command(settings: AgentSettings, rdzv: RendezvousConfig, file: str) -> 
 
 def versions() -> tuple[str, str]:
     """Return the Python minor and the torch that all nodes share: functions travel as bytecode."""
+    import torch  # only here: the command that starts a node imports none
+
     # Without the part behind `+`: a machine with GPUs has another build of the same torch.
     return f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
 
 
 def refusal_of(node: Joining) -> str:
     """Return why a node that has the key cannot join; empty if it can."""
+    from nblaunch.protocol.messages import PROTOCOL_VERSION
+
     if node.version != PROTOCOL_VERSION:
         return f"{node.name} has another version of nblaunch. Install the notebook's there."
     ours = versions()

@@ -23,13 +23,14 @@ from nblaunch.group.hub import Hub
 from nblaunch.nodes import key
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.listener import Listener
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer
+from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
 from nblaunch.protocol.messages import (
     Dispatch,
     EngineSaid,
     Exited,
     FromRank,
     Prepare,
+    Profiled,
     Raised,
     Returned,
     Stream,
@@ -302,22 +303,25 @@ class RemoteRanks:
         message = decode_from_rank(data, f"a rank of {node.name}")
         if self._route.get(message.rank) is not node:
             return
-        if not isinstance(message, Returned):
+        if not isinstance(message, Returned | Profiled):
             self._events.receive(message, data)
             return
+        ticket = payload_of(message)
         try:
-            value = node.incoming.claim(message.value)
+            payload = node.incoming.claim(ticket)
         except Exception as error:  # noqa: BLE001 - no room, or not what was announced: the rank has no value
+            if isinstance(message, Profiled):
+                return
             failure = value_lost(error, time.time())
             self._events.receive(Raised(rank=message.rank, failure=failure, offsets=message.offsets))
             return
         try:
-            if value == message.value:
+            if payload == ticket:
                 self._events.receive(message, data)
             else:
-                self._events.receive(msgspec.structs.replace(message, value=value))
+                self._events.receive(with_payload(message, payload))
         finally:
-            node.incoming.drop(message.value)
+            node.incoming.drop(ticket)
 
     def gone(self, node: NodeMember, message: wire.Gone) -> None:
         """Report the exit of a rank."""

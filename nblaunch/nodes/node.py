@@ -35,7 +35,7 @@ from nblaunch.group.stacks import ExitReasons, stacks_of_silent
 from nblaunch.group.usage import SeenGpus, measuring
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer
+from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import (
     Abort,
@@ -57,6 +57,7 @@ from nblaunch.protocol.messages import (
     Preempt,
     Preempted,
     Prepare,
+    Profiled,
     Raised,
     ReportReached,
     ReportWhere,
@@ -249,14 +250,14 @@ class NodeRelay:
         """Send a message of a rank to the notebook; `data` is what the rank has sent."""
         self._send_logs(message.rank)
         sent = self._translated(message)
-        if isinstance(sent, Returned):
+        if isinstance(sent, Returned | Profiled):
             try:
-                ticket, pieces = self._outgoing.pieces(sent.value)
+                ticket, pieces = self._outgoing.pieces(payload_of(sent))
             except OSError:
                 return  # the process is gone, and its exit will be reported
             for piece, part in pieces:
                 self._send(msgspec.structs.replace(piece, group=self.name), part)
-            sent = msgspec.structs.replace(sent, value=ticket)
+            sent = with_payload(sent, ticket)
         self._send_from_rank(data if data is not None and sent is message else encode(sent))
 
     def _translated(self, message: FromRank) -> FromRank:

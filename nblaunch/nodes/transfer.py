@@ -5,13 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from nblaunch.capture import shared_memory
 from nblaunch.nodes.messages import Piece
-from nblaunch.protocol.messages import Payload
+from nblaunch.protocol.messages import Payload, Profiled, Returned
 
 PIECE_BYTES = 1024 * 1024
 """A later message on the same connection waits for at most one piece, and so does the next node."""
 _PREFIX = "parcel:"
+
+
+def payload_of(message: Returned | Profiled) -> Payload:
+    """Return what a rank has sent beside its message."""
+    return message.value if isinstance(message, Returned) else message.data
+
+
+def with_payload(message: Returned | Profiled, payload: Payload) -> Returned | Profiled:
+    """Return a rank's message with its payload in another place."""
+    if isinstance(message, Returned):
+        return msgspec.structs.replace(message, value=payload)
+    return msgspec.structs.replace(message, data=payload)
 
 
 class OutgoingTransfer:

@@ -382,6 +382,31 @@ def _refuse_twice(what: str, value: str) -> None:
         raise ValueError(message)
 
 
+_STEPS = re.compile(r"(\d{1,9}):(\d{1,9})")
+
+
+@_kind(
+    "the first and the last step, counted from 0, as in 3:8",
+    "FIRST:LAST",
+    texts=lambda value: (f"{value[0]}:{value[1]}",),
+)
+def steps(value: object) -> tuple[int, int]:
+    """Take `3:8` or (3, 8), both included; the value is a tuple."""
+    if isinstance(value, str):
+        found = _STEPS.fullmatch(value)
+        if found is None:
+            raise ValueError
+        value = int(found[1]), int(found[2])
+    ends = _several(value)
+    if len(ends) != 2:  # noqa: PLR2004 - the first and the last
+        raise ValueError
+    first, last = (_whole(each, 0, LARGEST) for each in ends)
+    if first > last:
+        message = f"step {first} comes after step {last}. Write the first one first: {last}:{first}."
+        raise ValueError(message)
+    return first, last
+
+
 # Several values, kept as a tuple
 
 
@@ -429,6 +454,42 @@ def texts(value: object) -> tuple[str, ...]:
     raise ValueError
 
 
+_WATCHED = ("nan", "desync")
+
+
+@_kind(
+    "nan, desync or both, each with :warn to be told and go on (on a line as in nan,desync:warn)",
+    "WHAT,...",
+    parse=lambda text: text.split(","),
+    texts=_with_commas,
+    words=("nan", "desync", "nan,desync", "nan:warn", "desync:warn"),
+)
+def watched(value: object) -> tuple[str, ...]:
+    """Take what to watch, or one text with commas between it; the value has each once, `nan` first.
+
+    >>> watched.check("desync, nan:warn")
+    ('nan:warn', 'desync')
+    """
+    found: dict[str, str] = {}
+    for each in _several(value.split(",") if isinstance(value, str) else value):
+        if not isinstance(each, str):
+            raise ValueError
+        what, colon, manner = (part.strip() for part in each.partition(":"))
+        if what not in _WATCHED:
+            near = difflib.get_close_matches(what, _WATCHED, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            message = f"{brief(what)} is nothing that can be watched.{hint} Write nan, desync or nan,desync."
+            raise ValueError(message)
+        if colon and manner != "warn":
+            message = f"behind {what} comes :warn or nothing, not {brief(manner)}. Write {what}:warn."
+            raise ValueError(message)
+        if what in found:
+            message = f"it names {what} twice. Give each once."
+            raise ValueError(message)
+        found[what] = f"{what}{colon}{manner}"
+    return tuple(found[what] for what in _WATCHED if what in found)
+
+
 @_kind(
     "Python names (on a line as in model,losses)",
     "NAME,...",
@@ -459,6 +520,19 @@ def directory(value: object) -> str:
         raise ValueError(message) from None
     if not usable:
         message = f"{brief(str(there))} is there and is no directory. Give a directory, or a free path."
+        raise ValueError(message)
+    return path
+
+
+@_kind("the path of a file", "FILE")
+def file_path(value: object) -> str:
+    """Take the path of a file that is there or can be made."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or not path or not path.isprintable() or not _reaches_the_system(path):
+        raise ValueError
+    path = _with_home(path)
+    if path.endswith("/") or Path(path).is_dir():
+        message = f"{brief(path)} is a directory. Give the path of a file."
         raise ValueError(message)
     return path
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from nblaunch._errors import OptionError
 from nblaunch.options import kinds
-from nblaunch.options.table import Option, option, plain_help, unknown
+from nblaunch.options.table import Option, foreign_meaning, option, plain_help, unknown
 
 MOST_RANKS_PER_NODE = 4096
 """More than any machine has CPUs or accelerators for; a larger number is a slip of the keyboard."""
@@ -42,7 +42,11 @@ class LaunchOptions:
         kinds.whole_number(1, MOST_RANKS_PER_NODE, "auto", "cpu", "gpu"),
         "Ranks on each node. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
         *("-n", "--nproc"),
-        default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",),
+        default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",), everyday=1,
+        foreign=(
+            "mpirun -np", "mpiexec -ppn", "mpiexec --ppn", "mpirun -npernode", "mpirun --npernode",
+            "srun --ntasks-per-node", "srun --ntasks", "accelerate --num-processes", "deepspeed --num-gpus",
+        ),
     )
     backend: str = option(
         kinds.backend,
@@ -56,7 +60,7 @@ class LaunchOptions:
     )
     out: str | None = option(
         kinds.python_name, "Variable of the notebook that gets the result, also when the run fails.",
-        default=None, scope="notebook", torchrun="omitted",
+        default=None, scope="notebook", torchrun="omitted", everyday=2,
     )
     session: str | None = option(
         kinds.python_name, "Session whose ranks run the cell. None: the open one.",
@@ -64,11 +68,11 @@ class LaunchOptions:
     )
     fresh: bool = option(
         kinds.switch(given=True), "Run the cell on fresh ranks, beside an open session.",
-        default=False, scope="notebook", torchrun="omitted",
+        default=False, scope="notebook", torchrun="omitted", everyday=6,
     )
     background: bool = option(
         kinds.switch(given=True), "Go on while the cell runs; its result is a handle.",
-        default=False, scope="notebook", torchrun="omitted",
+        default=False, scope="notebook", torchrun="omitted", everyday=4,
     )
     export: str | None = option(
         kinds.script_path, "Also write the cell as a script for torchrun, to this file.",
@@ -84,15 +88,16 @@ class LaunchOptions:
     )
     ranks: tuple[int, ...] | None = option(
         kinds.ranks, "Ranks of a session that run the cell. None: all.",
-        default=None, scope="notebook", torchrun="comment",
+        default=None, scope="notebook", torchrun="comment", everyday=5,
     )
     env: Mapping[str, str] = option(
         kinds.variables, "Environment variable for the ranks only; on a line, repeat it to set several.",
-        default=kinds.EnvironmentVariables(), scope="group", torchrun="omitted",
+        default=kinds.EnvironmentVariables(), scope="group", torchrun="omitted", everyday=7,
+        foreign=("mpirun -x", "mpiexec -genv", "mpiexec -env"),
     )
     timeout: float | None = option(
         kinds.seconds(), "Longest time the run may take. None: no limit.",
-        default=None, scope="cell", torchrun="comment",
+        default=None, scope="cell", torchrun="comment", everyday=3,
     )
     grace: float = option(
         kinds.seconds(or_zero=True), "Time for ranks to end by themselves after an interrupt or a timeout.",
@@ -101,6 +106,18 @@ class LaunchOptions:
     hang_after: float | None = option(
         kinds.seconds(), "Report, without stopping, ranks that are silent this long inside one collective.",
         default=None, scope="cell", torchrun="comment",
+    )
+    profile: bool = option(
+        kinds.switch(given=True), "Record what each rank does, and who waits for whom: `result.profile`.",
+        default=False, scope="cell", torchrun="comment",
+    )
+    profile_steps: tuple[int, int] | None = option(
+        kinds.steps, "Profile these steps only, both included. None, with --profile: all.",
+        default=None, scope="cell", torchrun="comment",
+    )
+    watch: tuple[str, ...] = option(
+        kinds.watched, "Stop the run at the first NaN (nan), or where ranks' collectives differ (desync).",
+        default=(), scope="cell", torchrun="comment",
     )
     max_restarts: int = option(
         kinds.whole_number(0, kinds.LARGEST), "How often the whole group starts again after a rank failed.",
@@ -117,6 +134,7 @@ class LaunchOptions:
     log_dir: str | None = option(
         kinds.directory, "Where runs keep their logs. None: in private, removed with the result.",
         default=None, scope="node", torchrun="variable",
+        foreign=("mpirun --output-filename", "mpirun -output-filename", "srun --output", "srun -o"),
     )
     shutdown_timeout: int = option(
         kinds.whole_number(1, kinds.LARGEST, metavar="SECONDS"),
@@ -130,6 +148,7 @@ class LaunchOptions:
     nnodes: str = option(
         kinds.nodes, "Nodes, or the least and the most: 1:2. --on places them, else others `join`.",
         default="1", scope="rendezvous", torchrun="variable",
+        foreign=("srun -N", "srun --nodes", "accelerate --num-machines", "deepspeed --num-nodes"),
     )
     rdzv_backend: str = option(
         kinds.one_line, "Rendezvous of the nodes: c10d, static, or another one of torch's.",
@@ -149,16 +168,17 @@ class LaunchOptions:
     )
     node_rank: int = option(
         kinds.whole_number(0, kinds.LARGEST), "This machine's number, for a static rendezvous.",
-        default=0, scope="rendezvous", torchrun="variable",
+        default=0, scope="rendezvous", torchrun="variable", foreign=("accelerate --machine-rank",),
     )
     master_addr: str | None = option(
         kinds.host, "Host of node 0, for a static rendezvous. None: here.",
         default=None, scope="rendezvous", torchrun="variable", torchrun_default="127.0.0.1",
+        foreign=("accelerate --main-process-ip",),
     )
     master_port: int | None = option(
         kinds.whole_number(0, kinds.LAST_PORT, metavar="PORT"),
         "Port on node 0, for a static rendezvous. None: a free one.",
-        default=None, scope="rendezvous", torchrun="variable",
+        default=None, scope="rendezvous", torchrun="variable", foreign=("accelerate --main-process-port",),
     )
     local_addr: str | None = option(
         kinds.host, "Address of this machine, as the others reach it.",
@@ -167,10 +187,22 @@ class LaunchOptions:
     on: str | None = option(
         kinds.engine, "What places the nodes: process, join, ssh=HOST1,HOST2, slurm or ray. None: nothing.",
         default=None, scope="engine", torchrun="comment",
+        foreign=(
+            "mpirun -H ssh={}", "mpirun --host ssh={}", "mpiexec -hosts ssh={}",
+            "mpirun --hostfile ssh=HOST1,HOST2", "mpirun -hostfile ssh=HOST1,HOST2",
+            "mpiexec -f ssh=HOST1,HOST2", "mpirun --machinefile ssh=HOST1,HOST2",
+        ),
     )
     slurm: str = option(
         kinds.shell_words, "Options of salloc for the nodes, as one text: '-p gpu --gpus-per-node=8 -t 30'.",
         default="", scope="engine", torchrun="comment",
+        foreign=tuple(
+            f"srun {flag} '{flag} {{}}' with --on slurm"
+            for flag in (
+                "-p", "--partition", "-A", "--account", "--gres", "--gpus-per-node", "-G", "--gpus",
+                "-w", "--nodelist", "-C", "--constraint", "--qos", "-c", "--cpus-per-task", "--mem",
+            )
+        ),
     )
     here: bool = option(
         kinds.switch(given=True), "With --on, this machine is one of the nodes.",
@@ -197,6 +229,7 @@ class LaunchOptions:
         kinds.choice("node", "socket", "exclusive", "core-complex"),
         "Bind each rank to the CPUs near its GPU. None: no binding.",
         default=None, scope="node", torchrun="flag",
+        foreign=("mpirun --bind-to", "mpirun -bind-to", "srun --cpu-bind"),
     )
     virtual_local_rank: bool = option(
         kinds.switch(given=True), "Each rank sees one GPU only and is local rank 0 to itself.",
@@ -210,6 +243,10 @@ class LaunchOptions:
     event_log_handler: str = option(
         kinds.one_line, "torchelastic's handler that its events go to as well.",
         default="null", scope="node", torchrun="variable",
+    )
+    metrics_file: str | None = option(
+        kinds.file_path, "File to which lines of JSON are appended: what ranks log, while they run.",
+        default=None, scope="cell", torchrun="comment",
     )
     redirects: str = option(
         kinds.streams, "Streams that are only kept, not shown: 1 stdout, 2 stderr, 3 both.", "-r",
@@ -274,7 +311,8 @@ class LaunchOptions:
             found = _BY_KEYWORD.get(keyword)
             if found is None:
                 written = f"{keyword}="
-                raise unknown(written, _KEYWORD_MEANINGS, [f"{each.name}=" for each in _OF_RUN])
+                foreign = foreign_meaning(written, None, _OF_RUN)
+                raise unknown(written, _KEYWORD_MEANINGS, [f"{each.name}=" for each in _OF_RUN], foreign)
             if found.scope == "notebook":
                 message = (
                     f"{keyword}= was asked for, but only a magic has this option ({found.flags[0]}). "

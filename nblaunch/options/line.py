@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import OPTIONS, LaunchOptions, with_variables
-from nblaunch.options.table import Option, nearest, plain_help, unknown
+from nblaunch.options.table import Option, foreign_meaning, nearest, plain_help, short_help, unknown
 
 HELP_FLAGS = ("-h", "--help")
 
@@ -28,6 +28,7 @@ _TEXT = "\0"
 """Before a word that argparse must not take for an option; no shell's word has it."""
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse reads as a value."""
+_ATTACHED = re.compile(r"(-[A-Za-z]+)(\d+)")
 _MAGIC = re.compile(r"\s*%%?\w+\s")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
@@ -63,7 +64,7 @@ def parse_line(line: str, *, positional: bool = False, script: bool = False) -> 
         if text is None:
             raise parser.without_value(spelling, words)
         if spelling == _UNKNOWN:
-            raise parser.unknown(text)
+            raise parser.unknown(text, words)
     if rest and not (positional or script):
         raise parser.out_of_place(rest[0])
     values: dict[str, object] = {}
@@ -185,11 +186,19 @@ class _Parser(argparse.ArgumentParser):
             f"{takes.takes}; a value that begins with - is written {spelling}=-value."
         )
 
-    def unknown(self, word: str) -> OptionError:
-        """Return the error for an option that does not exist."""
-        spelling = word.partition("=")[0]
-        flags = dict.fromkeys(each.flags[0] for each in self.flags.values())
-        return unknown(spelling, self._meanings(spelling), flags)
+    def unknown(self, word: str, words: Sequence[str]) -> OptionError:
+        """Return the error for an option that does not exist, on a line of these words."""
+        spelling, equals, value = word.partition("=")
+        options = list(dict.fromkeys(self.flags.values()))
+        if not equals:
+            after = (following for each, following in itertools.pairwise([*words, ""]) if each == word)
+            value = next(after, "")
+        given = value if value and not value.startswith("-") else None
+        foreign = foreign_meaning(spelling, given, options)
+        attached = _ATTACHED.fullmatch(spelling)
+        if not foreign and attached is not None:  # mpirun's -np4
+            foreign = foreign_meaning(attached[1], attached[2], options)
+        return unknown(spelling, self._meanings(spelling), [each.flags[0] for each in options], foreign)
 
     def out_of_place(self, word: str) -> OptionError:
         """Return the error for a word that is no option."""
@@ -230,11 +239,22 @@ def options_help(prog: str, *, script: bool = False) -> str:
     )
 
 
-def option_completions(text_so_far: str, *, script: bool = False) -> list[str]:
+def options_on_a_screen(prog: str) -> str:
+    """Return the help of a magic that fits a screen: what `prog?` shows."""
+    return (
+        f"{prog} [options]\n\nRuns the cell on N torch ranks: those of the open session, else fresh ones.\n\n"
+        f"{short_help(_options(script=False))}\n\n{prog} --help explains all of them."
+    )
+
+
+def option_completions(
+    text_so_far: str, *, script: bool = False, values: Mapping[str, Iterable[str]] | None = None
+) -> list[str]:
     """Return what the last word of a line can become: options, or the choices of the one before it.
 
     The text ends at the cursor, with or without `%%distributed`. After `--backend=` the choices come alone,
     because IPython replaces only what follows the `=`. With `script` there are also the options of a script.
+    `values` has more choices, of options by name: what only the caller knows, such as the open sessions.
 
     >>> option_completions("%%distributed -n 2 --ti")
     ['--timeout']
@@ -247,13 +267,25 @@ def option_completions(text_so_far: str, *, script: bool = False) -> list[str]:
     if any(each.startswith("#") for each in (*before, word)):
         return []
     spelling, equals, value = word.partition("=")
-    if not equals and before:
-        spelling, value = before[-1], word
+    if before and not (equals and word.startswith("-")):
+        spelling, equals, value = before[-1], "", word
     options = _options(script=script)
     option = next((each for each in options if spelling in each.spellings), None)
     if option is not None and not option.kind.switch:
-        return [choice for choice in option.kind.words if choice.startswith(value)]
+        return _choices_from(value, [*option.kind.words, *(values or {}).get(option.name, ())])
     return [] if equals else _options_from(word, options)
+
+
+def _choices_from(value: str, choices: Iterable[str]) -> list[str]:
+    """Return what the end of `value` can become: IPython replaces what follows the last `=` or comma.
+
+    >>> _choices_from("ssh=a,", ["slurm", "ssh=", "ssh=a", "ssh=b"])
+    ['b']
+    """
+    stem = value[: value.find("=") + 1]
+    *others, begun = value[len(stem) :].split(",")
+    found = [each[len(stem) :] for each in dict.fromkeys(choices) if each.startswith(stem + begun)]
+    return [each for each in found if each and each not in others]
 
 
 def _options_from(word: str, options: Iterable[Option]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,23 @@ Torchrun = Literal["variable", "flag", "comment", "omitted"]
 * omitted: nothing that is missed. The script or the environment has it, or it is of the notebook alone.
 """
 
+TITLES: Mapping[Scope, str] = {
+    "notebook": "The cell and its result",
+    "cell": "Time limits and output",
+    "session": "Sessions that stay",
+    "group": "The ranks together",
+    "node": "Processes and logs",
+    "engine": "Who places nodes",
+    "rendezvous": "How nodes meet",
+    "script": "Scripts",
+}
+"""The groups of the help, in its order: what is for more people comes first."""
+
+_EVERY_DAY = "Every day"
 _COMPARED_CHARACTERS = 64
+_SCREEN = 96
+"""Characters of a line of the short help."""
+_COLUMN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +71,10 @@ class Option:
     more_flags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Keywords besides the name."""
+    everyday: int = 0
+    """The place among those that a user reads first; 0 for all others."""
+    foreign: tuple[str, ...] = ()
+    """How others spell it: the program, the spelling, and what the value is here, if not `{}`, its own."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -125,6 +146,31 @@ class Option:
         return f"{asked} was asked for, but {reason}"
 
 
+def foreign_meaning(word: str, value: str | None, options: Iterable[Option]) -> str:
+    """Return what another launcher's option is here, as a sentence; empty if none is known to spell it so.
+
+    `value` is the text that follows. A keyword is understood, too.
+
+    >>> from nblaunch.options.launch import OPTIONS
+    >>> foreign_meaning("-np", "4", OPTIONS)
+    "That is mpirun's; here it is -n 4."
+    >>> foreign_meaning("num_processes=", None, OPTIONS)
+    "That is accelerate's; here it is nproc=."
+    """
+    keyword = word.endswith("=")
+    asked = word.rstrip("=").replace("-", "_").lstrip("_") if keyword else word.replace("_", "-")
+    for each in options:
+        for entry in each.foreign:
+            program, spelling, form = (*entry.split(" ", 2), "{}")[:3]
+            if keyword and spelling.startswith("--") and spelling[2:].replace("-", "_") == asked:
+                return f"That is {program}'s; here it is {each.keywords[-1]}=."
+            if not keyword and spelling == asked:
+                shown = each.kind.metavar if value is None else _as_typed(each.kind.shown(value))
+                short = min(each.flags, key=len)
+                return f"That is {program}'s; here it is {short} {form.replace('{}', shown)}".rstrip() + "."
+    return ""
+
+
 def option(
     kind: Kind,
     meaning: str,
@@ -158,14 +204,15 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(typed, known, n=1)), None)
 
 
-def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str]) -> OptionError:
+def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], foreign: str = "") -> OptionError:
     """Return the error for a word that is no option, with the nearest that is.
 
     `meanings` maps all that the word may be a slip of to the right spelling; `options` are those to list
-    where nothing is near.
+    where nothing is near. `foreign` says what it is if another launcher has it.
     """
     guess = nearest(word, meanings)
     what_to_do = f"There are: {', '.join(options)}." if guess is None else f"Did you mean {meanings[guess]}?"
+    what_to_do = foreign or what_to_do
     return OptionError(f"{_as_typed(brief(word))} was asked for, but there is no such option. {what_to_do}")
 
 
@@ -180,14 +227,49 @@ def markdown_table(options: Iterable[Option]) -> str:
     return "\n".join(rows)
 
 
+def grouped(options: Iterable[Option]) -> dict[str, list[Option]]:
+    """Return the options by the title of their group, in the order of use."""
+    everything = list(options)
+    daily = sorted((each for each in everything if each.everyday), key=lambda each: each.everyday)
+    groups = {_EVERY_DAY: daily}
+    for scope, title in TITLES.items():
+        groups[title] = [each for each in everything if each.scope == scope and not each.everyday]
+    return {title: members for title, members in groups.items() if members}
+
+
 def plain_help(options: Iterable[Option]) -> str:
-    """Return one paragraph for each option, as `torchrun --help` does."""
+    """Return one paragraph for each option, as `torchrun --help` does, in groups."""
     paragraphs = []
-    for each in options:
-        spelled = f"  {', '.join(each.flags)} {each.kind.metavar}".rstrip()
-        variable = f" Variable: {each.variable}." if each.variable else ""
-        paragraphs.append(f"{spelled}\n      {each.help} Default: {each.shown_default}.{variable}")
+    for title, members in grouped(options).items():
+        paragraphs.append(f"{title}:")
+        for each in members:
+            spelled = f"  {', '.join(each.flags)} {each.kind.metavar}".rstrip()
+            variable = f" Variable: {each.variable}." if each.variable else ""
+            paragraphs.append(f"{spelled}\n      {each.help} Default: {each.shown_default}.{variable}")
     return "\n".join(paragraphs)
+
+
+def short_help(options: Iterable[Option]) -> str:
+    """Return what fits a screen: the options of every day with their meaning, the others by name."""
+    lines = []
+    for title, members in grouped(options).items():
+        if title == _EVERY_DAY:
+            lines.append(f"{title}:")
+            for each in members:
+                spelled = f"  {', '.join(sorted(each.flags, key=len)[:2])} {each.kind.metavar}".rstrip()
+                wrapped = textwrap.wrap(each.help, _SCREEN - _COLUMN)
+                lines.append(f"{spelled:<{_COLUMN}}{wrapped[0]}".rstrip())
+                lines += [" " * _COLUMN + line for line in wrapped[1:]]
+            continue
+        names = " ".join(each.flags[0] for each in members)
+        lines += textwrap.wrap(
+            f"{title}: {names}",
+            _SCREEN,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return "\n".join(lines)
 
 
 def _as_code(texts: Iterable[str]) -> str:

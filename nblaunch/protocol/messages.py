@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -102,11 +102,47 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     others: dict[int, int] = {}
 
 
+class HeldMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that a rank held when it ran out of it: `count` tensors, arrays or byte strings that are alike.
+
+    `size` are the bytes of all of them. `what` says what one of them is (`float32[4096, 4096] on cuda:0`),
+    `name` is a variable that leads to it (`model.layers.0.weight`), `where` the place of that variable
+    (`cell line 7 in train`), `made` the line that made it. What is not known is empty.
+    """
+
+    size: int
+    what: str
+    count: int = 1
+    name: str = ""
+    where: str = ""
+    made: str = ""
+
+
+class MemoryUse(msgspec.Struct, frozen=True, gc=False):
+    """The memory that a rank used, in bytes: now is the end of its job, and the peak that of the job.
+
+    `host_now` and `host_peak` are what belongs to the rank's process alone, as `Usage.memory`: what it shares
+    with other ranks, and what its child processes have, does not count. The peak is Linux's own (`VmHWM` of
+    proc(5), set back as each job begins), so no moment is missed; shared memory that was mapped only for a
+    while counts in it. `device_now` and `device_peak` are what torch had allocated on its GPU, the fullest
+    one if the rank has used several. None is what is not known: without CUDA, or of a rank that died and was
+    not measured before.
+
+    >>> result.ranks[0].memory.host_peak                                   # doctest: +SKIP
+    1207959552
+    """
+
+    host_now: int | None = None
+    host_peak: int | None = None
+    device_now: int | None = None
+    device_peak: int | None = None
+
+
 class FailureRecord(msgspec.Struct, frozen=True):
     """Why a rank failed, as that rank saw it; `exception` is a pickle, or None.
 
     `traceback` is plain text, `colored` the same as IPython shows it, in colours. `memory` is set if a GPU
-    had too little of it.
+    had too little of it, `held` is what the rank held if it ran out of memory, the largest first.
     """
 
     type: str
@@ -119,6 +155,7 @@ class FailureRecord(msgspec.Struct, frozen=True):
     time: float = 0.0
     phase: Phase = Phase.JOB
     memory: DeviceMemory | None = None
+    held: tuple[HeldMemory, ...] = ()
 
 
 class ScriptJob(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +308,20 @@ class Unwritten(_OfRank, frozen=True):
     size: int
 
 
+class Logged(_OfRank, frozen=True):
+    """Numbers that the rank has logged, in columns: arrays of one length, little-endian.
+
+    `which` are indexes into `names` (H), `steps` integers (q), `times` seconds since the epoch (d), `values`
+    the numbers (d), NaN and infinities among them.
+    """
+
+    names: tuple[str, ...]
+    which: bytes
+    steps: bytes
+    times: bytes
+    values: bytes
+
+
 class Returned(_OfRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
@@ -287,6 +338,7 @@ class Returned(_OfRank, frozen=True):
     open: bool = False
     """Whether NCCL has operations that have not ended."""
     peak_gpu_memory: int | None = None
+    memory: MemoryUse | None = None
 
 
 class Raised(_OfRank, frozen=True):
@@ -295,6 +347,7 @@ class Raised(_OfRank, frozen=True):
     failure: FailureRecord
     offsets: Offsets = Offsets()
     peak_gpu_memory: int | None = None
+    memory: MemoryUse | None = None
 
 
 class Colored(_OfRank, frozen=True):
@@ -390,6 +443,12 @@ class Asked(_OfRank, frozen=True):
     prompt: str
     password: bool = False
     offsets: Offsets = Offsets()
+
+
+class Remarked(_OfRank, frozen=True):
+    """A probe has something to say that does not end the run: a NaN with `--watch nan:warn`."""
+
+    text: str
 
 
 class InterruptSeen(_OfRank, frozen=True):
@@ -493,15 +552,17 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
     """What a rank uses at some moment, as the machine it runs on measures it.
 
     `cpu_percent` is of one core: 200 for two busy threads. `memory` are the bytes that belong to the
-    rank's process alone, not those it shares with other ranks. The GPU's are None where there is none, or
-    none that can be asked; `gpu_percent` is that of the whole device, and so is `gpu_memory` where the
-    driver does not tell processes apart (in containers).
+    rank's process alone, not those it shares with other ranks, `memory_peak` the most of them since its job
+    began, None where the system does not tell. The GPU's are None where there is none, or none that can be
+    asked; `gpu_percent` is that of the whole device, and so is `gpu_memory` where the driver does not tell
+    processes apart (in containers).
     """
 
     cpu_percent: float
     memory: int
     gpu_memory: int | None = None
     gpu_percent: int | None = None
+    memory_peak: int | None = None
 
 
 class EngineState(enum.StrEnum):
@@ -571,6 +632,32 @@ class Waiting(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     doing: str = ""
 
 
+class Profiled(_OfRank, frozen=True):
+    """What a rank has recorded of its job (`--profile`): in two parts, neither of them a pickle.
+
+    The first is an `insight.profile.RankProfile` in MessagePack, the second its part of the trace. Comes
+    before the rank's outcome.
+    """
+
+    data: Payload
+
+
+class ClockAsked(_OfRank, frozen=True):
+    """The rank asks what time it is where the hub is; answered at once with `ClockAnswered`."""
+
+    number: int
+
+
+class Illustrated(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A finished run's profile as its client shows it: a line of text, and HTML without scripts.
+
+    A client folds it once it has the profiles of all ranks; it never travels.
+    """
+
+    text: str = ""
+    html: str = ""
+
+
 class Unreadable(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The value of a rank cannot be unpickled where it was asked for: the rank has failed after all."""
 
@@ -598,12 +685,13 @@ class JobSent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 _Progress = Hello | Entered | Started | Arrived | Returned | Raised | Colored | Names
-_Outputs = Displayed | Cleared | Switched | Unwritten | Asked
+_Outputs = Displayed | Cleared | Switched | Unwritten | Asked | Logged | Remarked
 _Answers = Where | Reached | InterruptSeen | Recovered | Aborted | Preempting | Preempted
-FromRank = _Progress | _Outputs | _Answers
+_Insights = Profiled | ClockAsked
+FromRank = _Progress | _Outputs | _Answers | _Insights
 _OfTheJob = AttemptStarted | GivenTo | JobSent | RunPreempted | RunEnded
 _OfAllRanks = _OfTheJob | EngineSaid | Measured | Noticed | Waiting
-AboutRank = Printed | Exited | Unreadable | _OfAllRanks
+AboutRank = Printed | Exited | Unreadable | Illustrated | _OfAllRanks
 
 
 # To a rank
@@ -679,6 +767,19 @@ class Objects(msgspec.Struct, frozen=True):
     gone: bytes = b""
 
 
+class Insight(msgspec.Struct, frozen=True):
+    """What is to be seen of a job, beside what its own code asks for: `--profile`, `--watch`.
+
+    Of the steps from the first to the last of `profile_steps`, both included, if given.
+    """
+
+    profile: bool = False
+    profile_steps: tuple[int, int] | None = None
+    watch: tuple[str, ...] = ()
+    job: str = ""
+    """The same on all ranks of a job, and in no other job."""
+
+
 class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run this.
 
@@ -700,6 +801,7 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How often a session has changed hands: a rank forgets the objects of those who had it before."""
     look: bool = False
     """Whether it changes nothing of what the notebook knows of the rank."""
+    insight: Insight = Insight()
 
 
 class Proceed(msgspec.Struct, frozen=True, tag=True):
@@ -740,6 +842,13 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
     text: str = ""
     error: str = ""
+
+
+class ClockAnswered(msgspec.Struct, frozen=True, tag=True):
+    """The hub's clock when question `number` was there: nanoseconds since the epoch."""
+
+    number: int
+    time: int
 
 
 class Recover(msgspec.Struct, frozen=True, tag=True):
@@ -785,7 +894,7 @@ class Adopt(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 _Requests = ReportWhere | ReportReached | Interrupt | FreeCollective | Recover | Abort | Adopt | Preempt
-ToRank = Prepare | Dispatch | Proceed | Answer | Leave | _Requests
+ToRank = Prepare | Dispatch | Proceed | Answer | ClockAnswered | Leave | _Requests
 
 
 def _plain(value: Any) -> Any:

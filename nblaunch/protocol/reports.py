@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nblaunch.protocol.messages import Collective, EngineSaid, FrameRecord
+from nblaunch.protocol.messages import Collective, EngineSaid, FrameRecord, HeldMemory
 
 _Answer = TypeVar("_Answer", bound=Hashable)
 _GIB = 1 << 30
@@ -19,8 +19,9 @@ _HOSTS_NAMED = 4
 _HOST_LINES = 12
 # Frames between the user's code and the process: ours, torchelastic's, IPython's, multiprocessing's.
 _OURS = re.compile(
-    r"(/nblaunch/((rank|capture|elastic|group|protocol)/|_\w+\.py)|/torch/distributed/elastic/|/torch/multiprocessing/"
-    r"|/IPython/core/(interactiveshell|async_helpers)\.py|/multiprocessing/(process|spawn|forkserver)\.py"
+    r"(/nblaunch/((rank|probes|capture|elastic|group|protocol|testing)/|_\w+\.py)|/torch/distributed/elastic/"
+    r"|/torch/multiprocessing/|/IPython/core/(interactiveshell|async_helpers)\.py"
+    r"|/multiprocessing/(process|spawn|forkserver)\.py|/lib/python[\d.]+/contextlib\.py"
     r"|<frozen (runpy|importlib\._bootstrap(_external)?)>|/asyncio/(runners|base_events|events)\.py)"
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*:$", re.MULTILINE)
@@ -191,6 +192,22 @@ def size(count: float) -> str:
     ('64 MiB', '80.0 GiB')
     """
     return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def held_lines(held: Sequence[HeldMemory]) -> list[str]:
+    """Describe what a rank held when it ran out of memory, a line for each part, in columns.
+
+    >>> held_lines([HeldMemory(size=64 << 20, what="bytearray", count=4, name="rows", where="cell line 3")])
+    ['64 MiB  4 x bytearray  rows (cell line 3)']
+    """
+    rows = []
+    for each in held:
+        name = f"{each.name} ({each.where})" if each.name and each.where else each.name
+        made = f"made at {each.made}" if each.made else ""
+        what = f"{each.count} x {each.what}" if each.count > 1 else each.what
+        rows.append((size(each.size), what, ", ".join(filter(None, (name, made))) or "in no variable"))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
+    return [f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
 
 
 def plural(count: int, noun: str) -> str:

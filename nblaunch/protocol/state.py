@@ -28,15 +28,20 @@ from nblaunch.protocol.messages import (
     FromRank,
     GivenTo,
     Hello,
+    Illustrated,
     JobSent,
+    Logged,
     Measured,
+    MemoryUse,
     Noticed,
     Payload,
     Phase,
     Printed,
+    Profiled,
     Raised,
     RankPlace,
     Reached,
+    Remarked,
     Returned,
     RunEnded,
     RunPreempted,
@@ -48,6 +53,7 @@ from nblaunch.protocol.messages import (
     decoded,
     encode,
 )
+from nblaunch.protocol.metrics import MetricLog, logged, next_attempt
 from nblaunch.protocol.ranks import Blocks
 from nblaunch.protocol.reports import HangReport, LocatedAll, awaited_nodes, format_ranks
 from nblaunch.protocol.transcript import Transcript, cleared, displayed, printed
@@ -80,6 +86,7 @@ _FAILING = (State.FAILED, State.LOST)
 
 
 _NOTICES = 20
+_REMARK_CHARACTERS = 2000
 _LATE = "threads of an earlier cell printed before this one began: that output comes first"
 
 
@@ -108,12 +115,24 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     """What it used when it was last measured; only while a view shows it."""
     peak_gpu_memory: int | None = None
     """The most bytes that torch had allocated on a GPU, once the job has ended."""
+    memory: MemoryUse | None = None
+    """What it used, once the job has ended."""
     collectives: int | None = None
     """How many collectives of the default group it had begun then."""
     unwritten: int = 0
     """How many bytes that it printed a full disk did not take."""
+    profile: Payload | None = None
+    """What it has recorded, with `--profile`; see `Profiled`."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
+
+    @property
+    def used(self) -> MemoryUse | None:
+        """The memory that it used; if it could not tell, as it was measured last."""
+        if self.memory is not None or self.usage is None:
+            return self.memory
+        known = self.usage
+        return MemoryUse(known.memory, known.memory_peak, known.gpu_memory)
 
     @property
     def place(self) -> RankPlace:
@@ -205,6 +224,10 @@ class RunState(msgspec.Struct, frozen=True):
     """Why its nodes are taken back, once its ranks save because of that."""
     backend: str = ""
     """Of the default process group, where it is known only once the nodes are there."""
+    metrics: MetricLog = MetricLog()
+    """What ranks have logged, in all attempts."""
+    profile: Illustrated = Illustrated()
+    """The profile of a finished run, as it is shown."""
 
     @classmethod
     def fresh(cls, world_size: int, ranks: tuple[int, ...] | None = None, *, time: float = 0.0) -> RunState:
@@ -314,7 +337,7 @@ def advance(state: RunState, message: Message) -> RunState:
     match message:
         case AttemptStarted():
             return _next_attempt(state, message)
-        case Noticed() | LocatedAll() | EngineSaid() | RunPreempted():
+        case Noticed() | LocatedAll() | EngineSaid() | RunPreempted() | Illustrated() | Logged() | Remarked():
             return _noted(state, message)
         case JobSent():
             return _job_sent(state, message)
@@ -337,8 +360,11 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
 
 
-def _noted(state: RunState, message: Noticed | LocatedAll | EngineSaid | RunPreempted) -> RunState:
-    """Return the state with what is said of all its ranks."""
+def _noted(
+    state: RunState,
+    message: Noticed | LocatedAll | EngineSaid | RunPreempted | Illustrated | Logged | Remarked,
+) -> RunState:
+    """Return the state with what is said of all its ranks, or kept for all of them together."""
     match message:
         case Noticed(text=text):
             return replace(state, notices=(*state.notices, text)[-_NOTICES:])
@@ -348,6 +374,15 @@ def _noted(state: RunState, message: Noticed | LocatedAll | EngineSaid | RunPree
             return state if state.engine == message else replace(state, engine=message)
         case RunPreempted(why=why):
             return replace(state, preempted=why)
+        case Logged():
+            return _logged(state, message)
+        case Remarked(rank=rank, text=text):
+            # The first ones count: what follows a NaN is NaN.
+            if rank not in state.ranks or len(state.notices) >= _NOTICES:
+                return state
+            return _noted(state, Noticed(text=f"rank {rank}: {text[:_REMARK_CHARACTERS]}"))
+        case Illustrated():
+            return replace(state, profile=message)
 
 
 def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
@@ -384,7 +419,13 @@ def _next_attempt(state: RunState, message: AttemptStarted) -> RunState:
         engine=state.engine,
         preempted=state.preempted,
         backend=backend,
+        metrics=next_attempt(state.metrics),
     )
+
+
+def _logged(state: RunState, message: Logged) -> RunState:
+    after = logged(state.metrics, message) if message.rank in state.ranks else state.metrics
+    return state if after is state.metrics else replace(state, metrics=after)
 
 
 def _resized(state: RunState, world_size: int) -> RunState:
@@ -455,14 +496,14 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case Started() | Reached() | Unwritten() | Returned() | Raised() if known.state.final:
+        case Started() | Reached() | Unwritten() | Returned() | Raised() | Profiled() if known.state.final:
             return known
         case Started():
             warning = _LATE if message.late else known.warning
             return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
         case Printed() | Displayed() | Cleared():
             return replace(known, transcript=_written(known.transcript, message))
-        case Reached() | Unwritten():
+        case Reached() | Unwritten() | Profiled():
             return _counted(known, message)
         case Returned():
             return replace(
@@ -474,6 +515,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 value_not_sent=message.not_sent,
                 ended=message.time,
                 peak_gpu_memory=message.peak_gpu_memory,
+                memory=message.memory,
             )
         case Raised():
             failure = message.failure
@@ -485,6 +527,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 exitcode=failure.exitcode,
                 ended=failure.time,
                 peak_gpu_memory=message.peak_gpu_memory,
+                memory=message.memory,
             )
         case Colored() if known.failure is not None:
             return replace(known, failure=replace(known.failure, colored=message.text))
@@ -496,9 +539,11 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
             return known  # of interest to the worker group only
 
 
-def _counted(known: RankState, message: Reached | Unwritten) -> RankState:
+def _counted(known: RankState, message: Reached | Unwritten | Profiled) -> RankState:
     if isinstance(message, Reached):
         return replace(known, collectives=message.collectives)
+    if isinstance(message, Profiled):
+        return replace(known, profile=message.data)
     return replace(known, unwritten=message.size)
 
 

@@ -46,7 +46,7 @@ Modules, each after those that it imports:
     modules          the notebook's own modules on another machine
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open
     isolate          the first thing after the fork; reaps orphans; standard library only
-    memory           GPU memory: the peak of a job, and who holds what when an allocation fails
+    memory           memory of host and GPU: what a job used, and who holds what when an allocation fails
     script           a script, module or program as the job
     stdio            stdout and stderr: log files, order, output of child processes; `input()`
     values           a value in few words, and as a payload

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
+import secrets
 import signal
 import sys
 import threading
@@ -21,11 +22,14 @@ import msgspec
 import zmq
 
 from nblaunch._waker import Waker
+from nblaunch.probes.metrics import Recorder
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,
     Adopt,
     Answer,
+    ClockAnswered,
+    ClockAsked,
     Dispatch,
     FreeCollective,
     FromRank,
@@ -33,6 +37,7 @@ from nblaunch.protocol.messages import (
     Interrupt,
     InterruptSeen,
     Leave,
+    Logged,
     Offsets,
     Preempt,
     Prepare,
@@ -46,7 +51,7 @@ from nblaunch.protocol.messages import (
     decode_to_rank,
     encode,
 )
-from nblaunch.rank import preempt
+from nblaunch.rank import preempt, process_group
 from nblaunch.rank.isolate import LOOK_SECONDS, Reaper
 from nblaunch.rank.stacks import RankInspector
 
@@ -57,6 +62,18 @@ _SOON_MS = 5
 # How often to look whether the main thread is back from C code.
 _ATTENTION_MS = 10
 _MOMENTS = 200
+
+
+class _ClockLook:
+    """A look at the hub's clock: asked by the main thread, done by the control thread."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.number = secrets.randbits(32)
+        """Of the last question; answers to another look have other numbers."""
+        self.asked = 0
+        self.wanted, self.complete = threading.Event(), threading.Event()
+        self.found: list[tuple[int, int, int]] = []
 
 
 class Link:
@@ -78,6 +95,8 @@ class Link:
         """Set once the payload of the last job has arrived on every rank."""
         self.times_freed = 0
         """How often the control thread has ended collectives of the main thread."""
+        self._clock = _ClockLook(0)
+        """The look at the hub's clock that is under way, or was the last."""
         self._working = self._finishing = self._interrupted = False
         self._attention = MainThread()
         self._unseen: int | None = None
@@ -94,6 +113,8 @@ class Link:
         self._poller = zmq.Poller()
         self._hello: Hello
         self._socket: zmq.Socket[bytes]
+        self.metrics = Recorder(self._log, self._waker.wake)
+        """What the rank logs; sent by the control thread, while a job runs."""
         self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._serve, name="nblaunch-control", daemon=True)
 
@@ -141,6 +162,9 @@ class Link:
         if urgent:
             self._waker.wake()
 
+    def _log(self, **columns: Any) -> None:
+        self.send(Logged(rank=self._rank, **columns), urgent=False)
+
     def switched(self, offsets: Offsets) -> None:
         """Note that the rank has changed between stdout and stderr; sent in bunches, in order."""
         with self._lock:
@@ -156,6 +180,42 @@ class Link:
             moments = (*self._switches[:-1:step], self._switches[-1])
             self._switches = []
             self._outbox.append(encode(Switched(rank=self._rank, moments=moments)))
+
+    def look_at_clock(self, times: int, seconds: float) -> list[tuple[int, int, int]]:
+        """Ask the hub so many times what time it is, one after the other; wait at most `seconds`.
+
+        Returns for each answer: when it was asked for, the hub's time, when the answer was here; all in
+        nanoseconds since the epoch.
+        """
+        self._clock = look = _ClockLook(times)
+        look.wanted.set()
+        self._waker.wake()
+        look.complete.wait(seconds)
+        look.left = 0
+        return list(look.found)
+
+    def _ask_clock(self) -> None:
+        look = self._clock
+        look.wanted.clear()
+        if look.left <= 0:
+            look.complete.set()
+            return
+        look.number += 1
+        look.asked = time.time_ns()
+        self._socket.send(encode(ClockAsked(rank=self._rank, number=look.number)))
+
+    def _clock_answered(self, answer: ClockAnswered) -> None:
+        here, look = time.time_ns(), self._clock
+        if look.left <= 0 or answer.number != look.number:
+            return
+        look.found.append((look.asked, answer.time, here))
+        look.left -= 1
+        self._ask_clock()
+
+    def free(self, fds: tuple[int, ...]) -> None:
+        """End the collective that the main thread is in: abort NCCL, or shut these connections."""
+        process_group.note_cut()
+        self._inspector.free(fds)
 
     def begin_job(self) -> None:
         """From here on an interrupt reaches the main thread; raise KeyboardInterrupt if one came already."""
@@ -193,6 +253,9 @@ class Link:
         while True:
             ready = dict(self._poller.poll(self._patience()))
             self._reaper.look()
+            # A probe that breaks must not end the thread that carries the rank's messages.
+            with contextlib.suppress(Exception):
+                self.metrics.send_due()
             if not ready:
                 with self._lock:
                     self._collect_switches()
@@ -203,12 +266,18 @@ class Link:
                 self._seen(handled=True)
             while self._outbox:
                 self._socket.send(self._outbox.popleft())
+            if self._clock.wanted.is_set():
+                self._ask_clock()
             if self._closing and not self._outbox:
                 return
             if self._socket in ready:
                 self._receive(decode_to_rank(self._socket.recv(), "the hub"))
 
     def _patience(self) -> int | None:
+        metrics, others = self.metrics.patience(), self._others_patience()
+        return metrics if others is None else others if metrics is None else min(metrics, others)
+
+    def _others_patience(self) -> int | None:
         if self._looks_soon:
             return _SOON_MS
         if self._unseen is not None:
@@ -243,6 +312,8 @@ class Link:
                     self._inspector.abort(lambda: self.send(Aborted(rank=self._rank)))
             case Proceed():
                 self.proceed.set()
+            case ClockAnswered():
+                self._clock_answered(message)
             case _:
                 self._take_order(message)
 

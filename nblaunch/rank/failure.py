@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import reprlib
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,6 +26,9 @@ from nblaunch.rank import memory, shell
 _EXCEPTION_LIMIT = 4 * 1024 * 1024
 _VARIABLES = 40
 _FRAMES = 100
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+_PROBES = f"{_OURS}probes{os.sep}"
 
 
 class _ShortRepr(reprlib.Repr):
@@ -47,6 +53,7 @@ def record(
     """
     # First of all: the clock decides who failed first, and a large exception takes time to pickle and print.
     now = time.time()
+    _end_in_users_code(error)
     with unwaited():
         return FailureRecord(
             type=_qualified_name(type(error)),
@@ -58,7 +65,28 @@ def record(
             time=now,
             phase=phase,
             memory=memory.shortage(error),
+            held=memory.held(error, titles),
         )
+
+
+def _end_in_users_code(error: BaseException) -> None:
+    """Have the traceback of what a probe has raised end where the user's code called torch."""
+    steps = list(_steps(error.__traceback__))
+    if not steps or not steps[-1].tb_frame.f_code.co_filename.startswith(_PROBES):
+        return
+    while steps and steps[-1].tb_frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+        steps.pop()
+    if steps:
+        below = None
+        for step in reversed(steps):
+            below = TracebackType(below, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        error.__traceback__ = below
+
+
+def _steps(first: TracebackType | None) -> Iterator[TracebackType]:
+    while first is not None:
+        yield first
+        first = first.tb_next
 
 
 def _text(error: BaseException) -> str:

@@ -29,7 +29,8 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ import torch
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
+from nblaunch.probes import diff, loggers, metrics, steps
 from nblaunch.protocol.messages import (
     Adopt,
     Arrived,
@@ -58,11 +60,13 @@ from nblaunch.protocol.messages import (
     Preempted,
     Preempting,
     Prepare,
+    Profiled,
     PullJob,
     PushJob,
     Raised,
     Recover,
     Recovered,
+    Remarked,
     Returned,
     ScriptJob,
     Started,
@@ -88,6 +92,8 @@ from nblaunch.rank.modules import OwnModules
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
 _ERROR_CHARACTERS = 2000
+# How long a failed job waits for numbers that a GPU still computes: its stream may be stuck.
+_SETTLE_SECONDS = 1.0
 _RESUME = (
     "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
@@ -155,6 +161,7 @@ class Rank:
         self.phase = Phase.CONNECT
         self.titles: dict[str, str] = {}
         self.outgoing: shared_memory.Outgoing | None = None
+        self.profile: shared_memory.Outgoing | None = None
         self.variables = Variables(kept=orders.keep)
         self._last_names = Names(rank=-1, names=())
         self._names_reported = False
@@ -174,6 +181,7 @@ class Rank:
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank
         self.questions = stdio.Questions(self.rank, self.link.send)
         self.link.on_answer = self.questions.install()
+        metrics.start(self.link.metrics)
         self.link.start(
             Hello(
                 rank=self.rank,
@@ -220,9 +228,12 @@ class Rank:
             except BaseException:
                 self._end_job()
                 self._save(in_job=True)
+                self.link.metrics.settle(_SETTLE_SECONDS)
                 raise
             finally:
                 self.link.end_job()
+                self.link.metrics.end_job()
+                steps.end_job()
                 if self.orders.keep:
                     self._report_names()
         except SystemExit as error:
@@ -320,11 +331,30 @@ class Rank:
             loaded = self._arrived(parts, dispatch.objects, job)
         del parts
         pickling.remember_received_classes()
-        value = self._do(job, loaded)
+        with self._seen_inside(dispatch):
+            value = self._do(job, loaded)
+        # While an interrupt still ends the wait for a GPU.
+        self.link.metrics.settle()
         self.link.finish_job()
         # The exit status of a script, always 0 here, is not worth showing.
         seen = not isinstance(job, ScriptJob) or bool(job.pull)
         self._returned(value, seen=seen, cell=job if isinstance(job, CellJob) else None)
+
+    def _profiled(self, dispatch: Dispatch) -> AbstractContextManager[None]:
+        """Return what records the job, if that was asked for."""
+        if not dispatch.insight.profile:
+            return contextlib.nullcontext()
+        # Not before: what is not asked for costs nothing.
+        from nblaunch.probes.profiling import Profiling
+
+        return Profiling(
+            self.rank, dispatch.insight, self.link.look_at_clock, self._spill(), self._send_profile
+        )
+
+    def _send_profile(self, reduced: bytes, trace: bytes) -> None:
+        packed = pickling.Packed(memoryview(reduced), (memoryview(trace),))
+        self.profile = shared_memory.put(packed, self._spill)
+        self.link.send(Profiled(rank=self.rank, data=self.profile.payload))
 
     def _begin(self, dispatch: Dispatch) -> None:
         """Report `Started`; from the end of this on an interrupt reaches the job."""
@@ -332,6 +362,8 @@ class Rank:
         self._unsaved = self._unsaved or not dispatch.look
         # A look reports nothing: objects that the notebook refers to at this moment stay.
         self._names_reported, self._internal = dispatch.look, dispatch.internal
+        if not dispatch.look:
+            diff.end_job()
         if not dispatch.internal or isinstance(dispatch.job, PushJob):
             shell.free_gpu_memory()
         if not dispatch.internal:
@@ -340,10 +372,12 @@ class Rank:
             # The previous job's value: the notebook has it, or this job would not have been dispatched.
             self.outgoing.close()
             self.outgoing = None
+        self._drop_profile()
         late = not dispatch.internal and bool(stdio.output.kept)
         started = Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
         self.link.send(started, urgent=False)
         if not dispatch.internal:
+            self.link.metrics.begin_job()
             stdio.output.begin_job()
         self.link.begin_job()
 
@@ -382,6 +416,35 @@ class Rank:
                 self.variables.bring(dict(loaded.value[-1]))
             case PushJob():
                 self.variables.push(loaded.value)
+
+    @contextlib.contextmanager
+    def _seen_inside(self, dispatch: Dispatch) -> Iterator[None]:
+        """Within the block, the probes that the job was given with are at work."""
+        with contextlib.ExitStack() as probes:
+            if not dispatch.internal:
+                recorder = self.link.metrics
+                probes.enter_context(loggers.reading(recorder.log, lambda: recorder.names))
+            if dispatch.insight.watch:
+                from nblaunch.probes.watch import watching
+
+                several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+                probes.enter_context(
+                    watching(
+                        dispatch.insight.watch,
+                        job=dispatch.insight.job,
+                        directory=self._spill(),
+                        attempt=self.orders.attempt,
+                        titles=self.titles,
+                        tell=self._remark,
+                        elsewhere=(process_group.own_store, self.link.free) if several else None,
+                    )
+                )
+            # The innermost: what the others do as they begin and end is not the job's.
+            probes.enter_context(self._profiled(dispatch))
+            yield
+
+    def _remark(self, text: str) -> None:
+        self.link.send(Remarked(rank=self.rank, text=failure.encodable(text)))
 
     def _do(self, job: AnyJob, loaded: Any) -> object:
         match job:
@@ -429,7 +492,8 @@ class Rank:
         return pulled if job.pull else 0
 
     def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
-        self.phase, peak = Phase.VALUE, memory.peak()
+        self.phase = Phase.VALUE
+        used = None if self._internal else memory.used()
         if self.orders.keep:
             # Before the value, which ends the job: the notebook captures the next one by what it knows then.
             self._report_names()
@@ -455,7 +519,8 @@ class Rank:
                 not_sent=failure.encodable(not_sent),
                 offsets=stdio.output.end_job(keep=self.orders.keep),
                 open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
-                peak_gpu_memory=peak,
+                peak_gpu_memory=memory.peak() if used is None else used.device_peak,
+                memory=used,
             )
         )
 
@@ -484,7 +549,16 @@ class Rank:
 
     def _report_failure(self, record: FailureRecord) -> None:
         ended = stdio.output.end_job(keep=self.orders.keep)
-        self.link.send(Raised(rank=self.rank, failure=record, offsets=ended, peak_gpu_memory=memory.peak()))
+        used = memory.used()
+        self.link.send(
+            Raised(
+                rank=self.rank,
+                failure=record,
+                offsets=ended,
+                peak_gpu_memory=used.device_peak,
+                memory=used,
+            )
+        )
 
     def _report_names(self) -> None:
         """Report the variables, once per job: objects that were reported stay until the next job."""
@@ -534,6 +608,13 @@ class Rank:
             self.link.close()
             if self.outgoing is not None:
                 self.outgoing.close()
+            self._drop_profile()
+
+    def _drop_profile(self) -> None:
+        """Free the last job's profile: whoever wants it has it."""
+        if self.profile is not None:
+            self.profile.close()
+            self.profile = None
 
 
 def _line_reached(error: BaseException, filename: str, first_line: int) -> int:

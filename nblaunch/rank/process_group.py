@@ -68,6 +68,8 @@ _attempt = 0
 _timeout: timedelta | None = None
 _formed_with: dict[str, Any] | None = None
 """The arguments of the default group, with which another one can take its place."""
+_cut_here = False
+"""Whether this rank has shut connections of the group by itself: it must be formed again."""
 _aborting: threading.Thread | None = None
 _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
@@ -110,7 +112,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     their connections. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot
     be used any more.
     """
-    global _aborted, _ours
+    global _aborted, _cut_here, _ours
     check_context(device, wait=False)
     _end_nccl()
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
@@ -119,6 +121,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     leave()
     flight_recorder.bury()
     _aborted = _ours = None
+    _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
@@ -132,6 +135,17 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
     flight_recorder.bury(but_the_newest=True)
+
+
+def note_cut() -> None:
+    """Note that this rank has shut connections of the group, which no longer works."""
+    global _cut_here
+    _cut_here = True
+
+
+def is_cut() -> bool:
+    """Whether it has, since the group was formed."""
+    return _cut_here
 
 
 def groups() -> Groups:
@@ -303,6 +317,12 @@ def _store(where: str, number: int) -> dist.Store:
     if _agent_store is None:
         _agent_store = dist.TCPStore(*_agent_address, is_master=False, timeout=_STORE_TIMEOUT)
     return dist.PrefixStore(f"nblaunch/{_attempt}/{where}/{number}", _agent_store)
+
+
+def own_store() -> dist.Store:
+    """Return the agent's store over a connection of its own, for a thread beside the main one."""
+    store = dist.TCPStore(*_agent_address, is_master=False, timeout=_STORE_TIMEOUT)
+    return dist.PrefixStore(f"nblaunch/{_attempt}/watch", store)
 
 
 def forget_store() -> int:

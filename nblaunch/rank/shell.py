@@ -24,6 +24,8 @@ from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.paths import get_ipython_dir
 from traitlets.config import Config
 
+from nblaunch.insight.comparing import Ask
+from nblaunch.probes import diff
 from nblaunch.protocol.messages import CellJob, Cleared, Displayed, FromRank
 from nblaunch.rank import memory, stdio, values
 
@@ -358,6 +360,12 @@ def namespace() -> dict[str, Any]:
 # Questions of the notebook between two cells (`_notebook.ask_shell`): %debug, help, completion.
 
 _MOST = 500
+
+
+def answer_comparison(token: str, ask: Ask) -> Any:
+    """Answer a question of `Session.diff` about this rank's variables."""
+    return diff.answer(token, ask, namespace())
+
 
 last_error: BaseException | None = None
 """The exception of the last job that failed here."""

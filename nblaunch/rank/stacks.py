@@ -47,7 +47,8 @@ class RankInspector:
             collectives=tuple({each.key: each for each in known.recent}.values()),
             recent=known.recent,
             connections=tuple(_connections()),
-            pending=known.pending,
+            # Of a group that this rank has cut, something is always open: so it is formed again.
+            pending=1 if process_group.is_cut() else known.pending,
             # The main thread waits for the device in any call that needs a result, such as `.item()`.
             inside=(groups.uses_nccl and (status.busy or known.pending is None)) or self._inside(),
             nccl=groups.uses_nccl,

@@ -37,6 +37,7 @@ Modules, each after those that it imports:
     launch             worker groups: fresh ranks, a standby group in their place, a session's ranks
     journal            each job's messages on disk: segments, bounds, compaction; `_journal` reads them
     connections        the sockets of clients, served by the hub's thread
+    metrics_file       what a job logs, as lines of JSON in the user's file
     jobs               a client's job: what is held for it, who watches it, how it ends
     archive            the jobs that a session has had: records, states, values, and their bounds
     sessions           ranks that stay, their giver and those that follow them

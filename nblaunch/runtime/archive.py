@@ -67,7 +67,7 @@ class PastJob:
     """Warnings since its end."""
     directory: Path
     state: RunState | None = None
-    values: dict[int, HeldPayload] = field(default_factory=dict)
+    values: dict[tuple[int, str], HeldPayload] = field(default_factory=dict)
     taken: bool = False
     """Whether a client has mapped the values."""
     dropped_values: str = ""
@@ -119,6 +119,8 @@ class PastJob:
 
 def _no_value(known: RankState, why: str) -> RankState:
     """Return a rank whose value is gone; one that is part of the state is there."""
+    if known.profile is not None and known.profile.inline is None:
+        known = replace(known, profile=None)
     if known.value is None or known.value.inline is not None:
         return known
     return replace(known, value=None, value_not_sent=why)

@@ -52,12 +52,15 @@ from nblaunch.protocol.state import Message, decode_state, encode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.journal import Journal, counts_of
 from nblaunch.runtime.launch import own_directory
+from nblaunch.runtime.metrics_file import MetricsFile
 
 # A job that is over by then needs no thread that watches it.
 _YOUNG_SECONDS = 0.1
 # A job that is over by then, or has written less, is not worth a file unless it is kept.
 _JOURNAL_SECONDS = 0.5
 _UNWRITTEN = 1000
+# How long the end of a job waits for the file of its metrics: a disk may hang.
+_FILE_SECONDS = 10.0
 _UNWRITTEN_OF_A_RANK = 4
 
 
@@ -151,6 +154,11 @@ class RunningJob:
         self.job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
         self.job.asked = self._asked
         self.job.listeners.append(self._publish)
+        path = order.options.metrics_file
+        self._file = None if path is None or order.internal else MetricsFile(path)
+        self._file_due: float | None = None
+        if self._file is not None:
+            self.job.listeners.append(self._file.take)
         self.job.when_ended.append(self._job_ended)
 
     def _held(
@@ -219,6 +227,8 @@ class RunningJob:
             self._watch()
         if self._recording is not None:
             self._look_at(self._recording, now)
+        if self._file is not None and self._file_due is not None and now >= self._file_due:
+            self._file_is_whole(None, f"metrics_file={self.order.options.metrics_file!r}: the disk hangs")
 
     def _look_at(self, recording: _Recording, now: float) -> None:
         if not recording.begun and now - self._began >= _JOURNAL_SECONDS:
@@ -254,6 +264,20 @@ class RunningJob:
     def _finish(self, early: EarlyEnd | None) -> None:
         if self.end is not None:
             return
+        if self._file is None:
+            self._end(early)
+        elif self._file_due is None:
+            # The result comes when the file has all: who waits for the one reads the other.
+            file, hub = self._file, self._hub
+            self._file_due = time.monotonic() + _FILE_SECONDS
+            file.close(lambda: hub.call(lambda: self._file_is_whole(early, file.problem)))
+
+    def _file_is_whole(self, early: EarlyEnd | None, problem: str) -> None:
+        if self.end is None:
+            self.job.late += [problem] if problem else []
+            self._end(early)
+
+    def _end(self, early: EarlyEnd | None) -> None:
         job, group = self.job, self.group
         error = job.error
         if self.ended_with:

@@ -10,21 +10,17 @@ import os
 import secrets
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from nblaunch._keeper import RUNTIME_LOG
-from nblaunch._process_tree import die_with_parent
-from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.forkserver import GivenServer, Server
+from nblaunch.elastic.forkserver import GivenServer, server_of_fork
 
 if TYPE_CHECKING:
     from nblaunch.group.hub import Hub
     from nblaunch.runtime.registration import Registration
     from nblaunch.runtime.requests import RequestHandler
 
-_ADOPTION_SECONDS = 5.0
 # As mallopt takes them (malloc.h); without this the limit follows the largest block that was freed.
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 1 << 17
 _M_ARENA_MAX, _ARENAS = -8, 2
@@ -40,20 +36,17 @@ def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int)
     """
     code = 1
     try:
-        link, requests, orders = (socket.socket(fileno=fd) for fd in (link_fd, requests_fd, orders_fd))
-        _await_adoption(keeper)
+        server = server_of_fork(requests_fd, orders_fd, root, keeper)
         os.chdir(os.sep)
         os.umask(0o077)
         _print_to(Path(root) / RUNTIME_LOG)
         faulthandler.enable()
-        server = Server.given(requests, orders, RuntimeDirectory(Path(root)), dict(os.environ))
-        server.adopted()
         from nblaunch.group import group  # noqa: F401 - while the fork server loads what ranks need
 
         gc.freeze()
         gc.enable()
         _keep_little_memory()
-        serve(link, Path(root), server)
+        serve(socket.socket(fileno=link_fd), Path(root), server)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing else would report it
         sys.excepthook(*sys.exc_info())
@@ -71,14 +64,6 @@ def _keep_little_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
         mallopt(_M_ARENA_MAX, _ARENAS)
-
-
-def _await_adoption(keeper: int) -> None:
-    """Wait until the process between the fork server and this one has ended, and be ended with the keeper."""
-    deadline = time.monotonic() + _ADOPTION_SECONDS
-    while os.getppid() != keeper and time.monotonic() < deadline:
-        time.sleep(0.0005)
-    die_with_parent(keeper)
 
 
 def _print_to(log: Path) -> None:

@@ -29,7 +29,6 @@ Invariants:
 
 Modules, each after those that it imports:
 
-    folding        merges the sequences of several ranks; a common item stands once
     screen         text as a terminal shows it; a screen whose lines are numbered and tracked
     markup         HTML pieces: escaping, colours, states; what text costs in a saved notebook
     output         what ranks wrote, folded, and cut to a budget
@@ -37,6 +36,7 @@ Modules, each after those that it imports:
     summary        how a run stands or ended, in lines; the header; torchelastic's events as a table
     html           a run as static HTML
     panel_output   output as deltas: numbered lines and displays, new or changed
+    panel_curves   what ranks have logged as deltas: cells of curves, new or changed
     text           a run as text
     panel_ranks    everything that the panel shows, as deltas: ranks, values, stragglers, report; no widget
     terminal_view  a run in a terminal: lines as they come, the status line, streams that step aside

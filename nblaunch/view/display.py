@@ -21,6 +21,7 @@ from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
 from nblaunch._results import nodes_line
+from nblaunch.insight.curves import Curves
 from nblaunch.protocol.messages import EngineSaid
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
@@ -167,7 +168,7 @@ class WidgetView:
     def close(self, state: RunState) -> None:
         """Put static HTML in the panel's place, and close the panel."""
         try:
-            bundle = html_and_text(state, self._header)
+            bundle = html_and_text(state, self._header, self._drawing.curves(state))
             if self._display_id is None:
                 _display(bundle)
             else:
@@ -266,16 +267,20 @@ def _mode(mode: str | None) -> str:
     return given
 
 
-def html_and_text(state: RunState, header: Header) -> Bundle:
+def html_and_text(state: RunState, header: Header, curves: Curves | None = None) -> Bundle:
     """Return a run as a notebook shows it, with its text form for front ends without HTML."""
-    return _bundle(state, header, folded(state), "" if state.finished else _LEFT)
+    return _bundle(state, header, folded(state), "" if state.finished else _LEFT, curves)
 
 
-def _bundle(state: RunState, header: Header, outputs: Sequence[Folded], note: str) -> Bundle:
+def _bundle(
+    state: RunState, header: Header, outputs: Sequence[Folded], note: str, curves: Curves | None = None
+) -> Bundle:
+    known = Curves.of(state.metrics) if curves is None else curves
     return {
-        "text/html": render_html(state, header, outputs=outputs)
+        "text/html": render_html(state, header, outputs=outputs, curves=known)
         + (f'<p style="{ROOT_STYLE}">{escaped(note)}</p>' if note else ""),
-        "text/plain": render_text(state, header, outputs=outputs) + (f"\n{note}" if note else ""),
+        "text/plain": render_text(state, header, outputs=outputs, curves=known)
+        + (f"\n{note}" if note else ""),
     }
 
 

@@ -12,6 +12,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from nblaunch.diagnose.failures import Blame, blame
+from nblaunch.insight.charts import charts
+from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer, size
 from nblaunch.protocol.state import RankState, RunState, State, hosts_of
@@ -39,6 +41,8 @@ HTML_BUDGET = 680_000
 OUTPUT_BUDGET = 450_000
 """Bytes of printed lines and displays; a display beyond that is left out, and named."""
 LINES_BUDGET = 250_000
+CURVES_BUDGET = 120_000
+"""Bytes of drawings of what ranks have logged."""
 _STACK_COST = 4_000
 _CELLS_COST = 40_000
 _CELL_COST = 300
@@ -70,11 +74,18 @@ _SMALL_CELL = "text-align:left;padding:1px 8px"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
 
-def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
-    """Return the run as HTML: how it ended, a row per rank, then output and values.
+def render_html(
+    state: RunState,
+    header: summary.Header,
+    *,
+    outputs: Sequence[Folded] | None = None,
+    curves: Curves | None = None,
+) -> str:
+    """Return the run as HTML: how it ended, curves, a row per rank, then output and values.
 
-    It holds no times and no pids, so that a notebook's saved output can be compared. With several hosts, it
-    names those of ranks that failed or hang. `outputs` is `folded(state)` if the caller has it already.
+    It holds no times and no pids, so that a notebook's saved output can be compared, except for those of a
+    profile, which was asked for. With several hosts, it names those of ranks that failed or hang.
+    `outputs` is `folded(state)`, and `curves` are those of `state.metrics`, if the caller has them already.
     """
     found = blame(state.ranks)
     what = markup.escaped(summary.headline(state, header.title, header.backend))
@@ -85,8 +96,10 @@ def render_html(state: RunState, header: summary.Header, *, outputs: Sequence[Fo
         *map(_note, summary.host_lines(state)),
         *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *_hang(state),
+        *_curves(Curves.of(state.metrics) if curves is None else curves),
         _table(state, found),
         *_values(state),
+        *_profile(state),
     )
     above = "".join(parts)
     shown = folded(state) if outputs is None else outputs
@@ -118,6 +131,9 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
         parts.append(f"<div><strong>{label}</strong> {why}</div>")
         parts += [markup.details(name, traceback, opened=not number)] if traceback else []
+        held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
+        table = markup.pre(markup.escaped(held))
+        parts += [markup.details("What it held", table, opened=not number)] if held else []
     return parts
 
 
@@ -168,6 +184,22 @@ def _hang(state: RunState) -> Iterator[str]:
     if len(found) > _PLACES:
         content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
     yield markup.details("Where the ranks were", content, opened=True)
+
+
+def _curves(curves: Curves) -> Iterator[str]:
+    """Yield what ranks have logged: a drawing for each name, the same in words, a line for each rank."""
+    lines = curve_lines(curves)
+    if not lines:
+        return
+    drawn, by_rank = charts(curves, CURVES_BUDGET)
+    content = _side_by_side(drawn) + markup.pre(markup.escaped(plain("\n".join(lines))))
+    if by_rank:
+        content += markup.details("One line for each rank", _side_by_side(by_rank), opened=False)
+    yield markup.details(f"Curves of {plural(len(curves.curves), 'name')}", content, opened=True)
+
+
+def _side_by_side(drawn: Sequence[str]) -> str:
+    return f'<div style="display:flex;flex-wrap:wrap;gap:4px 12px">{"".join(drawn)}</div>'
 
 
 def _table(state: RunState, found: Blame) -> str:
@@ -270,6 +302,13 @@ def _values(state: RunState) -> Iterator[str]:
             content = markup.pre(markup.escaped(shortened(text, limit)))
         opened = len(groups) <= _MOST_OPEN and cost_of_text(text) <= _VALUE_OPEN
         yield markup.details(f"Value of {format_ranks(ranks)}", content, opened=opened)
+
+
+def _profile(state: RunState) -> Iterator[str]:
+    """Yield the profile's steps and timeline, which its client has drawn."""
+    if state.profile.html:
+        title = f"P{state.profile.text[1:]}"
+        yield markup.details(markup.escaped(title), state.profile.html, opened=True)
 
 
 def _outputs(outputs: Sequence[Folded], budget: int) -> str:

@@ -408,6 +408,7 @@ class Store {
     this.news = {};
     this.values = {};
     this.report = null;
+    this.curves = null;
     this.tails = new Map();
     this.fold = new Fold();
     this.attempt = 0;
@@ -421,6 +422,7 @@ class Store {
     this.takeRanks({ header: whole.header, rows: whole.rows, removed: [], values: whole.values });
     this.report = whole.report;
     this.takeOutput(whole.output, false);
+    if (whole.curves) this.takeCurves(whole.curves);
   }
 
   // Starts again from everything, unless all of it is known.
@@ -440,6 +442,7 @@ class Store {
     if (delta.ranks) this.takeRanks(delta.ranks);
     if (delta.report) this.report = delta.report;
     if (delta.output) this.takeOutput(delta.output, true);
+    if (delta.curves) this.takeCurves(delta.curves);
     for (const listener of this.listeners) listener();
   }
 
@@ -455,6 +458,25 @@ class Store {
     if (isNew) this.rows = new Map([...this.rows].sort(([one], [other]) => one - other));
     this.news = {};
     if (isNew || removed.length) this.members = {};
+  }
+
+  takeCurves({ names, more, ranks, curves }) {
+    const known = this.curves?.byName ?? new Map();
+    for (const [name, { whole, cells, lines, drawn, apart, words }] of Object.entries(curves)) {
+      const before = whole ? undefined : known.get(name);
+      const curve = before ?? { cells: new Map(), lines: new Map() };
+      for (let place = 0; place < cells.length; place += 4) curve.cells.set(cells[place], cells.slice(place + 1, place + 4));
+      for (const [rank, points] of Object.entries(lines)) {
+        const line = curve.lines.get(Number(rank)) ?? new Map();
+        for (let place = 0; place < points.length; place += 2) line.set(points[place], points[place + 1]);
+        curve.lines.set(Number(rank), line);
+      }
+      for (const rank of curve.lines.keys()) {
+        if (!drawn.includes(rank)) curve.lines.delete(rank);
+      }
+      known.set(name, Object.assign(curve, { apart, words, news: {} }));
+    }
+    this.curves = { names: names.filter((name) => known.has(name)), more, ranks, byName: known };
   }
 
   takeOutput({ attempt, pieces, tails }, gapsAreNew) {
@@ -778,7 +800,9 @@ class Card {
       this.result.classList.toggle("nblaunch-wrong", Boolean(row.failure));
       this.result.title = row.failure ?? value?.text ?? "";
       // A line's height is kept for it, so that cards do not grow and shrink.
-      setText(this.usage, usageOf(row) || (row.phase ? "\u00a0" : ""));
+      const usage = usageOf(row);
+      setText(this.usage, usage || (row.phase ? "\u00a0" : ""));
+      this.usage.title = usage;
     }
     const last = tail?.last ?? "";
     setText(this.last, last || "\u00a0");
@@ -800,12 +824,16 @@ function firstLineOf(value) {
 function usageOf(row) {
   const parts = [];
   if (row.cpu !== undefined) parts.push(`CPU ${row.cpu} %`);
-  if (row.memory !== undefined) parts.push(formatBytes(row.memory));
+  const memory = row.memory === undefined ? "" : formatBytes(row.memory);
+  if (memory) parts.push(memory);
   if (row.gpu !== undefined || row.gpu_memory !== undefined) {
     const gpu = [row.gpu === undefined ? "" : `${row.gpu} %`];
     gpu.push(row.gpu_memory === undefined ? "" : formatBytes(row.gpu_memory));
     parts.push(`GPU ${gpu.filter(Boolean).join(", ")}`);
   }
+  // Behind the rest: on a narrow card it is what is cut off, and the title has it.
+  const peak = row.memory_peak === undefined ? "" : formatBytes(row.memory_peak);
+  if (peak && peak !== memory) parts.push(`peak ${peak}`);
   if (row.gpu_peak !== undefined) parts.push(`GPU peak ${formatBytes(row.gpu_peak)}`);
   return parts.join(" · ");
 }
@@ -1391,6 +1419,215 @@ class Values {
   }
 }
 
+// What ranks have logged: a small chart for each name, over the same steps.
+const CHART = { width: 300, height: 150, left: 46, right: 8, top: 6, bottom: 18 };
+const SERIES = 8;
+const LOG_LABELS = 4;
+
+let namespaceOfSvg;
+
+function drawing(tag, attributes, text) {
+  // As the parser has it: no address is written here, and none is asked for.
+  namespaceOfSvg ??= new DOMParser().parseFromString("<svg></svg>", "text/html").body.firstElementChild.namespaceURI;
+  const made = document.createElementNS(namespaceOfSvg, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function shortNumber(value) {
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  return size >= 1e-4 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(1).replace(/\.0e/, "e");
+}
+
+function roundTicks(low, high, most) {
+  if (!(high > low)) return [low];
+  const rough = (high - low) / Math.max(most - 1, 1);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((each) => power * each >= rough * (1 - 1e-9));
+  const ticks = [];
+  for (let at = Math.ceil(low / step - 1e-9); at <= high / step + 1e-9; at += 1) ticks.push(Number((at * step).toPrecision(12)));
+  return ticks;
+}
+
+function powersOfTen(low, high) {
+  const [first, last] = [Math.ceil(Math.log10(low) - 1e-9), Math.floor(Math.log10(high) + 1e-9)];
+  const apart = Math.max(1, Math.ceil((last - first + 1) / LOG_LABELS));
+  const ticks = [];
+  for (let power = first; power <= last; power += apart) ticks.push(10 ** power);
+  return ticks.length > 1 ? ticks : [low, high];
+}
+
+// From values to pixels. What a logarithm has no place for is left out, as what is not finite is.
+function scaleOf(values, isLog) {
+  const known = values.filter((value) => value !== null && (!isLog || value > 0));
+  let low = known.reduce((one, other) => Math.min(one, other), Infinity);
+  let high = known.reduce((one, other) => Math.max(one, other), -Infinity);
+  if (!known.length) [low, high] = isLog ? [0.1, 1] : [0, 1];
+  if (!(high - low > 1e-12 * Math.max(Math.abs(low), Math.abs(high)))) {
+    const more = Math.abs(low) * 0.05 || 0.5;
+    [low, high] = isLog ? [low / 1.1, high * 1.1] : [low - more, high + more];
+  }
+  const at = isLog ? Math.log10 : (value) => value;
+  const [from, to] = [at(low), at(high)];
+  const room = CHART.height - CHART.bottom - CHART.top;
+  const place = (value) =>
+    value === null || (isLog && value <= 0) ? null : CHART.height - CHART.bottom - ((at(value) - from) / (to - from)) * room;
+  return { place, ticks: isLog ? powersOfTen(low, high) : roundTicks(low, high, 4) };
+}
+
+function pathOf(points) {
+  let path = "";
+  let pen = "M";
+  for (const [x, y] of points) {
+    if (y === null) {
+      pen = "M";
+    } else {
+      path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`;
+      pen = "L";
+    }
+  }
+  return path;
+}
+
+class Chart {
+  constructor(name) {
+    this.name = name;
+    this.element = element("figure", "nblaunch-chart");
+    const caption = element("figcaption", "nblaunch-caption");
+    this.end = element("span", "nblaunch-end");
+    caption.append(element("strong", "nblaunch-name", name), this.end);
+    const { width, height } = CHART;
+    this.svg = drawing("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img" });
+    this.words = element("div", "nblaunch-words");
+    this.element.append(caption, this.svg, this.words);
+  }
+
+  draw(curve, steps, { isLog, byRank }) {
+    const shown = `${steps} ${isLog} ${byRank}`;
+    if (this.news === curve.news && this.shown === shown) return;
+    Object.assign(this, { news: curve.news, shown });
+    const cells = [...curve.cells].sort(([one], [other]) => one - other);
+    const sorted = (line) => [...line].sort(([one], [other]) => one - other);
+    const isDrawn = (rank) => byRank || curve.apart.includes(rank);
+    const lines = [...curve.lines].filter(([rank]) => isDrawn(rank)).map(([rank, line]) => [rank, sorted(line)]);
+    const values = [...cells.flatMap(([, band]) => band), ...lines.flatMap(([, line]) => line.map(([, value]) => value))];
+    const scale = scaleOf(values, isLog);
+    const { width, left, right } = CHART;
+    const across = (width - left - right) / Math.max(steps[1] - steps[0], 1);
+    const x = (step) => left + (step - steps[0]) * across;
+    const parts = [...this.axes(scale, steps, x)];
+    if (!byRank) parts.push(...this.band(cells, scale, x));
+    for (const [rank, line] of lines) {
+      const isApart = curve.apart.includes(rank);
+      const series = isApart ? 1 + (curve.apart.indexOf(rank) % (SERIES - 1)) : rank % SERIES;
+      const path = drawing("path", {
+        d: pathOf(line.map(([step, value]) => [x(step), scale.place(value)])),
+        class: `nblaunch-curve nblaunch-series${series}${byRank && !isApart ? " nblaunch-thin" : ""}`,
+      });
+      path.append(drawing("title", {}, `rank ${rank}`));
+      parts.push(path);
+      if (isApart) parts.push(this.label(rank, line, scale, x, series));
+    }
+    this.svg.replaceChildren(...parts);
+    const last = cells.findLast(([, band]) => band[1] !== null);
+    setText(this.end, last ? shortNumber(last[1][1]) : "");
+    setText(this.words, curve.words);
+    setAttribute(this.svg, "aria-label", `${this.name}: ${curve.words}`);
+  }
+
+  *axes({ place, ticks }, [first, last], x) {
+    const { width, height, left, right, bottom } = CHART;
+    for (const tick of ticks) {
+      const y = place(tick);
+      yield drawing("line", { x1: left, x2: width - right, y1: y, y2: y, class: "nblaunch-grid-line" });
+      yield drawing("text", { x: left - 4, y: y + 3.5, "text-anchor": "end" }, shortNumber(tick));
+    }
+    for (const tick of roundTicks(first, last, 5)) {
+      const anchor = x(tick) > width - 30 ? "end" : "middle";
+      yield drawing("text", { x: Math.min(x(tick), width - right), y: height - bottom + 13, "text-anchor": anchor }, shortNumber(tick));
+    }
+  }
+
+  *band(cells, { place }, x) {
+    const known = cells.filter(([, [least, , greatest]]) => place(least) !== null && place(greatest) !== null);
+    const edge = (which) => known.map(([step, band]) => [x(step), place(band[which])]);
+    if (known.length) yield drawing("path", { d: `${pathOf([...edge(2), ...edge(0).reverse()])}Z`, class: "nblaunch-band" });
+    if (known.length === 1) yield drawing("circle", { cx: x(known[0][0]), cy: place(known[0][1][1]), r: 2.5, class: "nblaunch-dot" });
+    yield drawing("path", { d: pathOf(cells.map(([step, band]) => [x(step), place(band[1])])), class: "nblaunch-curve nblaunch-series0" });
+  }
+
+  label(rank, line, { place }, x, series) {
+    const { width, height, right, top, bottom } = CHART;
+    const [step, value] = line.findLast(([, each]) => place(each) !== null) ?? [0, null];
+    if (value === null) return drawing("g", {});
+    const y = Math.min(Math.max(place(value) - 4, top + 8), height - bottom - 4);
+    const attributes = { x: Math.min(x(step), width - right), y, "text-anchor": "end", class: `nblaunch-named nblaunch-series${series}` };
+    return drawing("text", attributes, `rank ${rank}`);
+  }
+}
+
+class Curves {
+  constructor(store) {
+    this.store = store;
+    this.element = element("div", "nblaunch-curves");
+    this.charts = new Map();
+    this.isLog = false;
+    this.byRank = false;
+    this.log = this.toggle("Log scale", () => (this.isLog = !this.isLog));
+    this.each = this.toggle("One line per rank", () => {
+      this.byRank = !this.byRank;
+      send(store, `lines ${this.byRank ? "on" : "off"}`);
+      return this.byRank;
+    });
+    this.more = element("span", "nblaunch-hint");
+    this.body = element("div", "nblaunch-charts");
+    const tools = element("div", "nblaunch-tools");
+    tools.append(this.log, this.each, this.more);
+    const content = element("div");
+    content.append(tools, this.body);
+    this.part = folding("Curves", content, true);
+  }
+
+  toggle(text, change) {
+    const button = element("button", "nblaunch-button", text);
+    button.type = "button";
+    button.setAttribute("aria-pressed", "false");
+    button.addEventListener("click", () => {
+      setAttribute(button, "aria-pressed", String(change()));
+      this.draw();
+    });
+    return button;
+  }
+
+  draw() {
+    const { curves } = this.store;
+    if (!curves?.names.length) {
+      this.part.remove();
+      return;
+    }
+    if (!this.part.isConnected) this.element.append(this.part);
+    // Lines of many ranks come when they are asked for, and a busy kernel may not hear that.
+    this.each.hidden = curves.ranks < 2 || (curves.ranks > MOST_CARDS && !this.store.heard);
+    setText(this.more, curves.more);
+    const known = curves.names.map((name) => [name, curves.byName.get(name)]);
+    const all = known.flatMap(([, { cells }]) => [...cells.keys()]);
+    const steps = all.reduce(([one, other], step) => [Math.min(one, step), Math.max(other, step)], [Infinity, -Infinity]);
+    known.forEach(([name, curve], index) => {
+      if (!this.charts.has(name)) this.charts.set(name, new Chart(name));
+      const chart = this.charts.get(name);
+      if (this.body.children[index] !== chart.element) this.body.insertBefore(chart.element, this.body.children[index] ?? null);
+      chart.draw(curve, steps, this);
+    });
+    for (const [name, chart] of this.charts) {
+      if (curves.names.includes(name)) continue;
+      chart.element.remove();
+      this.charts.delete(name);
+    }
+  }
+}
+
 // Which rank the reader has chosen; every view of a panel has its own.
 class Choice {
   constructor(changed) {
@@ -1522,7 +1759,7 @@ function render({ model, el }) {
   const present = element("div");
   const choice = new Choice(() => draw());
   const head = new Head(store, () => send(store, "stop"));
-  const below = [new Ranks(store, choice), new Output(store, choice), new Values(store)];
+  const below = [new Ranks(store, choice), new Curves(store), new Output(store, choice), new Values(store)];
   const attempts = new Attempts(store, present);
   const parts = [head, new Failure(store), new Hang(store), attempts, ...below];
   present.append(...below.map((part) => part.element));

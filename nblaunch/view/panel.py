@@ -212,6 +212,8 @@ class Panel(anywidget.AnyWidget):
             self._again.set()
         elif word == "stop":
             self._stop.set()
+        elif word == "lines" and self._drawing is not None:
+            self._drawing.draw_each_rank(wanted=page == "on")
 
     def _answer_while_busy(self) -> None:
         """Let ipykernel 7.4 take the page's messages on the thread it has for them.

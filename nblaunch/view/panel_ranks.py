@@ -9,12 +9,14 @@ from typing import NotRequired, TypedDict
 
 from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
+from nblaunch.insight.curves import Curves
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import HangReport, by_host, plural, ranks_on
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.view import summary
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened
 from nblaunch.view.output import last_line
+from nblaunch.view.panel_curves import CurveFeed, CurveNews
 from nblaunch.view.panel_output import Feed, News, PanelPiece, piece_of
 from nblaunch.view.screen import colored, plain
 
@@ -174,7 +176,9 @@ def _report(state: RunState) -> PanelReport:
 
 def _traceback(failure: FailureRecord) -> list[PanelPiece]:
     text = (failure.colored or failure.traceback).rstrip("\n")
-    return [piece_of(line) for line in colored(shortened(text, summary.TRACEBACK_COST))]
+    held = summary.held_text(failure)
+    text = f"{shortened(text, summary.TRACEBACK_COST)}\n\n{held}" if held else text
+    return [piece_of(line) for line in colored(shortened(text, 2 * summary.TRACEBACK_COST))]
 
 
 def _attempt(attempt: AttemptState) -> PastAttempt:
@@ -219,7 +223,7 @@ class Row(TypedDict):
     """One rank; what is not known is left out. `value` is the number of a value.
 
     `host` is where it runs, if ranks are on several hosts. `memory` and `gpu_memory` are what it uses now,
-    `gpu_peak` what torch had allocated at most, in bytes.
+    `memory_peak` what it has used at most, `gpu_peak` what torch had allocated at most, in bytes.
     """
 
     rank: int
@@ -231,6 +235,7 @@ class Row(TypedDict):
     pid: NotRequired[int]
     cpu: NotRequired[float]
     memory: NotRequired[int]
+    memory_peak: NotRequired[int]
     gpu_memory: NotRequired[int]
     gpu: NotRequired[int]
     gpu_peak: NotRequired[int]
@@ -347,7 +352,9 @@ class Rows:
 def _add_usage(row: Row, known: RankState) -> None:
     if known.peak_gpu_memory:
         row["gpu_peak"] = known.peak_gpu_memory
-    usage = known.usage
+    used, usage = known.used, known.usage
+    if used is not None and used.host_peak is not None:
+        row["memory_peak"] = used.host_peak
     if usage is None or known.state.final:
         return
     row["cpu"], row["memory"] = round(usage.cpu_percent), usage.memory
@@ -402,6 +409,7 @@ class Delta(TypedDict):
     ranks: RankNews | None
     report: PanelReport | None
     output: News | None
+    curves: CurveNews | None
 
 
 class Snapshot(TypedDict):
@@ -414,6 +422,7 @@ class Snapshot(TypedDict):
     values: dict[str, Value]
     report: PanelReport | None
     output: News
+    curves: CurveNews | None
 
 
 class Drawing:
@@ -425,6 +434,7 @@ class Drawing:
         self._rows = Rows(header)
         self._feed = Feed()
         self._reporter = Reporter()
+        self._curves = CurveFeed()
         self._sequence = 0
         self._seen: RunState | None = None
         self._due = 0.0
@@ -440,10 +450,11 @@ class Drawing:
             ranks = self._rows.news(state, now)
             report = self._reporter.news(state)
             output = self._feed.news(state, now)
-            if ranks is None and report is None and output is None:
+            curves = self._curves.news(state.metrics, now)
+            if ranks is None and report is None and output is None and curves is None:
                 return None
             self._sequence += 1
-            return Delta(sequence=self._sequence, ranks=ranks, report=report, output=output)
+            return Delta(sequence=self._sequence, ranks=ranks, report=report, output=output, curves=curves)
 
     def whole(self, now: float) -> Snapshot:
         """Return everything."""
@@ -456,4 +467,15 @@ class Drawing:
                 values=self._rows.values,
                 report=self._reporter.report,
                 output=self._feed.whole(),
+                curves=self._curves.whole(),
             )
+
+    def curves(self, state: RunState) -> Curves:
+        """Return what ranks have logged up to this state."""
+        with self._lock:
+            self._curves.curves.update(state.metrics)
+            return self._curves.curves
+
+    def draw_each_rank(self, *, wanted: bool) -> None:
+        """Send a line for each rank, or only for those that are apart; for any thread."""
+        self._curves.by_rank = wanted

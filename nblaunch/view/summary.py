@@ -14,7 +14,7 @@ from typing import Any
 from nblaunch._results import Event
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
-from nblaunch.protocol.reports import HangReport, by_host, format_ranks, plural, ranks_by_answer
+from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
@@ -95,6 +95,11 @@ def traceback_text(failure: FailureRecord) -> str:
     """Return a traceback without what differs by machine or run: where Python is installed, ports."""
     text = without_ports(_PLACES.sub("…/", failure.traceback.rstrip("\n")))
     return _CELL_NUMBER.sub("Cell", _KERNEL_FILE.sub("ipykernel", text))
+
+
+def held_text(failure: FailureRecord) -> str:
+    """Return what a rank held that ran out of memory, a line for each part; empty for other failures."""
+    return _stable(shortened("\n".join(held_lines(failure.held)), TRACEBACK_COST))
 
 
 def attempt_line(attempt: AttemptState, found: Blame) -> str:

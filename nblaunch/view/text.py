@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from nblaunch.diagnose.failures import blame
+from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
@@ -29,20 +30,32 @@ TEXT_BUDGET = 130_000
 _LONGEST_LABEL = 24
 
 
-def render_text(state: RunState, header: summary.Header, *, outputs: Sequence[Folded] | None = None) -> str:
-    """Return the run as text: output, values, failures.
+def render_text(
+    state: RunState,
+    header: summary.Header,
+    *,
+    outputs: Sequence[Folded] | None = None,
+    curves: Curves | None = None,
+) -> str:
+    """Return the run as text: output, what ranks have logged, values, failures.
 
     It holds no times and no pids, so that a notebook's saved output can be compared. With several hosts, it
-    names those of ranks that failed or hang. `outputs` is `folded(state)` if the caller has it already.
+    names those of ranks that failed or hang. `outputs` is `folded(state)`, and `curves` are those of
+    `state.metrics`, if the caller has them already.
     """
     shown = folded(state) if outputs is None else outputs
-    lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state)]
+    lines = [*summary.attempt_lines(state), *_output_lines(shown), *_ending_lines(state, curves)]
     lines += summary.hang_lines(state)
     return "\n".join(lines or [_title(state, header)])
 
 
+def render_output(state: RunState) -> str:
+    """Return what the ranks wrote, as `render_text` has it above the ending; empty if they wrote nothing."""
+    return "\n".join(_output_lines(folded(state)))
+
+
 def render_ending(state: RunState, header: summary.Header) -> str:
-    """Return what `render_text` has below the output: values and failures."""
+    """Return what `render_text` has below the output: what was logged, values and failures."""
     return "\n".join(list(_ending_lines(state)) or [_title(state, header)])
 
 
@@ -85,7 +98,8 @@ def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
         yield from display_rows(row.item, row.ranks) if isinstance(row.item, Display) else [row]
 
 
-def _ending_lines(state: RunState) -> Iterator[str]:
+def _ending_lines(state: RunState, curves: Curves | None = None) -> Iterator[str]:
+    yield from map(plain, curve_lines(Curves.of(state.metrics) if curves is None else curves))
     values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
     limit = fair_limit((cost_of_text(value) for _, value in values), summary.PART_BUDGET)
     for ranks, value in values:
@@ -99,6 +113,8 @@ def _ending_lines(state: RunState) -> Iterator[str]:
     yield from summary.host_lines(state)
     yield from summary.others_lines(state, found)
     yield from summary.warning_lines(state)
+    if state.profile.text:
+        yield f"{state.profile.text} (result.profile)"
 
 
 def _title(state: RunState, header: summary.Header) -> str:

@@ -261,6 +261,7 @@ def attach(front: Front) -> Locator:
     return shown
 
 
+@pytest.mark.once
 @pytest.mark.quick
 def test_the_kernel_is_restarted_in_mid_cell_and_a_new_one_has_all_of_it(front, detached):
     restarted_in_mid_cell(front, detached)
@@ -307,6 +308,7 @@ def test_the_cell_of_a_kernel_that_was_restarted_keeps_what_it_had(front, detach
         load_again(front)
 
 
+@pytest.mark.once
 def test_the_stop_button_of_the_notebook_stops_watching_and_the_job_goes_on(front, detached):
     restarted_in_mid_cell(front, detached)
     shown = attach(front)

@@ -31,6 +31,7 @@ def test_output_is_there_while_the_cell_still_blocks(front, gate):
     expect(front.outputs.last).to_contain_text("SUCCEEDED")
 
 
+@pytest.mark.once
 def test_the_header_says_what_runs_and_each_rank_has_a_card(front, gate):
     front.start(cell(3, f"print('here')\nif rank == 2:\n    {gate.wait()}\nrank * 10"))
     head = front.panel.locator(".nblaunch-head")
@@ -129,6 +130,7 @@ if rank == 1:
     expect(front.outputs.last.locator("img")).to_have_count(1)
 
 
+@pytest.mark.once
 def test_displays_are_drawn_live_and_change_in_place_but_run_no_script(front, gate):
     body = f"""
 from IPython.display import HTML, clear_output, display
@@ -217,6 +219,7 @@ def test_the_rank_that_another_waits_for_in_a_collective_is_marked(front, gate):
     front.finished()
 
 
+@pytest.mark.once
 def test_a_failure_is_told_at_once_with_its_traceback_and_the_line_of_the_cell(front, gate):
     body = f"if rank == 1:\n    raise ValueError('the first to fail')\n{gate.wait()}"
     front.run(cell(3, body))
@@ -254,6 +257,7 @@ def test_the_panel_is_at_home_in_a_dark_theme(front, gate):
     assert ink > paper
 
 
+@pytest.mark.once
 def test_the_panel_can_be_used_with_the_keyboard_alone(front, gate):
     front.start(cell(10, f"print('from', rank)\n{gate.wait()}"))
     # The notebook's own shortcuts, which hold where no text is edited, must not take the panel's keys.

@@ -39,6 +39,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.once
 def test_a_run_with_everything_is_shown_when_it_has_ended(front):
     shown = front.run(EVERYTHING)
     expect(shown).to_contain_text("SUCCEEDED")

@@ -210,3 +210,59 @@ def test_the_peak_of_a_rank_that_failed_is_there_too(session):
 
 def test_a_rank_that_leaves_cuda_alone_has_no_peak():
     assert [each.peak_gpu_memory for each in nblaunch.run(int, nproc=1, backend="gloo").ranks] == [None]
+
+
+# --- what each rank used, and what held it --------------------------------------------------------------
+
+
+def test_what_each_rank_has_now_and_had_at_most_is_in_the_result(session):
+    used = session.cell(
+        "kept = torch.empty(2 << 20, dtype=torch.uint8, device='cuda')\n"
+        "large = torch.empty((rank + 1) * (64 << 20), dtype=torch.uint8, device='cuda')\ndel large",
+        namespace={},
+    )
+    for each in used.ranks:
+        assert each.memory.device_now == 2 << 20
+        assert each.memory.device_peak == ((each.rank + 1) * 64 + 2) << 20
+        assert each.memory.device_peak == each.peak_gpu_memory
+        assert each.memory.host_peak >= each.memory.host_now > 0
+    session.cell("del kept", namespace={})
+
+
+def test_a_shortage_lists_the_largest_tensors_of_that_gpu_by_variable_and_line(session):
+    failed = session.cell(
+        "elsewhere = torch.empty(128 << 20, dtype=torch.uint8)\n"
+        "weights = torch.empty(96 << 20, dtype=torch.uint8, device='cuda')\n"
+        "layers = [torch.empty(16 << 20, dtype=torch.uint8, device='cuda') for _ in range(4)]\n"
+        "train(0.3)",
+        check=False,
+        namespace={},
+    )
+    session.cell("del elsewhere, weights, layers", namespace={})
+    root = failed.root_cause
+    assert root.type == "torch.OutOfMemoryError"
+    named = {each.name: each for each in root.memory}
+    assert set(named) == {"activations", "weights", "layers"}
+    assert named["activations"].where.endswith("in train") or "line " in named["activations"].where
+    assert (named["weights"].size, named["weights"].what) == (
+        96 << 20,
+        f"uint8[{96 << 20}]",
+    )
+    assert (named["layers"].count, named["layers"].size) == (4, 64 << 20)
+    text = str(failed.report())
+    assert "activations" in text
+
+
+def test_a_shortage_names_the_line_that_made_a_tensor_where_torch_records_it(session):
+    recording = "torch.cuda.memory._record_memory_history('all', context='alloc', stacks='python')\n"
+    failed = session.cell(
+        recording + "def make():\n"
+        "    return [torch.empty(8 << 20, dtype=torch.uint8, device='cuda') for _ in range(3)]\n"
+        "made = make()\ntrain(0.3)",
+        check=False,
+        namespace={},
+    )
+    session.cell("torch.cuda.memory._record_memory_history(None)\ndel made", namespace={})
+    by_line = {each.made: each for each in failed.root_cause.memory}
+    made = next(each for line, each in by_line.items() if "line 3" in line)
+    assert (made.count, made.size, made.name) == (3, 24 << 20, "made")

@@ -12,7 +12,9 @@ import pytest
 LAUNCH = Path(__file__).parents[1] / "benchmarks" / "bench_launch.py"
 PANEL = Path(__file__).parents[1] / "benchmarks" / "bench_panel.py"
 NODES = Path(__file__).parents[1] / "benchmarks" / "bench_nodes.py"
+INSIGHT = Path(__file__).parents[1] / "benchmarks" / "bench_insight.py"
 SESSION = Path(__file__).parents[1] / "benchmarks" / "bench_session.py"
+HOSTS = Path(__file__).parents[1] / "benchmarks" / "bench_hosts.py"
 
 
 def ratios(*arguments: str) -> dict[str, float]:
@@ -64,9 +66,9 @@ def test_drawing_takes_little_of_the_kernel_and_far_less_than_the_server_lets_th
     assert all(size < (600 if name != "256 ranks" else 1000) for name, (_, _, size) in found.items())
 
 
-def session_figures(*arguments: str) -> dict[str, float]:
+def session_figures(*arguments: str, program: Path = SESSION) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, str(SESSION), *arguments], check=False, capture_output=True, text=True, timeout=110
+        [sys.executable, str(program), *arguments], check=False, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^  (\S.*?)  +([\d.]+)$", done.stdout, flags=re.MULTILINE)
@@ -127,3 +129,80 @@ def test_thousands_of_ranks_answer_a_cell_within_a_second():
     figures = node_figures("--nodes", "1024", "--ranks", "8", "--repeats", "9")
     assert figures["1024 nodes x 8: cell, ms"] <= 1000
     assert figures["1024 nodes x 8: MB of the runtime"] <= 300
+
+
+def insight_figures(*arguments: str) -> dict[str, float]:
+    """Return the figures by name, without the numbers of ranks and of what else was measured."""
+    done = subprocess.run(
+        [sys.executable, str(INSIGHT), *arguments], check=False, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^  (\S.*?)  +(-?[\d.]+)$", done.stdout, flags=re.MULTILINE)
+    return {re.sub(r"^\d+ (real )?ranks, |of \d+$", r"\1", name).strip(): float(each) for name, each in found}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_the_benchmark_of_what_is_seen_inside_a_run_prints_its_figures():
+    figures = insight_figures("--small")
+    for name in ("points missing", "clock error", "passes over memory", "--watch nan,desync", "tokens"):
+        assert any(name in each for each in figures), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_curves_of_64_ranks_cost_little_of_the_client_the_browser_and_the_notebook():
+    figures = insight_figures("--parts", "curves")
+    assert figures["a band: share of a core in the client, %"] < 5
+    assert figures["a band: kB/s to the browser"] < 50
+    assert figures["a band: saved, kB"] <= 200
+    assert [figure for name, figure in figures.items() if "points missing" in name] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_profile_costs_little_has_one_clock_and_names_the_rank_that_sleeps():
+    figures = insight_figures("--parts", "profile")
+    assert figures["clock error, µs"] < 200
+    assert figures["violation, µs"] < 200
+    assert figures["overhead of the profile, %"] < 10
+    assert figures["200 steps: seconds"] < 5
+    assert figures["5 ms on one of 8 ranks: steps of 30 that do not name it"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_one_of_100_million_elements_is_found_in_few_passes_and_little_moves():
+    figures = insight_figures("--parts", "diff")
+    assert figures["passes over memory, by bytes, of the rank that read most"] < 3
+    assert figures["bytes moved"] < 1_000_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_a_watch_costs_little_of_a_step():
+    figures = insight_figures("--parts", "watch")
+    assert figures["--watch nan,desync, % of a step"] <= 3
+
+
+@pytest.mark.slow
+def test_a_peak_of_memory_is_seen_and_a_report_is_short():
+    figures = insight_figures("--parts", "memory")
+    assert 180 <= figures["rank 1 took 200 MB for a moment: peak less now, MB"] <= 220
+    assert figures["report of 8 ranks x 10000 lines, tokens"] <= 4000
+
+
+@pytest.mark.slow
+def test_a_session_on_nodes_costs_what_is_promised():
+    found = session_figures("--parts", "cells,fresh,module,killed", program=HOSTS)
+    assert found["session cell, 2 nodes / 2 ranks of one machine"] <= 2
+    assert found["session cell, 4 nodes / 4 ranks of one machine"] <= 2
+    assert found["fresh cell on a session's 2 nodes, s"] <= 1.5
+    assert found["edited module, run on fresh ranks of 2 nodes, s"] <= 1
+    assert found["rank killed, until the next cell has its values, s"] <= 2
+
+
+@pytest.mark.slow
+def test_a_payload_reaches_four_hosts_as_fast_as_one():
+    found = session_figures("--parts", "push", program=HOSTS)
+    assert found["256 MB to 4 hosts / to one, at 1 Gbit/s"] <= 1.4

@@ -287,6 +287,7 @@ def test_what_is_said_before_while_and_after(notebook, place):
     assert meeting.ended == [], "who has given them back knows"
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_a_program_that_fails_is_named_with_its_host_and_its_words(notebook):
     meeting = notebook().start("--fails-at", "1")
@@ -295,6 +296,7 @@ def test_a_program_that_fails_is_named_with_its_host_and_its_words(notebook):
     assert why == f"the node on {host} ended before it joined, with exit code 1:\nno luck at 1"
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join", "process"), quick=0)
 def test_a_python_that_a_host_has_not_is_named(notebook):
     why = notebook(python="/nowhere/python", python_given=True).start().await_end()
@@ -302,6 +304,7 @@ def test_a_python_that_a_host_has_not_is_named(notebook):
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
     meeting = notebook().start()
@@ -313,6 +316,7 @@ def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
     assert "killed there" in why if place.name == "ssh" else "SIGKILL" in why
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook):
     meeting = notebook().start()
@@ -325,6 +329,7 @@ def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook
     assert (new["place"], new["host"], meeting.ended) == (1, lost["host"], [])
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_enough_hosts_are_enough(notebook):
     """One host of a range may fail: it is the reason for a wait, and no end."""
@@ -492,6 +497,7 @@ allocation = engine.ask(wish)
 """
 
 
+@pytest.mark.slow_at("slurm-inside")
 @of_each(quick=1)
 def test_a_runtime_that_is_killed_leaves_nothing(place, poke):
     """The keeper gives back what no process of ours holds."""

@@ -710,3 +710,19 @@ def test_completion_offers_what_the_command_takes() -> None:
 @pytest.mark.usefixtures("there")
 def test_a_session_is_not_started_with_it(kernel):
     assert "is for a cell" in kernel.fails("%distributed start -n 2 --export train.py").evalue
+
+
+def test_a_script_that_logs_counts_steps_and_compares_runs_under_torchrun(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os\n\nimport torch\nimport torch.distributed as dist\n\nimport nblaunch\n\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "steps = [nblaunch.step() for _ in range(3)]\n"
+        "nblaunch.log(loss=0.5)\n"
+        "found = nblaunch.diff(torch.arange(4) + (rank == 1), 'x')\n"
+        "print(f'[rank {rank}]', steps, str(found).splitlines()[0])\n"
+        "dist.destroy_process_group()\n"
+    )
+    said = "[0, 1, 2] x: x[0]: values differ. ranks 0-1 differ"
+    assert torchrun(script) == [[said], [said]]

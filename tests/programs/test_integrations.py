@@ -6,7 +6,6 @@ two ranks is then checked: the data were split, the loss fell, and both ranks ho
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import os
@@ -16,6 +15,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from lanes import needs, sampled
 
 import nblaunch
 
@@ -43,15 +43,6 @@ def facts(data, losses, model):
     weights = {name: weight.tolist() for name, weight in model.state_dict().items()}
     return {"seen": first_epoch, "losses": losses, "weights": weights}
 """
-
-
-def needs(*libraries: str) -> None:
-    """Skip where a library is missing, or fail in CI: there nothing may be left out."""
-    absent = [name for name in libraries if importlib.util.find_spec(name) is None]
-    if absent and os.environ.get("CI"):
-        pytest.fail(f"{', '.join(absent)} missing, and CI runs these tests", pytrace=False)
-    if absent:
-        pytest.skip(f"{', '.join(absent)} missing (see CONTRIBUTING.md)")
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +137,7 @@ def test_the_cell_of_the_readme_runs(notebook):
     assert notebook.value("res.values") == [[2, 4], [2, 4]]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+@pytest.mark.parametrize("strategy", sampled(["ddp", "auto"], ci=1))
 def test_lightning_finds_the_ranks_and_starts_none(notebook, tmp_path, strategy):
     """In what it takes for a notebook Lightning refuses `ddp`, and its own choice is to fork."""
     needs("lightning")
@@ -285,6 +276,7 @@ def test_transformers_trainer_trains_in_a_cell(notebook, tmp_path):
     assert [value["mode"] for value in values] == ["distributed"] * 2
 
 
+@pytest.mark.slow
 def test_transformers_trainer_trains_in_a_function(tmp_path):
     needs("transformers", "accelerate")
     values = nblaunch.run(train_with_transformers, args=(str(tmp_path / "out"),), nproc=2).values
@@ -330,7 +322,7 @@ def train_sharded():
     }
 
 
-@pytest.mark.parametrize("way", ["cell", "function"])
+@pytest.mark.parametrize("way", sampled(["cell", "function"], ci=1))
 def test_fsdp2_trains_shards_as_one_process_trains_the_whole(kernel, way):
     if way == "function":
         values = nblaunch.run(train_sharded, nproc=2).values

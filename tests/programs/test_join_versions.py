@@ -18,14 +18,19 @@ from nblaunch.nodes.key import versions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60
-# The command, but for what it says of itself.
-NODE = """
-import sys
+# The node program, but for what it says of itself.
+PROGRAM = """
+import os
 from nblaunch.nodes import key
 versions = key.versions()
-key.versions = lambda: tuple(given or own for given, own in zip(sys.argv[1:3], versions))
-from nblaunch.nodes.join import join
-sys.exit(join(sys.argv[3:]))
+key.versions = lambda: tuple(given or own for given, own in zip(os.environ["CLAIMS"].split(), versions))
+from nblaunch.nodes.program import live
+"""
+NODE = """
+import sys
+from nblaunch.nodes import join
+join.LIVE = "claims:live"
+sys.exit(join.join(sys.argv[1:]))
 """
 
 
@@ -51,6 +56,8 @@ def endpoint(tmp_path, monkeypatch):
 def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoint, tmp_path, eventually):
     told: list[tuple[int, str]] = []
     done = tmp_path / "done"
+    (tmp_path / "claims.py").write_text(PROGRAM)
+    python, torch = versions()
 
     def is_open():
         with socket.socket() as trial:
@@ -59,12 +66,12 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
     def try_both():
         try:
             eventually(is_open, "the rendezvous is open", SECONDS)
-            for python, torch in (("3.9", ""), ("", "2.0.1")):
-                words = [python, torch, "--rdzv-endpoint", endpoint, "--rdzv-id", "versions", "-n", "2"]
+            for claims in (f"3.9 {torch}", f"{python} 2.0.1"):
+                words = ["--rdzv-endpoint", endpoint, "--rdzv-id", "versions", "-n", "2"]
                 node = subprocess.run(
                     [sys.executable, "-c", NODE, *words],
                     cwd=tmp_path,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "CLAIMS": claims},
                     capture_output=True,
                     text=True,
                     timeout=SECONDS,
@@ -89,7 +96,6 @@ def test_a_node_of_another_python_or_torch_is_refused_with_both_versions(endpoin
         )
     finally:
         visitor.join(SECONDS)
-    python, torch = versions()
     assert [status for status, _ in told] == [1, 1]
     for said, theirs in (
         (told[0][1], f"Python 3.9 and torch {torch}"),

@@ -568,6 +568,7 @@ def test_kill_9_of_a_kernel_leaves_nothing(phase, host, world, tmp_path):
     world.must_be_clean()
 
 
+@pytest.mark.slow_at("script")
 def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
     started = host("import time\nfrom nblaunch.client.local import local\nlocal().runtime\ntime.sleep(100)")
     wait_until(lambda: len(world.processes()) > 1, "the keeper has been started")

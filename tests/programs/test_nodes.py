@@ -719,25 +719,26 @@ def test_nodes_that_do_not_come_in_time_are_a_launch_error_that_says_what_to_do(
     ("words", "reason"),
     [
         ([], "No --rdzv-id"),
-        (["--rdzv-id", "x"], "Give the notebook's --rdzv-endpoint"),
+        pytest.param(["--rdzv-id", "x"], "Give the notebook's --rdzv-endpoint", marks=pytest.mark.full),
         (
             ["--rdzv-id", "x", "--rdzv-endpoint", "127.0.0.1:1", "--max-restarts", "3"],
             "for the notebook to say",
         ),
-        (
+        pytest.param(
             ["--rdzv-id", "x", "--rdzv-endpoint", "127.0.0.1:1", "--rdzv-conf", "join_timeout=1"],
             "nobody answers",
+            marks=pytest.mark.full,
         ),
         (["--no-such-option"], "--no-such-option"),
     ],
     ids=["no id", "no endpoint", "not a node's", "nobody there", "unknown"],
 )
-def test_a_node_says_why_it_does_not_join(words, reason, meeting, capsys):
+def test_a_node_says_why_it_does_not_join(words, reason, meeting, capfd):
     from nblaunch.__main__ import main
 
     assert meeting.name
     assert main(["join", *words]) != 0
-    assert reason in capsys.readouterr().err
+    assert reason in capfd.readouterr().err
 
 
 @pytest.mark.quick

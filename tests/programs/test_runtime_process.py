@@ -35,11 +35,11 @@ STRAY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OWNER = """
 import os, socket, subprocess, sys
 from pathlib import Path
-from nblaunch.client import boot
+from nblaunch._keeper import Boot
+from nblaunch.client.boot import LIVE
 live, root, detached, theirs, ours = sys.argv[1:]
-boot.LIVE = live or boot.LIVE
 link = socket.socket(fileno=int(theirs))
-booted = boot.Boot(Path(root), link, owner=0 if detached == "True" else os.getpid())
+booted = Boot(Path(root), link, live or LIVE, owner=0 if detached == "True" else os.getpid())
 link.close()
 print(booted.keeper.pid, flush=True)
 for line in sys.stdin:

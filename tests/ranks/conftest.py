@@ -161,7 +161,7 @@ def opened(name: str, module_kernel: Callable[[], Any]) -> Iterator[Doors]:
         yield CellDoor(module_kernel()) if name == "cell" else RunDoor()
 
 
-ON_NODES = {"test_session_cells.py", "test_session_knowledge.py"}
+ON_NODES = {"test_session_cells.py"}
 """What CI runs on two nodes, too, but for what is marked `once`; the rest is left to the slow lane."""
 
 

@@ -24,6 +24,8 @@ import nblaunch
 from nblaunch.client.local import local
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
+SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
+"""Where more ranks are no more than that."""
 
 
 def waiting(flags):
@@ -141,7 +143,7 @@ def broken(*_):
 """
 
 
-@SIZES
+@SMALL
 def test_an_agent_that_raises_ends_its_ranks_and_says_what_it_raised(nproc, tmp_path, poke):
     usual(nproc)
     poke(BROKEN_AGENT)
@@ -180,7 +182,7 @@ def test_an_agent_that_cannot_even_start_its_ranks_says_so(step, poke):
 CLOSE = "local.hub.call(local.hub._socket.close)"
 
 
-@SIZES
+@SMALL
 def test_a_hub_whose_socket_is_closed_ends_the_run_and_is_replaced(nproc, tmp_path, poke):
     """It goes with the runtime, which serves nobody any more."""
     usual(nproc)
@@ -204,7 +206,7 @@ def test_a_hub_whose_socket_is_closed_between_runs_is_replaced(poke):
 # --- a rank's end of it ----------------------------------------------------------------------------
 
 
-@SIZES
+@SMALL
 def test_a_rank_that_loses_its_connection_is_a_failure(nproc):
     """Libraries that become a daemon close every descriptor; ZMQ then ends the process."""
 

@@ -257,6 +257,7 @@ USES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(("setup", "body", "value"), USES.values(), ids=USES.keys())
 def test_a_cell_finds_what_it_uses_of_the_notebook(door, setup, body, value):
     assert door(body, setup) == value
@@ -274,6 +275,7 @@ def test_a_class_body_in_a_cell_finds_a_variable_of_the_notebook(cell_door, setu
     assert cell_door(body, setup) == [1, 1]
 
 
+@pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(
     ("setup", "body", "value"),
     [
@@ -434,6 +436,7 @@ def test_nothing_that_ranks_do_changes_the_notebook(kernel):
     """)
 
 
+@pytest.mark.slow_at("cell")
 @pytest.mark.parametrize(
     "body",
     [

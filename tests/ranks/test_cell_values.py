@@ -56,6 +56,7 @@ def test_plain_objects_come_back_equal_and_in_rank_order(kernel, world_size):
     assert wrong == []
 
 
+@pytest.mark.slow_at("cell")
 @pytest.mark.parametrize("expression", PLAIN[:6])
 def test_a_plain_object_alone_is_the_value(door, expression):
     values = [eval(expression, {"rank": rank}) for rank in range(2)]  # noqa: S307 - one of those above

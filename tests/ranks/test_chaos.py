@@ -20,6 +20,8 @@ from lanes import sampled
 import nblaunch
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
+SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
+"""Where more ranks are no more than that."""
 
 
 def ended_quickly(failed: Failed, nproc: int, waited: float = 0.0) -> None:
@@ -48,7 +50,7 @@ def test_one_rank_raises_while_the_others_sit_in_all_reduce(nproc, which):
     must_work(nproc)
 
 
-@SIZES
+@SMALL
 def test_all_ranks_raise_and_none_is_the_consequence_of_another(nproc):
     failed = failing(on_ranks(range(nproc), fail), nproc)
     ended_quickly(failed, nproc)
@@ -90,7 +92,7 @@ def test_of_two_causes_the_first_in_time_is_the_root_cause(nproc):
 # --- a rank that exits or dies ---------------------------------------------------------------------
 
 
-@SIZES
+@SMALL
 def test_sys_exit_with_a_code_is_a_failure_of_that_code(nproc):
     failed = failing(on_ranks({1}, lambda: sys.exit(3)), nproc)
     ended_quickly(failed, nproc)
@@ -100,7 +102,7 @@ def test_sys_exit_with_a_code_is_a_failure_of_that_code(nproc):
     must_work(nproc)
 
 
-@SIZES
+@SMALL
 def test_sys_exit_without_a_code_ends_a_rank_well(nproc):
     result = nblaunch.run(on_ranks({1}, sys.exit, lambda: "kept"), nproc=nproc)
     assert result.values == ["kept", None, *["kept"] * (nproc - 2)]
@@ -159,7 +161,7 @@ DEATHS = {
 }
 
 
-@SIZES
+@SMALL
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(nproc, death):
     action, exitcode, name, reason, details = DEATHS[death]
@@ -177,7 +179,7 @@ def test_a_rank_that_dies_while_the_others_sit_in_all_reduce(nproc, death):
     must_work(nproc)
 
 
-@SIZES
+@SMALL
 def test_the_death_of_a_rank_is_known_at_once(nproc):
     """Half a second, or what a busy machine needs for several whole runs."""
 
@@ -200,7 +202,7 @@ def resist():
         time.sleep(1)
 
 
-@SIZES
+@SMALL
 def test_a_rank_that_ignores_sigterm_and_sigint_goes_after_the_grace_period(nproc):
     grace = 0.5
 
@@ -280,7 +282,7 @@ def test_the_processes_of_a_rank_go_with_it(size, end, eventually):
     must_work(2)
 
 
-@SIZES
+@SMALL
 def test_a_rank_that_eats_all_its_memory_raises_and_says_where(nproc):
     def eat():
         limit = psutil.Process().memory_info().vms + (256 << 20)

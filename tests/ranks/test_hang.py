@@ -20,6 +20,8 @@ from nblaunch.diagnose import hang
 from nblaunch.protocol.messages import Collective, FrameRecord, Where
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
+SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
+"""Where more ranks are no more than that."""
 
 
 def line_of(comment):
@@ -99,7 +101,7 @@ def receive_from_each_other():
     return "not one of the two"
 
 
-@SIZES
+@SMALL
 def test_two_ranks_that_wait_for_each_other_are_one_group(nproc):
     report, _ = hanging(receive_from_each_other, nproc)
     (group,) = report.groups
@@ -196,7 +198,7 @@ def end_gloo_itself():
     distributed.all_reduce(torch.ones(2, dtype=dtype))
 
 
-@SIZES
+@SMALL
 def test_a_difference_that_ends_a_rank_is_explained_by_its_last_output(nproc):
     """Gloo ends the process that receives more than it expects."""
     failed = failing(end_gloo_itself, nproc)
@@ -223,7 +225,7 @@ def count_in_c():
 
 
 @pytest.mark.full
-@SIZES
+@SMALL
 def test_a_rank_whose_interpreter_is_held_is_shown_by_faulthandler(nproc):
     report, text = hanging(count_in_c, nproc)
     assert list(report.silent) == [1]
@@ -236,7 +238,7 @@ def test_a_rank_whose_interpreter_is_held_is_shown_by_faulthandler(nproc):
 
 
 @pytest.mark.full
-@SIZES
+@SMALL
 def test_a_rank_that_is_stopped_is_told_and_ended(nproc):
     report, text = hanging(on_ranks({1}, lambda: os.kill(os.getpid(), signal.SIGSTOP)), nproc)
     assert report.silent == {1: "its process is stopped (SIGSTOP); kill -CONT would let it go on"}
@@ -281,7 +283,7 @@ def test_a_cell_that_hangs_is_reported_in_lines_of_the_cell(kernel):
 # --- without stopping ------------------------------------------------------------------------------
 
 
-@SIZES
+@SMALL
 def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path, poke):
     flag = tmp_path / "reported"
 

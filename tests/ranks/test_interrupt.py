@@ -198,14 +198,14 @@ def test_while_the_fork_server_starts(start_kernel, eventually):
 
 STOPS_WHEN_IT_HAS_STARTED = """
 import os, signal
-from nblaunch.client import boot
-start = boot._keeper.start
+from nblaunch import _keeper
+start = _keeper.start
 def start_and_interrupt(*args, **options):
-    boot._keeper.start = start
+    _keeper.start = start
     keeper = start(*args, **options)
     os.kill(os.getpid(), signal.SIGINT)
     return keeper
-boot._keeper.start = start_and_interrupt
+_keeper.start = start_and_interrupt
 """
 
 

@@ -142,6 +142,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow_at("run")
 @pytest.mark.parametrize("tensor", SHAPES.values(), ids=SHAPES.keys())
 def test_a_tensor_comes_back_with_dtype_shape_strides_and_writable(call, tensor):
     for back in call(lambda: tensor):
@@ -168,6 +169,7 @@ ARRAYS = {
 }
 
 
+@pytest.mark.slow_at("run")
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
 def test_an_array_comes_back_with_dtype_and_order_and_writable(call, array):
     for back in call(lambda: array):

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from chaos import reported
 from lanes import sampled
 
 import nblaunch
@@ -64,6 +65,8 @@ def failed(action, **options):
         nblaunch.run(on_rank_1(action), nproc=2, **options)
     error = caught.value
     assert error.result is not None
+    assert error.root_cause is not None
+    reported(error.root_cause, error.result)
     return error, error.result, error.result.ranks[1]
 
 

@@ -431,6 +431,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow_at("run")
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 def test_a_value_goes_to_the_ranks_and_comes_back_equal(call, value):
     def echo(value):

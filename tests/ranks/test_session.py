@@ -20,7 +20,7 @@ from lanes import sampled
 import nblaunch
 
 
-@pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=sampled([2, 4], ci=1), ids=["2 ranks", "4 ranks"])
 def session(request, place):
     """Give one session to all tests that leave its ranks alive; each uses names of its own."""
     with place(request.param) as opened:

@@ -55,6 +55,7 @@ def test_variables_stay_from_cell_to_cell(kernel):
     assert kernel.value("_.values") == [10, 11, 12, 13]
 
 
+@pytest.mark.once
 def test_output_of_a_cell_is_in_no_other(kernel):
     for number in range(3):
         ran = kernel.ok(f"%%distributed\nprint('only in {number}')")
@@ -85,6 +86,7 @@ def test_a_subset_of_the_ranks(kernel):
     assert (error.ename, "rank 1 took no part" in error.evalue) == ("KeyError", True)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -200,6 +202,7 @@ def test_the_timeout_that_a_session_was_started_with_is_that_of_its_cells(kernel
         kernel.ok("%distributed stop --session timed")
 
 
+@pytest.mark.once
 def test_a_name_that_is_taken_is_said(kernel):
     error = kernel.fails("%distributed start -n 2")
     assert "there is one already, with 4 ranks. Stop it first (%distributed stop)" in error.evalue
@@ -229,6 +232,7 @@ def test_status_and_stacks_of_idle_ranks(kernel):
     assert re.fullmatch(r"\[ranks 0-.*\] idle", kernel.ok("%distributed stacks").result)
 
 
+@pytest.mark.once
 def test_completion_of_what_lives_on_the_ranks(kernel):
     kernel.ok("%%distributed\nimport torch\nclass Net:\n    weight_decay = 1\nnetwork = Net()\n_hidden = 1")
     assert kernel.complete("%%distributed\nnetwo") == ["network"]
@@ -272,11 +276,14 @@ def test_inspection_of_what_lives_on_a_rank(kernel):
     assert "'nothing' is not defined" in kernel.fails("%distributed inspect nothing").evalue
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("magic", ["%distributed", "%%distributed"])
 def test_help_on_the_magics(kernel, magic):
     reply = kernel.client.inspect(magic, reply=True, timeout=30)
     assert reply["content"]["found"] is True
-    assert "--nproc-per-node" in reply["content"]["data"]["text/plain"]
+    shown = reply["content"]["data"]["text/plain"]
+    assert "-n, --nproc N" in shown
+    assert "--help explains all of them" in shown
 
 
 # --- in the background -----------------------------------------------------------------------------
@@ -308,6 +315,7 @@ def test_a_cell_in_the_background_while_others_run(kernel, place, tmp_path):
     wait_until_fresh_ranks_have_left(kernel)
 
 
+@pytest.mark.once
 def test_what_a_background_cell_shows_is_shown_by_that_cell(kernel, tmp_path):
     """Not by the one that happens to run when it ends."""
     flag = tmp_path / "flag"
@@ -358,6 +366,7 @@ def test_a_background_cell_can_be_stopped(kernel, how, eventually):
     assert background_threads(kernel) == []
 
 
+@pytest.mark.once
 def test_a_background_cell_that_fails(kernel):
     kernel.ok("%%distributed --background --out handle\n1 / 0")
     error = kernel.fails("handle.result(60)")
@@ -366,6 +375,7 @@ def test_a_background_cell_that_fails(kernel):
     assert kernel.fails("await handle").ename == "RunFailedError"
 
 
+@pytest.mark.once
 def test_a_broken_background_cell_says_so_at_once(kernel):
     kernel.ok("import threading\nlock = threading.Lock()")
     assert kernel.fails("%%distributed --background\nlock").ename == "CaptureError"
@@ -404,6 +414,7 @@ def reply_of(kernel: Any, code: str) -> str:
             return str(reply["content"]["status"])
 
 
+@pytest.mark.once
 def test_with_auto_every_cell_runs_on_the_ranks(auto):
     auto.ok("automatic = rank")
     assert "rank 3: 30" in auto.ok("automatic * 10").text
@@ -426,6 +437,7 @@ def test_with_auto_magics_and_local_cells_stay_in_the_notebook(auto, place):
     wait_until_fresh_ranks_have_left(auto)
 
 
+@pytest.mark.once
 def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     error = auto.fails("x = 1\n\n1 / 0")
     assert "cell line 3" in error.evalue
@@ -436,6 +448,7 @@ def test_with_auto_the_lines_of_tracebacks_are_those_of_the_cell(auto):
     assert "----> 3 1 / 0" in auto.fails("%%distributed\nx = 1\n1 / 0").traceback
 
 
+@pytest.mark.once
 def test_a_local_cell_that_fails_stops_the_notebook_with_or_without_auto(kernel):
     assert reply_of(kernel, "%%local\n1 / 0") == "error"
     assert reply_of(kernel, "%%local\n1") == "ok"
@@ -479,6 +492,7 @@ def test_restart_and_stop(start_kernel, place):
     assert kernel.value("res.values") == [3] * 3
 
 
+@pytest.mark.once
 def test_a_rank_that_dies_takes_all_variables_along_and_the_next_cell_works(start_kernel, place):
     kernel = start_kernel()
     kernel.ok(f"%distributed start {place.line(2)}")
@@ -514,6 +528,7 @@ def test_a_kernel_that_ends_with_a_session_leaves_nothing(  # noqa: PLR0913, PLR
     kernel.manager.shutdown_wait_time = 2.0
 
 
+@pytest.mark.once
 def test_deleting_what_the_notebook_has_does_not_end_the_session(kernel):
     kernel.ok("%%distributed --out res\nstays = 1")
     kernel.forget()

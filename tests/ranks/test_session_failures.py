@@ -49,7 +49,7 @@ def opened(place: Any, nproc: int, **options: Any) -> nblaunch.Session:
     return session
 
 
-@pytest.fixture(scope="module", params=sampled([2, 4]), ids=["2 ranks", "4 ranks"])
+@pytest.fixture(scope="module", params=sampled([2, 4], ci=1), ids=["2 ranks", "4 ranks"])
 def session(request, place):
     """Give one session to all tests that cost no rank."""
     usual(2)

@@ -13,8 +13,10 @@ from nblaunch import _errors
 from nblaunch._errors import (
     MESSAGE_LIMIT,
     CaptureError,
+    DesyncError,
     LaunchError,
     NblaunchError,
+    NonFiniteError,
     OptionError,
     RunFailedError,
     RunPreemptedError,
@@ -69,6 +71,8 @@ def result(cause):
         (RunFailedError, {NblaunchError, RuntimeError}),
         (RunTimeoutError, {RunFailedError, TimeoutError}),
         (RunPreemptedError, {NblaunchError}),
+        (NonFiniteError, {NblaunchError, FloatingPointError}),
+        (DesyncError, {NblaunchError, RuntimeError}),
     ],
 )
 def test_an_error_is_caught_by_its_family_and_by_pythons_name_for_it(error, bases):
@@ -87,6 +91,8 @@ def test_the_tree_holds_these_errors_and_no_others():
         RunFailedError,
         RunTimeoutError,
         RunPreemptedError,
+        NonFiniteError,
+        DesyncError,
     }
 
 
@@ -101,6 +107,8 @@ def test_the_public_names_are_these():
     """What ARCHITECTURE.md lists, as far as it is there; a new name is added here on purpose."""
     assert sorted(nblaunch.__all__) == [
         "CaptureError",
+        "DesyncError",
+        "Difference",
         "Display",
         "DoctorReport",
         "Event",
@@ -108,11 +116,16 @@ def test_the_public_names_are_these():
         "HangReport",
         "LaunchError",
         "LaunchOptions",
+        "MemoryUse",
+        "Metrics",
         "NblaunchError",
+        "NonFiniteError",
         "OptionError",
+        "Profile",
         "RankFailure",
         "RankResult",
         "RankStatus",
+        "Report",
         "RunFailedError",
         "RunPreemptedError",
         "RunResult",
@@ -122,10 +135,13 @@ def test_the_public_names_are_these():
         "SessionJob",
         "SessionStatus",
         "StoppedWatchingError",
+        "diff",
         "doctor",
+        "log",
         "on_preempt",
         "run",
         "sessions",
+        "step",
     ]
 
 

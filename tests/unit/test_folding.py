@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from nblaunch.insight import folding
+from nblaunch.insight.folding import merged
 from nblaunch.protocol.messages import AttemptStarted, Displayed, Printed, Started, Stream
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view import folding
 from nblaunch.view.display import html_and_text
-from nblaunch.view.folding import merged
 from nblaunch.view.html import HTML_BUDGET, render_html
 from nblaunch.view.output import folded, items_of
 from nblaunch.view.summary import Header

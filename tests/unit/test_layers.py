@@ -19,18 +19,34 @@ from nblaunch.options.table import Scope, Torchrun
 PACKAGE = Path(__file__).parents[2] / "nblaunch"
 
 LAYERS = (
-    *("data", "options", "protocol", "results", "capture", "rank", "elastic", "diagnose"),
-    *("group", "nodes", "runtime", "client", "view", "export", "checks", "magic", "door"),
+    *("data", "options", "protocol", "insight", "results", "capture", "probes", "rank"),
+    *(
+        "elastic",
+        "diagnose",
+        "group",
+        "nodes",
+        "runtime",
+        "client",
+        "view",
+        "export",
+        "checks",
+        "magic",
+        "testing",
+        "door",
+    ),
 )
 """Lowest first. `data` is every top-level module but `_results` and the doors; the others are folders."""
 
-DOORS = {"nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._demo"}
+DOORS = {
+    *("nblaunch", "nblaunch.__main__", "nblaunch._api", "nblaunch._demo", "nblaunch._insight"),
+    "nblaunch._pytest",
+}
 """Where users come in; these may import anything, `nblaunch` itself only inside functions."""
 
-RUNTIME = {"rank", "elastic", "group", "nodes", "runtime"}
+RUNTIME = {"probes", "rank", "elastic", "group", "nodes", "runtime"}
 """What runs in a runtime's process, in those that it has forked, and on nodes that join."""
 
-CLIENTS = {"client", "view", "export", "magic", "door"}
+CLIENTS = {"client", "view", "export", "magic", "testing", "door"}
 """What runs in a kernel, a script or a command line; `checks` looks at both sides."""
 
 MAY_BE_A_NODE = {"nblaunch.__main__"}
@@ -40,7 +56,9 @@ THIRD_PARTY = {
     "data": {"msgspec", "psutil"},
     "options": set(),
     "protocol": set(),
+    "insight": {"msgspec", "pandas"},
     "capture": {"cloudpickle", "numpy", "psutil", "safetensors", "torch"},
+    "probes": {"msgspec", "torch"},
     "rank": {"IPython", "msgspec", "torch", "traitlets", "zmq"},
 }
 """What the lowest layers may import from outside, over and above the layers below them."""
@@ -416,7 +434,7 @@ SOCKETS = {
     "nblaunch.rank.control",
     "nblaunch.group.hub",
     "nblaunch.nodes.listener",
-    "nblaunch.nodes.join",
+    "nblaunch.nodes.program",
     "nblaunch.nodes.node",
     "nblaunch.nodes.data",
     "nblaunch.nodes.host",
@@ -426,6 +444,8 @@ SPEAKERS = {
     "nblaunch.__main__",
     "nblaunch._demo",
     "nblaunch.nodes.join",
+    "nblaunch.testing.modules",  # pytest -s
+    "nblaunch.nodes.program",
     "nblaunch.client.jobs",  # remarks: other nodes join while the run waits
     "nblaunch.client.wait",  # what ranks ask is answered while the run waits
 }
@@ -438,6 +458,8 @@ TORCHS_PRIVATE = {
     "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",
     "nblaunch.elastic.placement": "devices as NVML counts them, without CUDA",
     "nblaunch.elastic.rendezvous": "a rendezvous that can be left and repeated from another thread",
+    "nblaunch.probes.collectives": "a kernel before each collective",
+    "nblaunch.probes.profiling": "gloo's flight recorder",
     "nblaunch.rank.environment": "TORCH_LOGS, which torch reads once",
     "nblaunch.rank.failure": "the repr of a tensor whose device is busy",
     "nblaunch.rank.namespace": "hooks of a DDP whose group is gone",
@@ -481,7 +503,7 @@ def private_names_of(path: Path) -> set[str]:
 
 
 def test_the_kernel_imports_nothing_of_what_runs_in_a_rank():
-    outside = {each.importer for each in OURS if layer_of(each.importer) != "rank"}
+    outside = {each.importer for each in OURS if layer_of(each.importer) not in {"probes", "rank"}}
     importers = {each.importer for each in OURS if each.imported.startswith("nblaunch.rank")}
     assert importers & outside == RANKS_DOORS
 
@@ -517,9 +539,9 @@ def test_the_protocol_the_root_cause_and_who_meets_need_no_clock_thread_or_file(
 KERNEL = {
     module_name(path): ast.parse(path.read_text())
     for path in MODULES
-    if layer_of(module_name(path)) != "rank"
+    if layer_of(module_name(path)) not in {"probes", "rank"}
 }
-"""The modules that a kernel may load: those of `rank` run in processes of their own."""
+"""The modules that a kernel may load: those of `probes` and `rank` run in processes of their own."""
 
 
 def test_modules_keep_state_in_few_places_and_for_a_reason():

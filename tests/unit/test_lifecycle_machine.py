@@ -1140,3 +1140,15 @@ def test_a_job_ends_once_its_ranks_do_what_they_are_asked(chance, kept, size):
         if after not in {before, Stage.STARTING, Stage.CLOSED, *LEADS_TO.get(before, ())}
     }
     assert led == set()
+
+
+def test_ranks_that_are_being_replaced_are_ended_by_the_agent_when_their_session_is_closed():
+    """New ones would never hear that they may leave, and the session would wait for them."""
+    ready = Group(kept=True).start()
+    assert Order.STOP_AGENT not in ready.feed(Trigger.DISMISS)
+    replaced = Group(kept=True).start()
+    replaced.feed(life.WorkerExited(exited(1)))
+    assert Order.STOP_AGENT in replaced.feed(Trigger.DISMISS)
+    replaced.feed(life.AttemptStarting(attempt(1)))
+    assert replaced.state.stage is Stage.STARTING
+    assert Order.STOP_AGENT in replaced.feed(Trigger.DISMISS)

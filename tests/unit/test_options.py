@@ -8,10 +8,11 @@ import dataclasses
 import math
 import os
 import pickle
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given
@@ -20,8 +21,8 @@ from hypothesis import strategies as st
 from nblaunch._errors import OptionError
 from nblaunch.options.kinds import LONGEST_SECONDS, EnvironmentVariables
 from nblaunch.options.launch import MOST_RANKS_PER_NODE, OPTIONS, LaunchOptions
-from nblaunch.options.line import option_completions, options_help, parse_line
-from nblaunch.options.table import Option, markdown_table, nearest
+from nblaunch.options.line import option_completions, options_help, options_on_a_screen, parse_line
+from nblaunch.options.table import TITLES, Option, Scope, markdown_table, nearest
 
 DEFAULTS = {
     "nproc_per_node": "auto",
@@ -39,10 +40,14 @@ DEFAULTS = {
     "timeout": None,
     "grace": 5.0,
     "hang_after": None,
+    "profile": False,
+    "profile_steps": None,
+    "watch": (),
     "max_restarts": 0,
     "monitor_interval": 0.02,
     "role": "rank",
     "log_dir": None,
+    "metrics_file": None,
     "shutdown_timeout": 5,
     "standalone": True,
     "nnodes": "1",
@@ -94,10 +99,14 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "timeout": ("60", 60.0, "1.5", 1.5),
     "grace": ("0", 0.0, "2", 2.0),
     "hang_after": ("30", 30.0, "0.5", 0.5),
+    "profile": ("true", True, "false", False),
+    "profile_steps": ("3:8", (3, 8), "0:0", (0, 0)),
+    "watch": ("nan", ("nan",), "desync:warn,nan", ("nan", "desync:warn")),
     "max_restarts": ("3", 3, "0", 0),
     "monitor_interval": ("0.5", 0.5, "1", 1.0),
     "role": ("trainer", "trainer", "worker", "worker"),
     "log_dir": ("runs", "runs", "logs", "logs"),
+    "metrics_file": ("m.jsonl", "m.jsonl", "runs/other.jsonl", "runs/other.jsonl"),
     "shutdown_timeout": ("30", 30, "1", 1),
     "standalone": ("0", False, "1", True),
     "nnodes": ("2", "2", "1:4", "1:4"),
@@ -149,10 +158,14 @@ WRONG: dict[str, list[object]] = {
     "timeout": [0, -1, math.nan, math.inf, -math.inf, True, "60", LONGEST_SECONDS * 2, 10**400, 1j, []],
     "grace": [-0.1, math.nan, math.inf, True, None, "5", 10**400],
     "hang_after": [0, -1, math.nan, True, "5"],
+    "profile": ["yes", 1, None],
+    "profile_steps": ["8:3", "3", "3:", (1,), (1, 2, 3), (-1, 2), (True, 2), 3],
+    "watch": ["", "inf", "nan:stop", "nan,nan:warn", ("nan", 1), True, None],
     "max_restarts": [-1, 1.0, True, None, "1", 2**31, math.inf],
     "monitor_interval": [0, -1, math.nan, math.inf, True, None, "0.1"],
     "role": ["", "a\nb", "a\0", 3, None, b"rank"],
     "log_dir": ["", "a\0b", "\ud800", 3, True, b"runs", "x" * 300, "~no such user/runs"],
+    "metrics_file": ["", "a\0b", "\ud800", 3, True, b"m", "/", "runs/", "~no such user/m.jsonl"],
     "shutdown_timeout": [0, -1, 1.5, True, None, "5", 2**31],
     "standalone": [0, 1, "yes", None],
     "nnodes": [0, -1, True, None, "", "2:1", "0:1", "1:2:3", "a", 10**9, "1,2"],
@@ -421,10 +434,14 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "timeout": st.none() | _numbers,
     "grace": st.just(0.0) | _numbers,
     "hang_after": st.none() | _numbers,
+    "profile": st.booleans(),
+    "profile_steps": st.none() | st.tuples(st.integers(0, 9), st.integers(9, 99)),
+    "watch": st.sampled_from([(), ("nan",), ("nan:warn", "desync"), ("desync:warn",)]),
     "max_restarts": st.integers(0, 2**31 - 1),
     "monitor_interval": _numbers,
     "role": st.text(min_size=1).filter(str.isprintable),
     "log_dir": st.none() | st.text("ab ./-#'\"$é", min_size=1, max_size=60),
+    "metrics_file": st.none() | st.text("ab./-#'\"$é", min_size=1, max_size=60).map("{}m".format),
     "shutdown_timeout": st.integers(1, 2**31 - 1),
     "standalone": st.booleans(),
     "nnodes": st.sampled_from(["1", "2", "1:2", "3:40"]),
@@ -745,7 +762,6 @@ def test_a_wrong_variable_is_named_unless_the_option_is_given(
         ("--time 2", "--timeout"),
         ("--noinit", "--no-init"),
         ("--init-process-group=false", "--no-init"),
-        ("-np 4", "-n"),
         ("-nproc 4", "--nproc"),
         ("--logdir x", "--log-dir"),
         ("--Timeout 3", "--timeout"),
@@ -818,6 +834,70 @@ def test_the_table_and_the_help_name_every_option() -> None:
         assert "\n" not in option.help
     assert text.startswith("%distributed run [options] script [arguments]\n")
     assert "--run-path" not in options_help("%%distributed")
+
+
+SCREEN = (40, 100)
+"""Lines and characters of a notebook's pager, or a terminal that somebody has made larger."""
+
+
+def test_the_question_mark_fits_a_screen_and_names_every_option_by_use() -> None:
+    text = options_on_a_screen("%%distributed")
+    lines = text.splitlines()
+    assert len(lines) <= SCREEN[0]
+    assert max(map(len, lines)) <= SCREEN[1]
+    assert set(re.findall(r"--[a-z-]+", text)) >= {each.flags[0] for each in OF_MAGIC if not each.everyday}
+    daily = sorted((each for each in OPTIONS if each.everyday), key=lambda each: each.everyday)
+    assert [each.everyday for each in daily] == list(range(1, len(daily) + 1))
+    places = [text.index(f"{min(each.flags, key=len)}") for each in daily]
+    assert places == sorted(places)
+    assert daily[0].name == "nproc_per_node"
+
+
+def test_the_long_help_has_the_groups_in_the_same_order() -> None:
+    text = options_help("%%distributed")
+    titles = [title for title in ("Every day", *TITLES.values()) if f"\n{title}:" in text]
+    assert titles == [title for title in ("Every day", *TITLES.values()) if title != "Scripts"]
+    assert [text.index(f"\n{title}:") for title in titles] == sorted(
+        text.index(f"\n{title}:") for title in titles
+    )
+    assert set(TITLES) == set(get_args(Scope))
+
+
+@pytest.mark.parametrize(
+    ("line", "here"),
+    [
+        ("-np 4", "mpirun's; here it is -n 4."),
+        ("-np4", "mpirun's; here it is -n 4."),
+        ("-ppn 2", "mpiexec's; here it is -n 2."),
+        ("--ntasks-per-node=2", "srun's; here it is -n 2."),
+        ("-N 2", "srun's; here it is --nnodes 2."),
+        ("-H a,b", "mpirun's; here it is --on ssh=a,b."),
+        ("--hostfile hosts", "mpirun's; here it is --on ssh=HOST1,HOST2."),
+        ("-p gpu", "srun's; here it is --slurm '-p gpu' with --on slurm."),
+        ("--num_processes 3", "accelerate's; here it is -n 3."),
+        ("-x HF_TOKEN=hidden", "mpirun's; here it is --env HF_TOKEN=…."),
+        ("-np", "mpirun's; here it is -n N."),
+        ("-np --timeout 3", "mpirun's; here it is -n N."),
+    ],
+)
+def test_what_other_launchers_call_it_is_translated(line: str, here: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        parse_line(line)
+    assert str(refused.value).endswith(f"That is {here}")
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_keyword_of_another_launcher_is_translated() -> None:
+    with pytest.raises(OptionError, match="That is accelerate's; here it is nproc="):
+        LaunchOptions.from_keywords(num_processes=2)
+
+
+def test_no_spelling_of_another_launcher_is_one_of_ours() -> None:
+    """It would never be translated, or mean two things."""
+    ours = {spelling for each in OPTIONS for spelling in each.spellings}
+    foreign = [entry.split(" ")[1] for each in OPTIONS for entry in each.foreign]
+    assert set(foreign) & ours == set()
+    assert len(foreign) == len(set(foreign))
 
 
 def _completions() -> Iterator[tuple[str, list[str]]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import ctypes
 import importlib
 import inspect
 import json
@@ -32,6 +33,7 @@ from torch.distributed.elastic.timer import FileTimerServer
 from nblaunch.elastic import agent as our_agent
 from nblaunch.elastic import forkserver as our_forkserver
 from nblaunch.elastic import rendezvous as our_rendezvous
+from nblaunch.probes import collectives
 
 ELASTIC = Path(our_agent.__file__)
 AGENT_FILES = (ELASTIC, Path(our_rendezvous.__file__))
@@ -232,6 +234,10 @@ def a_typed_storage():
         (distributed_c10d.ProcessGroup, "_get_backend"),
         (distributed_c10d.ProcessGroup, "_device_types"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
+        (torch._C.DispatchKey, "BackendSelect"),
+        (torch._C.DispatchKeySet, "remove"),
+        (torch.library.Library, "_destroy"),
+        (distributed_c10d.ProcessGroup, "unbox"),
         (torch_events, "_events_loggers"),
         (handlers, "_log_handlers"),
         (torch._tensor_str, "_str"),
@@ -246,6 +252,24 @@ def a_typed_storage():
 def test_torch_still_has(owner, name):
     whose = getattr(owner, "__name__", type(owner).__name__)
     assert hasattr(owner, name), f"torch {torch.__version__} broke {whose}.{name}, which nblaunch uses"
+
+
+@pytest.mark.parametrize("name", collectives.FORMS)
+def test_torchs_collectives_still_have_their_arguments_where_the_watch_reads_them(name):
+    form = collectives.FORMS[name]
+    arguments = [str(each.type) for each in getattr(torch.ops.c10d, name).default._schema.arguments]
+    assert "ProcessGroup" in arguments[form.group]
+    assert form.operation is None or "ReduceOp" in arguments[form.operation]
+    assert form.root is None or arguments[form.root] == "int"
+    for place in (form.sent, form.sized):
+        assert place is None or "Tensor" in arguments[place]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
+def test_torchs_libraries_still_have_a_log_level():
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value
+    assert 0 <= level <= 3, f"torch {torch.__version__} broke FLAGS_caffe2_log_level, which a node sets"
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA")

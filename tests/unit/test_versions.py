@@ -1,4 +1,4 @@
-"""What pyproject.toml declares is what the two constraints files test."""
+"""What pyproject.toml declares is what the two constraints files test. Run it to write their table anew."""
 
 from __future__ import annotations
 
@@ -66,3 +66,29 @@ def test_both_lanes_use_the_same_tools_and_the_same_torch():
 
 def test_the_package_knows_its_version_also_where_it_is_not_installed():
     assert nblaunch.__version__ == PROJECT["version"]
+
+
+BEGIN, END = "<!-- versions:begin -->", "<!-- versions:end -->"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+
+
+def versions_table() -> str:
+    """Return the table of CONTRIBUTING.md: what nblaunch needs, and the versions of each that are tested."""
+    newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
+    rows = ["| package | allowed from | oldest tested | newest tested |", "|---|---|---|---|"]
+    rows += [f"| {name} | {DEPENDENCIES[name]} | {oldest[name]} | {newest[name]} |" for name in DEPENDENCIES]
+    return "\n".join(rows)
+
+
+def with_versions(text: str) -> str:
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{versions_table()}\n{END}{rest.partition(END)[2]}"
+
+
+def test_the_documents_have_the_oldest_and_the_newest_versions_in_one_table():
+    text = CONTRIBUTING.read_text()
+    assert with_versions(text) == text, "python tests/unit/test_versions.py"
+
+
+if __name__ == "__main__":
+    CONTRIBUTING.write_text(with_versions(CONTRIBUTING.read_text()))

@@ -1,0 +1,215 @@
+"""A profile as HTML without scripts: the steps with the latest stragglers, and a strip of time for each rank.
+
+Nothing in it depends on the page's theme: text has the page's own colour.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+
+from nblaunch.insight import svg
+from nblaunch.insight.intervals import Interval, clipped
+from nblaunch.insight.profile import Profile, Straggler
+from nblaunch.protocol.reports import plural
+
+MOST_STEPS = 10
+"""In the table; the others are in `result.profile.summary`."""
+MOST_STRIPS = 16
+_DRAWN_STEPS = 3
+_KINDS = ("compute", "communication", "waiting")
+_COLOURS = {
+    "compute": svg.COLOURS[0],
+    "communication": svg.COLOURS[2],
+    "waiting": svg.COLOURS[1],
+    "idle": "#9aa0a666",
+}
+_WIDTH, _LABEL, _STRIP, _GAP, _TOP, _BOTTOM = 760.0, 64.0, 16.0, 5.0, 38.0, 36.0
+_COLUMNS = 450
+_LINES = 6
+_CELL = "text-align:right;padding:1px 10px 1px 0;white-space:nowrap"
+_TEXT_CELL = "text-align:left;padding:1px 10px 1px 0"
+_NOTE = (
+    "Milliseconds, the mean of the ranks. Idle is time outside of operators and collectives: Python, data "
+    "loading, sleep."
+)
+_TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
+
+
+def render(profile: Profile) -> str:
+    """Return the table, the drawing, and what may be wrong, as HTML; empty for a profile of nothing."""
+    parts = [_table(profile), _drawing(profile), _clocks(profile)]
+    parts += [f"<div>{html.escape(line)}</div>" for line in profile.warnings[:_LINES]]
+    return "".join(parts)
+
+
+# The table: mean times of the ranks, and the straggler.
+
+
+def _table(profile: Profile) -> str:
+    shown = _worst(profile)
+    if not shown:
+        return ""
+    head = ("step", "time", "compute", "communication", "overlap", "waiting", "idle", "straggler")
+    rows = [_row("th", head)]
+    rows += [_row("td", _cells(profile, step)) for step in shown]
+    left = len(profile.steps) - len(shown)
+    below = f"<div>… {plural(left, 'step')} more in result.profile.summary …</div>" if left else ""
+    note = f"<div>{_NOTE}</div>"
+    return f'<table style="{_TABLE}">{"".join(rows)}</table>{below}{note}'
+
+
+def _worst(profile: Profile) -> list[int]:
+    """Return the steps with the latest stragglers, in their order."""
+    late = {step: each.seconds for step, each in profile.straggler.items()}
+    first = sorted(profile.steps, key=lambda step: (-late.get(step, 0.0), step))
+    return sorted(first[:MOST_STEPS])
+
+
+def _cells(profile: Profile, step: int) -> tuple[str, ...]:
+    rows = [row for row in profile.summary if row.step == step]
+    names = ("seconds", "compute", "communication", "overlap", "waiting", "idle")
+    means = (sum(getattr(row, name) for row in rows) / max(len(rows), 1) * 1e3 for name in names)
+    late = profile.straggler.get(step)
+    return (str(step), *(f"{mean:.2f}" for mean in means), _named(late) if late is not None else "")
+
+
+def _named(late: Straggler) -> str:
+    said = f"{late.seconds * 1e3:.2f} ms late at {late.operation}, after {late.before}"
+    return f"<strong>rank {late.rank}</strong> {html.escape(said)}"
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    content = ""
+    for number, cell in enumerate(cells):
+        style = _TEXT_CELL if number == len(cells) - 1 else _CELL
+        content += f'<{tag} style="{style}">{cell}</{tag}>'
+    return f"<tr>{content}</tr>"
+
+
+# The drawing: the step with the latest straggler, and those beside it.
+
+
+def _drawing(profile: Profile) -> str:
+    steps = _drawn_steps(profile)
+    marks = {rank: [each for each in profile.steps_of(rank) if each[0] in steps] for rank in profile.ranks}
+    marks = {rank: own for rank, own in marks.items() if own}
+    if not marks:
+        return ""
+    begin = min(own[0][1] for own in marks.values())
+    end = max(own[-1][2] for own in marks.values())
+    ranks = _strips(profile, list(marks), steps)
+    if end <= begin:
+        return ""
+    height = _TOP + len(ranks) * (_STRIP + _GAP) + _BOTTOM
+    parts = [*_legend(), *_axis(begin, end, height)]
+    late = {profile.straggler[step].rank for step in steps if step in profile.straggler}
+    for number, rank in enumerate(ranks):
+        y = _TOP + number * (_STRIP + _GAP)
+        bold = 'font-weight="bold"' if rank in late else ""
+        parts.append(svg.text(_LABEL - 6, y + _STRIP - 4, f"rank {rank}", anchor="end", more=bold))
+        parts += _strip(profile.intervals(rank), begin, end, y)
+        parts += _borders(marks[rank], begin, end, y)
+    which = ", ".join(map(str, steps))
+    left = len(marks) - len(ranks)
+    note = f"{left} more ranks are not drawn." if left else ""
+    label = f"Timeline of {'step' if len(steps) == 1 else 'steps'} {which}: a strip for each rank"
+    caption = f"<div>Timeline of {'step' if len(steps) == 1 else 'steps'} {which}. {note}</div>"
+    return caption + svg.document(_WIDTH, height, parts, label=label)
+
+
+def _drawn_steps(profile: Profile) -> list[int]:
+    """Return the step with the latest straggler, and the ones around it."""
+    known = list(profile.steps)
+    if not known:
+        return []
+    late = {step: each.seconds for step, each in profile.straggler.items()}
+    worst = max(known, key=lambda step: late.get(step, 0.0))
+    first = max(min(known.index(worst) - 1, len(known) - _DRAWN_STEPS), 0)
+    return known[first : first + _DRAWN_STEPS]
+
+
+def _strips(profile: Profile, ranks: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Return the ranks that are drawn: all, or the stragglers and the first ones."""
+    late = {profile.straggler[step].rank for step in steps if step in profile.straggler}
+    chosen = sorted(ranks, key=lambda rank: (rank not in late, rank))[:MOST_STRIPS]
+    return sorted(chosen)
+
+
+def _legend() -> Iterator[str]:
+    x = _LABEL
+    for kind, colour in _COLOURS.items():
+        yield svg.rectangle(x, 4, 11, 11, colour)
+        yield svg.text(x + 16, 14, kind)
+        x += 34 + 6.5 * len(kind)
+
+
+def _axis(begin: int, end: int, height: float) -> Iterator[str]:
+    bottom = height - _BOTTOM
+    for tick in svg.ticks(0, (end - begin) / 1e6, 7):
+        x = _place(begin + round(tick * 1e6), begin, end)
+        yield svg.line(x, _TOP - 4, x, bottom, faint=True)
+        yield svg.text(x, bottom + 14, svg.number(tick), anchor="middle")
+    yield svg.text(_WIDTH - 4, bottom + 28, "ms", anchor="end")
+
+
+def _place(moment: int, begin: int, end: int) -> float:
+    return _LABEL + (_WIDTH - _LABEL - 8) * (moment - begin) / (end - begin)
+
+
+def _strip(found: dict[str, list[Interval]], begin: int, end: int, y: float) -> Iterator[str]:
+    """Yield one path for each kind: of what fills most of a column, that kind has the column."""
+    width = (end - begin) / _COLUMNS
+    shares: dict[str, list[float]] = {
+        kind: _shares(clipped(found[kind], begin, end), begin, width) for kind in _KINDS
+    }
+    columns = [
+        max((*_KINDS, "idle"), key=lambda kind: shares[kind][number] if kind in shares else 0.5)
+        for number in range(_COLUMNS)
+    ]
+    for kind, colour in _COLOURS.items():
+        drawn, number = "", 0
+        while number < _COLUMNS:
+            first = number
+            while number < _COLUMNS and columns[number] == kind:
+                number += 1
+            if number > first:
+                left = _place(begin + round(first * width), begin, end)
+                right = _place(begin + round(number * width), begin, end)
+                drawn += f"M{svg.coordinate(left)} {svg.coordinate(y)}H{svg.coordinate(right)}v{_STRIP:.0f}"
+                drawn += f"H{svg.coordinate(left)}Z"
+            number = max(number, first + 1)
+        if drawn:
+            yield f'<path d="{drawn}" fill="{colour}"/>'
+
+
+def _shares(intervals: Sequence[Interval], begin: int, width: float) -> list[float]:
+    """Return which share of each column the intervals fill."""
+    shares = [0.0] * _COLUMNS
+    for first, last in intervals:
+        column = int((first - begin) / width)
+        while column < _COLUMNS and begin + column * width < last:
+            left, right = begin + column * width, begin + (column + 1) * width
+            shares[column] += max(min(last, right) - max(first, left), 0.0) / width
+            column += 1
+    return shares
+
+
+def _borders(marks: Sequence[tuple[int, int, int]], begin: int, end: int, y: float) -> Iterator[str]:
+    for number, first, _ in marks:
+        x = _place(first, begin, end)
+        yield svg.line(x, y - 2, x, y + _STRIP + 2)
+        if y == _TOP:
+            yield svg.text(x + 2, y - 5, f"step {number}", size=10)
+
+
+def _clocks(profile: Profile) -> str:
+    known = [each for each in profile.clock_error.values() if each is not None]
+    if not known:
+        return ""
+    check = profile.clock_check
+    ends = ""
+    if check.collectives:
+        count = plural(check.collectives, "collective")
+        ends = f"; {count} ended {check.spread * 1e6:.0f} µs apart on the ranks (median)"
+    return f"<div>The clocks of the ranks agree within {max(known) * 1e6:.0f} µs{ends}.</div>"

@@ -1,0 +1,41 @@
+"""`%distributed diff` in the notebook: a table, in a light and in a dark theme."""
+
+from __future__ import annotations
+
+import pytest
+
+from .front import DARK, LIGHT, expect
+
+pytestmark = pytest.mark.once
+
+# Another case of this file may have opened the session already.
+START = """
+import nblaunch
+try:
+    get_ipython().run_line_magic("distributed", "start -n 3")
+except nblaunch.OptionError:
+    pass
+"""
+SETUP = """
+%%distributed
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.ReLU(), torch.nn.Linear(20, 5))
+label = f"<script>document.title = 'broken'</script> $x$ {rank == 1}"
+if rank == 1:
+    model[2].weight.data[4, 17] += 0.25
+step = 7
+"""
+
+
+@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
+def test_the_ranks_that_differ_are_in_a_table(front, shade, theme):
+    front.theme(theme)
+    shown = front.run(START, SETUP, "%distributed diff model step label")
+    table = shown.get_by_role("table").last
+    expect(table).to_contain_text("model.2.weight[4, 17]")
+    expect(table).to_contain_text("ranks 0,2 agree; rank 1 differs")
+    expect(table).to_contain_text("✓ equal")
+    expect(table).to_contain_text("<script>document.title = 'broken'</script> $x$ True")
+    assert "broken" not in front.page.title()
+    front.screenshot(shade)
