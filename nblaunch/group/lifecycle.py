@@ -546,7 +546,8 @@ class _Step:
     def dismiss(self) -> None:
         """Let the ranks of a group without a job exit."""
         state = self.state
-        missing = state.exited or len(state.connected) < state.members.world_size
+        begun = state.forked or state.attempt > 0  # not so while an engine's nodes are awaited
+        missing = state.exited or (begun and len(state.connected) < state.members.world_size)
         if state.kept and (state.replacing or missing):
             # New ones are on their way, and would not hear of it.
             self.act(Order.STOP_AGENT)
