@@ -61,7 +61,7 @@ class Option:
     default: object
     kind: Kind
     help: str
-    """One line, for the README, `%%distributed?` and the docs."""
+    """One line, for `%%distributed?` and the documentation."""
     scope: Scope
     torchrun: Torchrun
     torchrun_default: object
@@ -217,7 +217,7 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
 
 
 def markdown_table(options: Iterable[Option]) -> str:
-    """Return the table of the README: one row for each option."""
+    """Return a table for the documentation: one row for each option."""
     rows = ["| Option | Keyword | Variable | Default | Meaning |", "|---|---|---|---|---|"]
     for each in options:
         keywords = [f"{keyword}=" for keyword in each.keywords] if each.scope != "notebook" else []
