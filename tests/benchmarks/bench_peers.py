@@ -16,19 +16,21 @@ import contextlib
 import importlib.util
 import os
 import queue
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parents[2]
+MARK = "BENCH_PEERS"
 MISTAKE = "no data for this rank"
 REDUCE = """
 import torch, torch.distributed as dist
@@ -78,6 +80,7 @@ def engines():
         dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     view.map_sync(join, range(2), [port] * 2)
 """
+PARTS = ("fresh", "stays", "fails")
 PRINT = "print(f'sum {total.item()}')"
 
 
@@ -118,7 +121,8 @@ WAYS = {
     "ipyparallel": Way(
         "ipyparallel",
         ENGINES,
-        f"engines()\nview.execute({REDUCE + PRINT!r}, block=True).display_outputs()\ncluster.stop_cluster_sync()",
+        f"engines()\nview.execute({REDUCE + PRINT!r}, block=True).display_outputs()\n"
+        "cluster.stop_cluster_sync()",
         f"%%px{FAIL}",
         "engines()",
         f"%%px{REDUCE}{PRINT}",
@@ -127,7 +131,8 @@ WAYS = {
         "torchrunx",
         f"import torchrunx\n{FUNCTIONS}\n"
         "launcher = torchrunx.Launcher(hostnames=['localhost'], workers_per_host=2, backend='gloo')\n"
-        "def value():\n    import torch, torch.distributed as dist\n    total = torch.ones(1) * (dist.get_rank() + 1)\n"
+        "def value():\n    import torch, torch.distributed as dist\n"
+        "    total = torch.ones(1) * (dist.get_rank() + 1)\n"
         "    dist.all_reduce(total)\n    return total.item()",
         "print('sum', launcher.run(value).rank(0))",
         "launcher.run(fail)",
@@ -137,7 +142,8 @@ WAYS = {
         "%load_ext nbdistributed",
         "",
         f"%%distributed{FAIL}",
-        "%dist_init -n 2\nimport time\ntime.sleep(45)",  # until the ranks have imported torch: a cell has 30 s
+        # A cell has 30 s: the ranks have imported torch before the first one.
+        "%dist_init -n 2\nimport time\ntime.sleep(45)",
         f"%%distributed{REDUCE}{PRINT}",
     ),
 }
@@ -149,6 +155,7 @@ class Kernel:
 
     def __init__(self, directory: str, name: str) -> None:
         """Start it."""
+        self._mark = uuid.uuid4().hex
         place = Path(directory) / name
         place.mkdir()
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -162,6 +169,7 @@ class Kernel:
             **os.environ,
             "PATH": path,
             "PYTHONPATH": str(ROOT),
+            MARK: self._mark,
             "NBLAUNCH_STANDBY": "0",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -199,31 +207,31 @@ class Kernel:
         return seconds
 
     def close(self) -> None:
-        """End the kernel, and all that it has started and not taken out of its session."""
+        """End the kernel, and all that it has started: who else leaves something, leaves it for ever."""
         self._client.stop_channels()
-        group = self._manager.provisioner.pgid if self._manager.provisioner else None
         self._manager.shutdown_kernel(now=True)
-        if group:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    process.kill()
         self._manager.cleanup_resources()
 
 
 def measure(names: list[str], repeats: int, patience: float) -> dict[str, dict[str, float | None]]:
-    """Return the seconds of each way; None where a cell was given up, no entry where there is no such cell."""
+    """Return the seconds of each way: None where a cell was given up, nothing where there is no such cell."""
     figures: dict[str, dict[str, float | None]] = {name: {} for name in names}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as started:
         kernels = {name: Kernel(directory, name) for name in names}
         for name, kernel in kernels.items():
             started.callback(kernel.close)
             kernel.must(WAYS[name].setup)
-        for part in ("fresh", "stays"):
+        for part in PARTS[:2]:
             having = [name for name in names if getattr(WAYS[name], part)]
             for name in having:
                 if part == "stays":
                     kernels[name].must(WAYS[name].start)
                 kernels[name].must(getattr(WAYS[name], part), "sum 3.0")
-            count = repeats if part == "fresh" else 10 * repeats
+            count = repeats if part == "fresh" else 4 * repeats
             rounds = [
                 {name: kernels[name].must(getattr(WAYS[name], part), "sum 3.0") for name in having}
                 for _ in range(count)
@@ -251,14 +259,11 @@ def main() -> None:
     print(f"two ranks, {os.cpu_count()} cores, medians of {options.repeats}: seconds")
     print(f"  {'':16s}{'fresh ranks':>12s}{'ranks that stay':>17s}{'a rank fails':>14s}  the reason is shown")
     for name in names:
-        cells = [
-            "-" if part not in found[name] else found[name][part] for part in ("fresh", "stays", "fails")
-        ]
+        cells = [found[name].get(part, "-") for part in PARTS]
         texts = [f"> {options.patience:.0f}" if each is None else each for each in cells]
         shown = [each if isinstance(each, str) else f"{each:.3f}" for each in texts]
-        print(
-            f"  {name:16s}{shown[0]:>12s}{shown[1]:>17s}{shown[2]:>14s}  {'yes' if found[name]['named'] else 'no'}"
-        )
+        named = "yes" if found[name]["named"] else "no"
+        print(f"  {name:16s}{shown[0]:>12s}{shown[1]:>17s}{shown[2]:>14s}  {named}")
 
 
 if __name__ == "__main__":
