@@ -1,7 +1,7 @@
 """The examples of the documentation run, and show what is written below them.
 
-What runs has `<!-- runs -->` above it. A page is run from top to end in one kernel, as a reader would. Each line
-that stands below a cell has to be shown, in this order; a page may leave lines out.
+What runs has `<!-- runs -->` above it. A page is run from top to end in one kernel, as a reader would. Each
+line that stands below a cell has to be shown, in this order; a page may leave lines out.
 """
 
 from __future__ import annotations
