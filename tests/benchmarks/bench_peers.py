@@ -155,6 +155,7 @@ class Kernel:
 
     def __init__(self, directory: str, name: str) -> None:
         """Start it."""
+        self._name = name
         self._mark = uuid.uuid4().hex
         place = Path(directory) / name
         place.mkdir()
@@ -204,6 +205,8 @@ class Kernel:
         if seconds is None or shows not in shown:
             message = f"{code[-200:]}\nshowed, after {seconds} s:\n{shown[-3000:]}"
             raise RuntimeError(message)
+        if shows:
+            print(f"{self._name}: {seconds:.3f} s", file=sys.stderr, flush=True)
         return seconds
 
     def close(self) -> None:
