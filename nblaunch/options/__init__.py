@@ -3,8 +3,8 @@
 An option is one field of `LaunchOptions`. Its `option(...)` has a column for all there is to know of it: the
 spellings on a magic's line, the keywords of `run()` and `Session`, its PET_ variable, what a value may be,
 its help text, what it belongs to (a cell, a group, a node, a script ...), and what torchrun has of it. Help
-texts, the README's table, completion, the torchrun command of an export, and the refusal of an unknown
-spelling with the nearest known one are computed from these columns.
+texts, the documentation's tables, completion, the torchrun command of an export, and the refusal of an
+unknown spelling with the nearest known one are computed from these columns.
 
     line of a magic ───> parse_line ──────┐
     keywords of run() ──> from_keywords ──┼──> Kind.check, value by value ──> LaunchOptions (frozen)

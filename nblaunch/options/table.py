@@ -61,7 +61,7 @@ class Option:
     default: object
     kind: Kind
     help: str
-    """One line, for the README, `%%distributed?` and the docs."""
+    """One line, for `%%distributed?` and the documentation."""
     scope: Scope
     torchrun: Torchrun
     torchrun_default: object
@@ -217,12 +217,13 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
 
 
 def markdown_table(options: Iterable[Option]) -> str:
-    """Return the table of the README: one row for each option."""
-    rows = ["| Option | Keyword | Variable | Default | Meaning |", "|---|---|---|---|---|"]
+    """Return a table for the documentation: one row for each option."""
+    rows = ["| Option | Meaning | Default | Keyword, variable |", "|---|---|---|---|"]
     for each in options:
         keywords = [f"{keyword}=" for keyword in each.keywords] if each.scope != "notebook" else []
         variables = [each.variable] if each.variable else []
-        cells = [*map(_as_code, (each.flags, keywords, variables, [each.shown_default])), each.help]
+        flags, default, python = map(_as_code, (each.flags, [each.shown_default], keywords + variables))
+        cells = [flags, each.help, default, python]
         rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())
     return "\n".join(rows)
 

@@ -397,7 +397,7 @@ def test_attaching_shows_all_output_since_the_job_began_and_makes_the_result_the
     assert two.value("_.values") == ["freed", "freed"]
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+PAGE = (Path(__file__).parents[2] / "notebooks" / "docs" / "sessions.md").read_text()
 TRAIN = """
 import pathlib, time
 def train(epoch):
@@ -414,8 +414,8 @@ def same_form(text: str) -> str:
     return re.sub(r" {2,}", "  ", re.sub(r"\d+\.\d+|\d+(?= MB| s\b)", "N", text)).strip()
 
 
-def test_what_the_readme_shows_of_coming_back_is_what_is_shown(detached_kernels, eventually, free):
-    section = README.partition("## Come back later\n")[2].partition("\n## ")[0]
+def test_what_the_page_shows_of_coming_back_is_what_is_shown(detached_kernels, eventually, free):
+    section = PAGE.partition("## Come back later\n")[2].partition("\n## ")[0]
     found = re.findall(r"^```(\w+)\n(.*?)\n```$", section, flags=re.MULTILINE | re.DOTALL)
     start, cell, back, later = [text for language, text in found if language == "python"]
     in_shell, shown = [text for language, text in found if language == "text"]

@@ -13,6 +13,7 @@ LAUNCH = Path(__file__).parents[1] / "benchmarks" / "bench_launch.py"
 PANEL = Path(__file__).parents[1] / "benchmarks" / "bench_panel.py"
 NODES = Path(__file__).parents[1] / "benchmarks" / "bench_nodes.py"
 INSIGHT = Path(__file__).parents[1] / "benchmarks" / "bench_insight.py"
+PEERS = Path(__file__).parents[1] / "benchmarks" / "bench_peers.py"
 SESSION = Path(__file__).parents[1] / "benchmarks" / "bench_session.py"
 HOSTS = Path(__file__).parents[1] / "benchmarks" / "bench_hosts.py"
 
@@ -100,6 +101,18 @@ def test_what_a_rank_costs_does_not_depend_on_how_many_there_are():
     assert len(figures) == 6
     # Linear is 1; a step, or a square, would be 2.
     assert all(figure < 2 for figure in figures.values()), figures
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_peers_prints_its_figures():
+    """Of those that the tests install; others have an environment of their own."""
+    command = [sys.executable, str(PEERS), "--ways", "nblaunch,accelerate", "--repeats", "1"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^  (\w+) +[\d.]+ +(?:[\d.]+|-) +[\d.]+  yes$", done.stdout, flags=re.MULTILINE) == [
+        "nblaunch",
+        "accelerate",
+    ]
 
 
 def node_figures(*arguments: str) -> dict[str, float]:

@@ -414,14 +414,18 @@ def exported(kernel, cell: str, *setup: str, line: str = "-n 2") -> str:
 
 
 @pytest.mark.quick
-def test_the_readme_shows_the_script_of_its_cell(kernel, there):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)\n```$", readme, flags=re.MULTILINE | re.DOTALL)
-    setup, cell = blocks[:2]
+def test_the_page_about_cells_shows_the_script_of_the_readme_s_cell(kernel, there):
+    root = Path(__file__).parents[2]
+    page = (root / "notebooks" / "docs" / "cells.md").read_text()
+    readme, blocks = (
+        re.findall(r"^```python\n(.*?)\n```$", text, flags=re.MULTILINE | re.DOTALL)
+        for text in ((root / "README.md").read_text(), page)
+    )
+    setup, cell = readme[:2]
     kernel.ok(setup)
     kernel.ok(cell)
     shown = kernel.ok("%distributed export train.py").result
-    assert f"```text\n{shown}\n```" in readme
+    assert f"```text\n{shown}\n```" in page
     written = (there / "train.py").read_text()
     told = next(block for block in blocks if "exported from a notebook" in block)
     assert re.sub(r"In\[\d+\]", "In[2]", written) == f"{told}\n"

@@ -128,11 +128,11 @@ def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
 
 
 @pytest.mark.quick
-def test_the_cell_of_the_readme_runs(notebook):
+def test_the_cell_of_the_page_about_cells_runs(notebook):
     needs("accelerate")
     notebook.ok("model, batches = nn.Linear(1, 1), DataLoader(Line(), batch_size=4)")
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (cell,) = re.findall(r"^```python\n(%%distributed[^`]* Accelerator[^`]*)^```$", readme, re.MULTILINE)
+    page = (Path(__file__).parents[2] / "notebooks" / "docs" / "cells.md").read_text()
+    (cell,) = re.findall(r"^```python\n(%%distributed[^`]* Accelerator[^`]*)^```$", page, re.MULTILINE)
     notebook.ok(cell.replace("-n 2", "-n 2 --out res") + "accelerator.num_processes, len(batches)")
     assert notebook.value("res.values") == [[2, 4], [2, 4]]
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 
 
-FIRST_LINES = 40
+FIRST_LINES = 60
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -127,12 +127,13 @@ def test_any_messages_keep_their_order_across_segments(tmp_path_factory, message
 
 
 def test_a_job_may_have_256_mb_on_disk(tmp_path):
-    """As the README has it; what happens beyond that, other tests show with less."""
+    """As the page of limits has it; what happens beyond that, other tests show with less."""
     journal = Journal(tmp_path)
     journal.begin(1, b"first")
     journal.close()
     assert journal._jobs[1]._limit == 256 * MIB
-    assert "256 MB each" in (Path(__file__).parents[2] / "README.md").read_text()
+    limits = Path(__file__).parents[2] / "notebooks" / "docs" / "limits.md"
+    assert "256 MB each" in limits.read_text()
 
 
 def test_a_long_output_is_in_many_segments(journals, tmp_path):

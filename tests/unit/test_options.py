@@ -823,7 +823,7 @@ def test_one_slip_in_a_long_name_still_finds_it(data: st.DataObject) -> None:
 def test_the_table_and_the_help_name_every_option() -> None:
     table = markdown_table(OPTIONS).splitlines()
     assert len(table) == len(OPTIONS) + 2
-    assert {line.count("|") for line in table} == {6}
+    assert {line.count("|") for line in table} == {5}
     text = options_help("%distributed run", script=True)
     for option, line in zip(OPTIONS, table[2:], strict=True):
         assert option.help in line
