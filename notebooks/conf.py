@@ -1,36 +1,141 @@
 """The documentation as a site: `sphinx-build -n -W --keep-going -b dirhtml notebooks build/site`.
 
-Sphinx with MyST: the notebooks are pages as they are saved, and the API comes from the docstrings. The pages
-are in `docs`. All of it is built offline.
+Sphinx, because MyST-NB takes the notebooks as they are saved, with the outputs that the tests compare, and
+because autodoc takes the API from the docstrings. PyTorch and Jupyter document themselves with it, too. It is
+built offline, writes below the output directory alone, and its pages load nothing from another host.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from sphinx import addnodes
+
 import nblaunch
+from nblaunch.options.line import options_on_a_screen
+
+if TYPE_CHECKING:
+    from docutils.parsers.rst.states import Inliner
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
 
 project = "nblaunch"
 author = "the nblaunch authors"
 copyright = author  # noqa: A001 - Sphinx's name for it
 release = version = nblaunch.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["conftest.py", "**/.ipynb_checkpoints"]
 
 # --- pages ---
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests run the notebooks, and compare what is saved in them
-nb_remove_code_outputs = False
-suppress_warnings: list[str] = []
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # what is saved needs no widgets: else pages load them from a CDN
+nb_merge_streams = True
+# `%%distributed` is the first line of Python cells, and of examples in the pages.
+highlight_language = "ipython3"
 
 # --- the API ---
+autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_display_short_literal_types = True
+maximum_signature_line_length = 100
 add_module_names = False
-default_role = "code"  # docstrings are written in Markdown: `name` is code
+default_role = "name"  # docstrings are written in Markdown: `name` is code
 
 # --- as HTML ---
 html_theme = "furo"
 html_title = "nblaunch"
+html_static_path = ["docs/site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "a11y-high-contrast-dark"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_exclude = ".linenos, .gp, .go"
+
+_CONSTRUCTED = ("nblaunch.Session",)
+"""Classes that callers make themselves; others are made for them, and their fields are listed below."""
+_TYPE_VARIABLES = ("Saving",)
+
+
+def name_role(  # noqa: PLR0913, PLR0917 - as docutils calls a role
+    _name: str,
+    rawtext: str,
+    text: str,
+    _lineno: int,
+    _inliner: Inliner,
+    _options: dict[str, Any] | None = None,
+    _content: list[str] | None = None,
+) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+    """Make what stands in single backticks in a docstring code, and a link where it is a public name."""
+    code = nodes.literal(rawtext, text)
+    target = text.removeprefix("nblaunch.").removesuffix("()")
+    public = target.partition(".")[0] in nblaunch.__all__
+    if not public or (target == text and target[0].islower()):  # `step` alone may be a parameter
+        return [code], []
+    link = addnodes.pending_xref(
+        rawtext, code, refdomain="py", reftype="obj", reftarget=f"nblaunch.{target}", refexplicit=False
+    )
+    return [link], []
+
+
+class MagicHelp(Directive):
+    """What `%%distributed?` shows."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return the text as it is."""
+        text = str(options_on_a_screen("%%distributed"))
+        return [nodes.literal_block(text, text, language="text")]
+
+
+def short_signature(  # noqa: PLR0913, PLR0917 - as autodoc calls it
+    _app: Sphinx, what: str, name: str, _object: object, _options: object, signature: str | None, returns: str
+) -> tuple[str | None, str | None]:
+    """Leave the constructor out of the signature of a class that callers do not make."""
+    if signature and what in ("class", "exception") and name not in _CONSTRUCTED:
+        return "", None
+    return signature, returns
+
+
+def without_options(
+    _app: Sphinx, _what: str, name: str, _object: object, _options: object, lines: list[str]
+) -> None:
+    """Leave the list of options out of `LaunchOptions`, which is for `help()`: the options have a page."""
+    if name == "nblaunch.LaunchOptions":
+        del lines[lines.index("Every day:") :]
+
+
+def resolved(
+    _app: Sphinx, environment: BuildEnvironment, node: addnodes.pending_xref, content: nodes.Node
+) -> nodes.Node | None:
+    """Link a type of ours by its public name; one of another library's is code without a link."""
+    target: str = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or not node.get("refexplicit", True):
+        return content if node.get("refdomain") == "py" else None
+    public = target.rpartition(".")[2]
+    if public in _TYPE_VARIABLES or not (target.startswith("nblaunch") or public in nblaunch.__all__):
+        return content
+    found = environment.domains["py"].resolve_xref(
+        environment, node["refdoc"], _app.builder, "obj", f"nblaunch.{public}", node, content
+    )
+    return found
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Register what is above."""
+    app.add_role("name", name_role)
+    app.add_directive("magic-help", MagicHelp)
+    app.connect("autodoc-process-signature", short_signature)
+    app.connect("autodoc-process-docstring", without_options)
+    app.connect("missing-reference", resolved)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
