@@ -7,6 +7,7 @@ built offline, writes below the output directory alone, and its pages load nothi
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
@@ -33,7 +34,9 @@ exclude_patterns = ["conftest.py", "**/.ipynb_checkpoints"]
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests run the notebooks, and compare what is saved in them
-nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # what is saved needs no widgets: else pages load them from a CDN
+nb_ipywidgets_js: dict[
+    str, dict[str, str]
+] = {}  # what is saved needs no widgets: else pages load them from a CDN
 nb_merge_streams = True
 # `%%distributed` is the first line of Python cells, and of examples in the pages.
 highlight_language = "ipython3"
@@ -112,7 +115,7 @@ def without_options(
 ) -> None:
     """Leave the list of options out of `LaunchOptions`, which is for `help()`: the options have a page."""
     if name == "nblaunch.LaunchOptions":
-        del lines[lines.index("Every day:") :]
+        lines[:] = cleandoc("\n".join(lines[: lines.index("Every day:")])).splitlines()
 
 
 def resolved(
