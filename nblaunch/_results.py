@@ -246,8 +246,8 @@ class Attempt:
     """One attempt of the worker group; `number` counts from 0.
 
     `reason` is why it was begun: `started`, `failure` or `membership`. It had `world_size` ranks, `started`
-    and `ended` at these times (seconds since the epoch), with these `failures`, if any. `ranks` are the ranks as this attempt
-    left them, each with its output and its times.
+    and `ended` at these times (seconds since the epoch), with these `failures`, if any. `ranks` are the ranks
+    as this attempt left them, each with its output and its times.
     """
 
     number: int
@@ -555,14 +555,15 @@ class RankStatus:
 class SessionInfo:
     """A session of this user on this machine, as `nblaunch.sessions()` finds it by its `name`.
 
-    It has `world_size` ranks, whose default process group has this `backend`. `kernel` is the pid of the process that started the session, `notebook` that process's notebook; a
-    `detached` session outlives it. `pid` is the runtime's. `started` and `running_since` are in seconds since
-    the epoch. `running` is the title of the running job, empty if there is none. `asking` are the ranks that
-    wait for input from the user. `memory` is the ranks' private memory in bytes. `devices` are the devices
-    that the ranks use, `hosts` the hosts that they run on. `client` is the pid of the process that gives the
-    session jobs, None if there is none; if no process is attached at all, the session ends in `linger_left`
-    seconds. `engine` is what the engine reported last about the nodes, None without an engine. `problem` says
-    why the runtime could not be asked for all of this; empty if it could.
+    It has `world_size` ranks, whose default process group has this `backend`. `kernel` is the pid of the
+    process that started the session, `notebook` that process's notebook; a `detached` session outlives it.
+    `pid` is the runtime's. `started` and `running_since` are in seconds since the epoch. `running` is the
+    title of the running job, empty if there is none. `asking` are the ranks that wait for input from the
+    user. `memory` is the ranks' private memory in bytes. `devices` are the devices that the ranks use,
+    `hosts` the hosts that they run on. `client` is the pid of the process that gives the session jobs, None
+    if there is none; if no process is attached at all, the session ends in `linger_left` seconds. `engine` is
+    what the engine reported last about the nodes, None without an engine. `problem` says why the runtime
+    could not be asked for all of this; empty if it could.
 
     >>> [each.name for each in nblaunch.sessions() if each.detached]       # doctest: +SKIP
     ['train']
@@ -629,10 +630,9 @@ def sessions_table(sessions: Iterable[SessionInfo]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _span(seconds: float) -> str:
-    if seconds >= 7200:  # noqa: PLR2004 - two hours
-        return f"{seconds / 3600:.0f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes
+def _span(seconds: float) -> str: if seconds >= 7200:  # noqa: PLR2004 - two hours return f"{seconds /
+3600:.0f} h" return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa:
+PLR2004 - two minutes
 
 
 @dataclass(frozen=True, slots=True)

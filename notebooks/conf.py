@@ -71,7 +71,7 @@ _CONSTRUCTED = ("nblaunch.Session",)
 _TYPE_VARIABLES = ("Saving",)
 
 
-def name_role(  # noqa: PLR0913, PLR0917 - as docutils calls a role
+def name_role(
     _name: str,
     rawtext: str,
     text: str,
@@ -101,7 +101,7 @@ class MagicHelp(Directive):
         return [nodes.literal_block(text, text, language="text")]
 
 
-def short_signature(  # noqa: PLR0913, PLR0917 - as autodoc calls it
+def short_signature(
     _app: Sphinx, what: str, name: str, _object: object, _options: object, signature: str | None, returns: str
 ) -> tuple[str | None, str | None]:
     """Leave the constructor out of the signature of a class that callers do not make."""
@@ -128,10 +128,9 @@ def resolved(
     public = target.rpartition(".")[2]
     if public in _TYPE_VARIABLES or not (target.startswith("nblaunch") or public in nblaunch.__all__):
         return content
-    found = environment.domains["py"].resolve_xref(
+    return environment.domains["py"].resolve_xref(
         environment, node["refdoc"], _app.builder, "obj", f"nblaunch.{public}", node, content
     )
-    return found
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -129,9 +129,9 @@ class Straggler:
 class CollectiveUse:
     """All calls of one `operation` with one size in one `group`; `size` in bytes of one rank's input.
 
-    There were `count` of them. `seconds` is the median from the last rank's entry to the end, `bandwidth` the size by this. `best` is the
-    highest bandwidth that this profile has for the operation in that group, at sizes of the same power of
-    two. `waiting` is what all ranks have waited in these calls together.
+    There were `count` of them. `seconds` is the median from the last rank's entry to the end, `bandwidth` the
+    size by this. `best` is the highest bandwidth that this profile has for the operation in that group, at
+    sizes of the same power of two. `waiting` is what all ranks have waited in these calls together.
     """
 
     operation: str

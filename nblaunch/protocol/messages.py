@@ -367,8 +367,9 @@ class Collective(msgspec.Struct, frozen=True):
     """A collective that a rank has begun, as torch's flight recorder has it.
 
     It is the one of number `sequence` in the process group `group`, an `operation` on tensors of these
-    `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder, gloo or NCCL: within one group each counts by itself. `ranks` are the
-    members of the group, empty if these are not known.
+    `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder,
+    gloo or NCCL: within one group each counts by itself. `ranks` are the members of the group, empty if these
+    are not known.
     """
 
     group: str
@@ -593,9 +594,9 @@ class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What an `engine` says of the nodes that it places: its last word counts.
 
     `state` is how far it is. `id` is its own name of the request (Slurm's number of the job), `hosts` are the
-    hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is the request's place in the
-    queue, in words. `starts` is when it expects to grant the nodes, `ends` when it takes them back. Of
-    `wanted` nodes `joined` are here.
+    hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is
+    the request's place in the queue, in words. `starts` is when it expects to grant the nodes, `ends` when it
+    takes them back. Of `wanted` nodes `joined` are here.
     """
 
     engine: str
