@@ -630,9 +630,10 @@ def sessions_table(sessions: Iterable[SessionInfo]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _span(seconds: float) -> str: if seconds >= 7200:  # noqa: PLR2004 - two hours return f"{seconds /
-3600:.0f} h" return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa:
-PLR2004 - two minutes
+def _span(seconds: float) -> str:
+    if seconds >= 7200:  # noqa: PLR2004 - two hours
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes
 
 
 @dataclass(frozen=True, slots=True)
