@@ -7,11 +7,14 @@ built offline, writes below the output directory alone, and its pages load nothi
 
 from __future__ import annotations
 
+import html
+import re
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 
 import nblaunch
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from docutils.parsers.rst.states import Inliner
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
+    from sphinx.writers.html5 import HTML5Translator
 
 project = "nblaunch"
 author = "the nblaunch authors"
@@ -31,7 +35,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["conftest.py", "**/.ipynb_checkpoints"]
 
 # --- pages ---
-myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "fieldlist"]
+myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests run the notebooks, and compare what is saved in them
 nb_ipywidgets_js: dict[
@@ -58,6 +62,7 @@ html_theme = "furo"
 html_title = "nblaunch"
 html_static_path = ["docs/site.css"]
 html_css_files = ["site.css"]
+html_math_renderer = "mathml"  # drawn by the browser itself: MathJax would come from another host
 html_copy_source = False
 html_show_sphinx = False
 pygments_style = "a11y-high-contrast-light"
@@ -69,6 +74,8 @@ copybutton_exclude = ".linenos, .gp, .go"
 _CONSTRUCTED = ("nblaunch.Session",)
 """Classes that callers make themselves; others are made for them, and their fields are listed below."""
 _TYPE_VARIABLES = ("Saving",)
+_FORMULA = re.compile(r"(?<=<div>)\$(?:\\displaystyle )?([^$<]+)\$(?=</div>)")
+"""A display that is a formula, as `view.html` writes it."""
 
 
 def name_role(
@@ -133,11 +140,27 @@ def resolved(
     )
 
 
+def math(translator: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML."""
+    translator.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
+def formulas(_app: Sphinx, doctree: nodes.document, _name: str) -> None:
+    """Typeset the formulas in saved HTML, which a notebook's front end does."""
+    for raw in doctree.findall(nodes.raw):
+        text = _FORMULA.sub(lambda found: tex2mathml(html.unescape(found[1])), raw.astext())
+        if text != raw.astext():
+            raw.children = [nodes.Text(text)]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what is above."""
     app.add_role("name", name_role)
+    app.add_html_math_renderer("mathml", (math, None), (math, None))
     app.add_directive("magic-help", MagicHelp)
     app.connect("autodoc-process-signature", short_signature)
     app.connect("autodoc-process-docstring", without_options)
     app.connect("missing-reference", resolved)
+    app.connect("doctree-resolved", formulas)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
