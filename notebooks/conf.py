@@ -65,6 +65,9 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"  # drawn by the browser itself: MathJax would come from another host
 html_copy_source = False
 html_show_sphinx = False
+html_theme_options = {
+    "light_css_variables": {"color-code-background": "#f4f5f7", "mystnb-source-bg-color": "#f4f5f7"}
+}
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
