@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import re
 from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
@@ -60,8 +61,9 @@ default_role = "name"  # docstrings are written in Markdown: `name` is code
 # --- as HTML ---
 html_theme = "furo"
 html_title = "nblaunch"
-html_static_path = ["docs/site.css"]
+html_static_path = ["docs/site.css", "docs/site.js"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_math_renderer = "mathml"  # drawn by the browser itself: MathJax would come from another host
 html_copy_source = False
 html_show_sphinx = False
@@ -100,6 +102,20 @@ def name_role(
         rawtext, code, refdomain="py", reftype="obj", reftarget=f"nblaunch.{target}", refexplicit=False
     )
     return [link], []
+
+
+class Picture(Directive):
+    """A drawing in a file beside the page, put into the page: its `currentColor` follows the theme."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the file's text as HTML."""
+        environment = self.state.document.settings.env
+        relative, path = environment.relfn2path(self.arguments[0])
+        environment.note_dependency(relative)
+        text = f'<div class="drawing">{Path(path).read_text(encoding="utf-8")}</div>'
+        return [nodes.raw("", text, format="html")]
 
 
 class MagicHelp(Directive):
@@ -162,6 +178,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("name", name_role)
     app.add_html_math_renderer("mathml", (math, None), (math, None))
     app.add_directive("magic-help", MagicHelp)
+    app.add_directive("picture", Picture)
     app.connect("autodoc-process-signature", short_signature)
     app.connect("autodoc-process-docstring", without_options)
     app.connect("missing-reference", resolved)
