@@ -2,7 +2,7 @@
 
 Sphinx, because MyST-NB takes the notebooks as they are saved, with the outputs that the tests compare, and
 because autodoc takes the API from the docstrings. PyTorch and Jupyter document themselves with it, too. It is
-built offline, writes below the output directory alone, and its pages load nothing from another host.
+built offline, writes nothing into the sources, and its pages load nothing from another host.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ nb_ipywidgets_js: dict[
     str, dict[str, str]
 ] = {}  # what is saved needs no widgets: else pages load them from a CDN
 nb_merge_streams = True
+nb_render_image_options = {"alt": "The figure that the cell above has drawn"}
 # `%%distributed` is the first line of Python cells, and of examples in the pages.
 highlight_language = "ipython3"
 
