@@ -80,6 +80,9 @@ copybutton_exclude = ".linenos, .gp, .go"
 _CONSTRUCTED = ("nblaunch.Session",)
 """Classes that callers make themselves; others are made for them, and their fields are listed below."""
 _TYPE_VARIABLES = ("Saving",)
+_PARAMETERS = re.compile(r"<dl>\s*((?:<dd>(?:(?!<d[dlt]>).)*</dd>\s*)+)</dl>", re.DOTALL)
+_PARAMETER, _LINE = re.compile(r"<dd>(.*?)</dd>\s*", re.DOTALL), r"<span>\1</span>"
+"""Sphinx writes the parameters of a long signature as a list of definitions without terms."""
 _FORMULA = re.compile(r"(?<=<div>)\$(?:\\displaystyle )?([^$<]+)\$(?=</div>)")
 """A display that is a formula, as `view.html` writes it."""
 
@@ -174,6 +177,18 @@ def formulas(_app: Sphinx, doctree: nodes.document, _name: str) -> None:
             raw.children = [nodes.Text(text)]
 
 
+def accessible(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
+) -> None:
+    """Repair what screen readers stumble over: headings without a level, lists without terms."""
+    for part in ("body", "furo_navigation_tree"):
+        if part in context:
+            text = context[part].replace('role="heading">', 'role="heading" aria-level="2">')
+            context[part] = _PARAMETERS.sub(
+                lambda found: f'<span class="sig-lines">{_PARAMETER.sub(_LINE, found[1])}</span>', text
+            )
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Register what is above."""
     app.add_role("name", name_role)
@@ -184,4 +199,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", without_options)
     app.connect("missing-reference", resolved)
     app.connect("doctree-resolved", formulas)
+    app.connect("html-page-context", accessible, priority=900)  # after the theme's own
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from documentation import SECONDS, build, command
 
 ROOT = Path(__file__).parents[2]
 HOSTS = {
@@ -28,8 +25,7 @@ HOSTS = {
     *("ui.perfetto.dev", "www.kaggle.com", "www.sphinx-doc.org"),
 }
 """Hosts that pages link to. Whether they answer is a slow lane, as it needs the network: CONTRIBUTING.md."""
-SECONDS = 280
-pytestmark = pytest.mark.timeout(SECONDS + 20)  # the build takes 10 s of a processor that others use, too
+pytestmark = pytest.mark.timeout(SECONDS + 20)
 LOADS = {"audio", "embed", "iframe", "img", "input", "link", "object", "script", "source", "track", "video"}
 """Elements by which a page has something else loaded."""
 
@@ -79,14 +75,6 @@ class Page(HTMLParser):
             self.in_text = False
 
 
-def command() -> list[str]:
-    """Return the command that CONTRIBUTING.md has for the site, without its output directory."""
-    (line,) = re.findall(
-        r"`\.venv/bin/(sphinx-build .* dirhtml notebooks) build/site`", (ROOT / "CONTRIBUTING.md").read_text()
-    )
-    return shlex.split(line)
-
-
 def sources() -> dict[Path, int]:
     files = (ROOT / "notebooks").rglob("*")
     return {each: each.stat().st_mtime_ns for each in files if "__pycache__" not in each.parts}
@@ -96,18 +84,7 @@ def sources() -> dict[Path, int]:
 def site(tmp_path_factory):
     before = sources()
     directory = tmp_path_factory.mktemp("site") / "site"
-    program, *arguments = command()
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name(program)), *arguments, str(directory)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    build(directory)
     assert sources() == before, "a build writes nothing into the sources"
     return directory
 
