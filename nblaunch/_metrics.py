@@ -25,7 +25,7 @@ class Points(msgspec.Struct, frozen=True, gc=False):
 
 
 class Metric(NamedTuple):
-    """One number that a rank has logged.
+    """One number that `rank` has logged under `name`.
 
     `step` is the training step, `time` in seconds since the epoch by the clock of the rank's host, `value`
     may be NaN or infinite.
