@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nblaunch.diagnose.failures import Blame, blame
+from nblaunch._help import FailureKind
+from nblaunch.diagnose.failures import Blame, blame, kind_of
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.messages import FailureRecord
@@ -129,12 +130,19 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-        parts.append(f"<div><strong>{label}</strong> {why}</div>")
+        parts.append(f"<div><strong>{label}</strong> {why}{_help(kind_of(cause.failure))}</div>")
         parts += [markup.details(name, traceback, opened=not number)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
         parts += [markup.details("What it held", table, opened=not number)] if held else []
     return parts
+
+
+def _help(kind: FailureKind | None) -> str:
+    """Return a link to the page about a failure; its text is no address, which the error itself shows."""
+    if kind is None:
+        return ""
+    return f' · <a href="{markup.escaped(kind.address)}">what to do</a>'
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
@@ -175,6 +183,7 @@ def _hang(state: RunState) -> Iterator[str]:
         return
     limit = summary.REASON_COST
     content = "".join(_note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
+    content += f"<div>{_help(FailureKind.HANG).removeprefix(' · ')}</div>"
     found = summary.places(state.hang)
     for each in found[:_PLACES]:
         stack = shortened(each.stack, _STACK_COST)
