@@ -129,4 +129,4 @@ def last_words(logs: Iterable[BinaryIO]) -> str:
         with contextlib.suppress(ValueError, OSError):
             size = os.fstat(log.fileno()).st_size
             text += os.pread(log.fileno(), _LAST, max(size - _LAST, 0)).decode(errors="replace")
-    return f"Its last words:\n{text[-_LAST:] or '(none)'}"
+    return f"Its last words:\n{text[-_LAST:]}" if text else "It printed nothing."

@@ -6,6 +6,9 @@ are in `docs`. All of it is built offline.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import nblaunch
 
 project = "nblaunch"
@@ -22,6 +25,10 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests run the notebooks, and compare what is saved in them
 nb_remove_code_outputs = False
 suppress_warnings: list[str] = []
+
+# --- the addresses that errors show: a page for each ---
+sys.path.insert(0, str(Path(__file__).parent))
+extensions += ["_addresses"]
 
 # --- the API ---
 autodoc_typehints = "signature"

@@ -370,7 +370,7 @@ class LiveSession:
         root = outcome.result.root_cause
         if root is not None and root.type.endswith("NameError"):
             lacking = [each.rank for each in outcome.result.failures]
-            msg = f"pull: {root.message} ({format_ranks(lacking)})"
+            msg = f"pull: {root.message.replace('on this rank', f'({format_ranks(lacking)})')}"
             raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
         values = outcome.unwrap().values
         return {name: [of_rank[place] for of_rank in values] for place, name in enumerate(names)}

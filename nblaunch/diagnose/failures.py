@@ -37,6 +37,8 @@ _PEER_GONE = re.compile(
 _NCCL_WAITED = re.compile(r"timed out after|remote process exited|remote error|network error", re.IGNORECASE)
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
 _DEAD = "ProcessExited"
+NODE_LOST = "was lost with its node"
+"""Begins the explanation of a rank whose node has gone."""
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _REASON_CHARACTERS = 2000
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
@@ -169,7 +171,7 @@ def reason(failure: FailureRecord) -> Reason:
     text = failure.message.strip().partition("\n")[0].rstrip()
     if failure.type == _DEAD:
         return Reason("", text, "")
-    kind = failure.type.removeprefix("builtins.").removeprefix("__main__.")
+    kind = failure.type.removeprefix("builtins.").removeprefix("__main__.").removeprefix("nblaunch._errors.")
     frame = nearest_frame(failure.frames)
     return Reason(kind, text, place(frame) if frame is not None else "")
 
@@ -256,6 +258,8 @@ def kind_of(failure: FailureRecord) -> FailureKind | None:
 def _kind_of_death(failure: FailureRecord) -> FailureKind:
     if NCCL_WATCHDOG in failure.message:
         return FailureKind.COLLECTIVE_TIMEOUT
+    if failure.message.startswith(NODE_LOST):
+        return FailureKind.NODE_LOST
     name = signal_name(failure.exitcode)
     return FailureKind.EXITED if name is None else _OF_SIGNAL.get(name, FailureKind.CRASHED)
 

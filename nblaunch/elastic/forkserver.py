@@ -184,7 +184,7 @@ class Server:
         text = ""
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
-        return f"Its last words:\n{text or '(none)'}"
+        return f"Its last words:\n{text}" if text else "It printed nothing."
 
 
 class OwnServer(Server):
