@@ -130,7 +130,7 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-        parts.append(f"<div><strong>{label}</strong> {why}{_help(kind_of(cause.failure))}</div>")
+        parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.failure)}</div>")
         parts += [markup.details(name, traceback, opened=not number)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
@@ -138,11 +138,15 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
     return parts
 
 
-def _help(kind: FailureKind | None) -> str:
-    """Return a link to the page about a failure; its text is no address, which the error itself shows."""
-    if kind is None:
-        return ""
-    return f' · <a href="{markup.escaped(kind.address)}">what to do</a>'
+def _help(failure: FailureRecord) -> str:
+    """Return a link to the page about a failure; nothing for an exception of the user's own code."""
+    kind = kind_of(failure)
+    return "" if kind is None else f" · {_link(kind, 'what to do')}"
+
+
+def _link(kind: FailureKind, text: str) -> str:
+    # The text is no address: the error below the run shows that, and once is enough.
+    return f'<a href="{markup.escaped(kind.address)}">{text}</a>'
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
@@ -183,7 +187,6 @@ def _hang(state: RunState) -> Iterator[str]:
         return
     limit = summary.REASON_COST
     content = "".join(_note(shortened(plain(each), limit)) for each in state.hang.findings[:_PLACES])
-    content += f"<div>{_help(FailureKind.HANG).removeprefix(' · ')}</div>"
     found = summary.places(state.hang)
     for each in found[:_PLACES]:
         stack = shortened(each.stack, _STACK_COST)
@@ -192,6 +195,7 @@ def _hang(state: RunState) -> Iterator[str]:
         )
     if len(found) > _PLACES:
         content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
+    content += f"<div>{_link(FailureKind.HANG, 'how to read this')}</div>"
     yield markup.details("Where the ranks were", content, opened=True)
 
 
