@@ -10,6 +10,7 @@ import html
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 from nblaunch._help import DIRECTORY, FailureKind
 
@@ -34,14 +35,14 @@ def page(title: str, target: str) -> str:
 
 
 def write_pages(app: Sphinx, error: Exception | None) -> None:
-    """Write a page for each kind below the built site; raises `LookupError` for one without a section."""
+    """Write a page for each kind below the built site; raises `ExtensionError` for one without a section."""
     if error is not None or app.builder.format != "html":
         return
     labels = app.env.get_domain("std").labels  # type: ignore[attr-defined]  # of Sphinx's standard domain
     for kind in FailureKind:
         if kind.value not in labels:
             msg = f"no section of the documentation has the name {kind.value!r}, which errors lead to"
-            raise LookupError(msg)
+            raise ExtensionError(msg)
         document, anchor, title = labels[kind.value]
         target = f"../../{app.builder.get_target_uri(document)}#{anchor}"
         directory = Path(app.outdir, DIRECTORY, kind.value)
