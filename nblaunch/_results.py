@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
 from nblaunch.insight.report import Report
 from nblaunch.protocol.client import ClientRecord
@@ -49,7 +50,8 @@ class RankFailure:
     signal's name (`"SIGKILL"`), or None. `last_output` are the last lines that the rank printed.
     `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
     rank whose failure explains this one, or None. `memory` is what the rank held when it ran out of memory,
-    the ten largest parts; empty for other failures.
+    the ten largest parts; empty for other failures. `kind` names what has happened (`"killed"`), as that of
+    the error does; None for an exception of the user's own code.
 
     >>> result = nblaunch.run(train, nproc=2, check=False)                 # doctest: +SKIP
     >>> result.root_cause.rank, result.root_cause.reason                   # doctest: +SKIP
@@ -72,6 +74,7 @@ class RankFailure:
     reason: str = field(default="", repr=False)
     node: str = ""
     memory: tuple[HeldMemory, ...] = ()
+    kind: FailureKind | None = None
 
     @property
     def frame(self) -> FrameRecord | None:
@@ -375,7 +378,8 @@ class RunResult:
             raise result.failure.exception
         why = result.failure.reason if result.failure else f"its state is {result.state}"
         msg = f"result[{rank}]: rank {rank} has no value: {why}"
-        raise RunFailedError(msg, result=self, root_cause=result.failure or self.root_cause)
+        root = result.failure or self.root_cause
+        raise RunFailedError(msg, result=self, root_cause=root, kind=root.kind if root else None)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the values, in rank order."""
@@ -817,6 +821,8 @@ class NotSentError(NblaunchError, TypeError, AttributeError):
 
     An `AttributeError` too: `hasattr` and variable explorers ask any object for any attribute.
     """
+
+    kind = FailureKind.VALUE_NOT_SENT
 
 
 class NotSent:

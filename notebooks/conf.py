@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import re
+import sys
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,10 @@ nb_merge_streams = True
 nb_render_image_options = {"alt": "The figure that the cell above has drawn"}
 # `%%distributed` is the first line of Python cells, and of examples in the pages.
 highlight_language = "ipython3"
+
+# --- the addresses that errors show: a page for each ---
+sys.path.insert(0, str(Path(__file__).parent))
+extensions += ["_addresses"]
 
 # --- the API ---
 autodoc_default_options = {"members": True, "undoc-members": True}

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch.insight.intervals import Interval, clipped, common, length, merged, without
 from nblaunch.insight.trace import TracePart, joined, packed
 from nblaunch.protocol.messages import DEFAULT_GROUP
@@ -265,7 +266,7 @@ class Profile:
             import pandas as pd
         except ImportError as error:
             msg = "to_pandas needs pandas, which is not installed. pip install pandas, or use .summary."
-            raise NblaunchError(msg) from error
+            raise NblaunchError(msg, kind=FailureKind.NOT_INSTALLED) from error
         names = RankStep.__slots__
         return pd.DataFrame([[getattr(row, name) for name in names] for row in self.summary], columns=names)
 
