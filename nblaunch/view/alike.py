@@ -54,6 +54,21 @@ def finest(levels: Iterable[tuple[Mapping[int, Hashable], int]]) -> list[tuple[i
     return rows
 
 
+def levels_of(figures: Mapping[int, int | None]) -> dict[int, int]:
+    """Return a number for each rank: the same for those whose figures differ by a quarter at most.
+
+    >>> levels_of({0: 100, 1: 120, 2: 300, 3: None})
+    {3: 0, 0: 1, 1: 1, 2: 2}
+    """
+    found: dict[int, int] = {}
+    number, least = 0, 0
+    for rank, figure in sorted(figures.items(), key=lambda each: each[1] or 0):
+        if figure and (not least or figure > least + least // 4):
+            number, least = number + 1, figure
+        found[rank] = number if figure else 0
+    return found
+
+
 def label(ranks: Sequence[int], limit: int = _LABEL) -> str:
     """Return a row's ranks as its first cell has them; how many there are where they would fill a line.
 

@@ -19,7 +19,7 @@ from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import markup, summary
-from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, sizes
+from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
 from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
@@ -53,6 +53,7 @@ _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _ALWAYS = (0, 2)
 _NARROW_COLUMNS = 3
+_NARROW_LABEL = 20
 _PLACES = 16
 _ROWS = 64
 """Of more ranks, none has a row of its own unless it differs."""
@@ -250,10 +251,15 @@ def _rows(shown: Mapping[int, _Shown]) -> list[tuple[int, ...]]:
     def ends(each: _Shown) -> tuple[Hashable, ...]:
         return each.known.state, each.why
 
+    peaks = levels_of({rank: each.known.peak_gpu_memory for rank, each in shown.items()})
+
+    def differs(each: _Shown) -> tuple[Hashable, ...]:
+        return (*ends(each), each.host, peaks[each.known.rank])
+
     levels: tuple[tuple[Callable[[_Shown], Hashable], int], ...] = (
-        (lambda each: (*ends(each), each.host, each.value, each.last), _ROWS_BY_LINE),
-        (lambda each: (*ends(each), each.host, each.value), MOST_ROWS),
-        (lambda each: (*ends(each), each.host), MOST_ROWS),
+        (lambda each: (*differs(each), each.value, each.last), _ROWS_BY_LINE),
+        (lambda each: (*differs(each), each.value), MOST_ROWS),
+        (differs, MOST_ROWS),
         (ends, MOST_ROWS),
     )
     rows = finest(({rank: key(each) for rank, each in shown.items()}, most) for key, most in levels)
@@ -303,7 +309,7 @@ def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     """Return a row; where there are many rows, with short styles."""
     content = ""
     for number, cell in enumerate(cells):
-        narrow = tag == "th" or number < _NARROW_COLUMNS
+        narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
         style = (_NARROW_CELL if narrow else _CELL) if few else _SMALL_CELL
         content += f'<{tag} style="{style}">{cell}</{tag}>'
     return f"<tr>{content}</tr>"
@@ -325,8 +331,9 @@ def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
         value = markup.code(clipped(_in_one_line(known[0].value_text), _SHORT_CELL_COST), styled=few)
     lines = {each.last for each in ranks}
     last = f"<em>{len(lines)} different</em>" if len(lines) > 1 else markup.code(ranks[0].last, styled=few)
+    name = label([each.rank for each in known])
     return (
-        label([each.rank for each in known]),
+        name if len(name) <= _NARROW_LABEL else name.replace(",", ",<wbr>"),
         markup.escaped(clipped(devices(plain(each.device) for each in known), _CELL_COST)),
         markup.state(known[0].state),
         sizes(each.peak_gpu_memory for each in known).replace(" ", "\u00a0"),

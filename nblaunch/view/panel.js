@@ -1206,6 +1206,7 @@ class Alike {
     name.scope = "row";
     name.append(group.button);
     row.append(name, group.state, group.now);
+    group.row = row;
     group.below = element("tr");
     group.below.hidden = true;
     group.list = element("ul", "nblaunch-each");
@@ -1224,7 +1225,10 @@ class Alike {
     const ranks = rows.map((row) => row.rank);
     const numbers = shortRanks(ranks);
     setText(group.button, numbers);
-    setAttribute(group.button, "aria-label", `${spokenRanks(ranks)}: ${state.toLowerCase()}`);
+    // The button's own name is what it shows.
+    const spoken = `${spokenRanks(ranks)}: ${state.toLowerCase()}`;
+    setAttribute(group.row, "aria-label", spoken);
+    setAttribute(group.button, "title", spoken);
     setAttribute(group.list, "aria-label", `Each of ${spokenRanks(ranks)}`);
     if (group.shown !== state) {
       group.shown = state;

@@ -24,7 +24,7 @@ from nblaunch.protocol.messages import (
     Stream,
 )
 from nblaunch.protocol.state import RunState, advance
-from nblaunch.view.alike import LEAST, beside, finest, in_columns, label, named, rows_of, sizes
+from nblaunch.view.alike import LEAST, beside, finest, in_columns, label, levels_of, named, rows_of, sizes
 from nblaunch.view.html import render_html
 from nblaunch.view.summary import Header
 from nblaunch.view.text import render_text
@@ -107,6 +107,15 @@ def test_a_line_of_text_names_its_ranks_where_they_do_not_fill_it():
     assert named(range(0, 1024, 2)).startswith("512 ranks (0,2,4,")
 
 
+@given(st.dictionaries(st.integers(0, 50), st.one_of(st.none(), st.integers(1, 1 << 40)), max_size=30))
+def test_figures_of_one_level_differ_by_a_quarter_at_most(figures):
+    found = levels_of(figures)
+    assert found.keys() == figures.keys()
+    for level in set(found.values()):
+        known = [figures[rank] or 0 for rank in found if found[rank] == level]
+        assert max(known) <= 1.25 * min(known)
+
+
 @given(st.lists(st.text("ab", min_size=1, max_size=30), min_size=1, max_size=40))
 def test_columns_hold_every_text_once_in_order(entries):
     lines = in_columns(entries, beside(entries))
@@ -161,6 +170,15 @@ def test_devices_and_peaks_that_differ_are_ranges_and_unfold_to_a_row_for_each_r
     below = markup[markup.index("<details") :]
     assert "8 ranks: 8 " in below
     assert [f"30{rank}\u00a0MiB" in below for rank in range(8)] == [True] * 8
+
+
+def test_a_rank_that_used_far_more_memory_than_the_others_has_a_row_of_its_own():
+    peaks = [3 << 30 if rank == 5 else (300 + rank) << 20 for rank in range(8)]
+    markup = render_html(run_of(8, *(returned(rank, "7", peak) for rank, peak in enumerate(peaks))), HEADER)
+    assert [(row[0], row[3]) for row in rows_in(markup)] == [
+        ("0-4,6-7", "300-307\u00a0MiB"),
+        ("5", "3.0\u00a0GiB"),
+    ]
 
 
 def test_where_ranks_do_not_differ_there_is_nothing_to_unfold():

@@ -48,8 +48,9 @@ OUR_TAGS = {"div", "strong", "span", "table", "thead", "tbody", "tr", "th", "td"
     "code",
     "em",
     "img",
+    "wbr",
 }
-EMPTY = {"img", "br", "hr"}
+EMPTY = {"img", "br", "hr", "wbr"}
 PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"0" * 60).decode()
 LIMIT = 1_000_000
 
