@@ -23,8 +23,9 @@ Invariants:
   * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
   * The cost of the panel grows with what changed since the last draw, not with the output so far.
   * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).
-  * However many ranks there are, no view has a line for each: hosts whose ranks are alike are one line, and
-    those that differ are named. The panel has a cell for each rank, in a row for each host.
+  * However many ranks there are, no view has a line for each: ranks that are alike share a row, which can be
+    unfolded, hosts whose ranks are alike are one line, and those that differ are named. The panel has a cell
+    for each rank, in a row for each host.
   * Widgets and IPython are loaded only by the views that use them.
 
 Modules, each after those that it imports:
