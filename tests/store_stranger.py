@@ -1,9 +1,9 @@
 """A stranger who is a client of torch's stores: it overwrites all that they hold with pickles.
 
 As a program: `python store_stranger.py PATH ADDRESS:PORT ...` prints, as JSON, how many keys it has
-overwritten at each of these ports that is a store. Whoever unpickles one makes a directory at PATH. At
-a port that is no store torch's client may wait for ever, inside C++, where no exception reaches it. So each port gets
-a process of its own, which a signal ends.
+overwritten at each of these ports that is a store. Whoever unpickles one makes a directory at PATH.
+At a port that is no store torch's client may wait for ever, inside C++, where no exception reaches it.
+So each port gets a process of its own, which a signal ends.
 """
 
 from __future__ import annotations
