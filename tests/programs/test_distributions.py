@@ -8,16 +8,13 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-from nblaunch.client import packages
+from environments import make_environment
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -89,39 +86,6 @@ print(json.dumps([nblaunch.__file__, front, {name: metadata.version(name) for na
 """
 
 
-def needed(name: str, found: dict[str, metadata.Distribution]) -> dict[str, metadata.Distribution]:
-    """Return a distribution and all that it needs on this machine, by name."""
-    if name not in found:
-        try:
-            found[name] = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            return found  # for another system, or an extra
-        for each in found[name].requires or []:
-            if "extra ==" not in each:
-                needed(packages_name(each), found)
-    return found
-
-
-def packages_name(requirement: str) -> str:
-    letters = (letter if letter.isalnum() or letter in "-_." else " " for letter in requirement)
-    return "".join(letters).split()[0]
-
-
-def link_torch(directory: Path) -> None:
-    """Link torch into the packages of another environment: it is large, and its bytecode is here already."""
-    for each in needed("torch", {}).values():
-        for top in {Path(str(path)).parts[0] for path in each.files or []} - {"..", "__pycache__"}:
-            if not (directory / top).exists():
-                (directory / top).symlink_to(str(each.locate_file(top)))
-
-
-def run_uv(*arguments: str) -> None:
-    beside = Path(sysconfig.get_path("scripts"), "uv")
-    uv = str(beside) if beside.exists() else "uv"
-    done = subprocess.run([uv, *arguments], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 VERSIONS = {"lowest": "constraints-oldest.txt", "highest": "constraints.txt"}
 
 
@@ -129,16 +93,8 @@ VERSIONS = {"lowest": "constraints-oldest.txt", "highest": "constraints.txt"}
 def clean(request, built, tmp_path_factory):
     """Make an environment with the wheel and what it needs, all as old or as new as is allowed."""
     directory = tmp_path_factory.mktemp("clean")
-    run_uv("venv", "-q", "-p", sys.executable, str(directory))
-    python = directory / "bin" / "python"
-    link_torch(Path(sysconfig.get_path("purelib", vars={"base": str(directory)})))
-    # As pip finds packages on this machine, so does uv.
-    sources = packages._sources([], os.environ, str(ROOT))
-    wanted = directory / "wanted.txt"
-    wanted.write_text("\n".join([*sources, str(built[0])]))
     constraints = str(ROOT / "tests" / VERSIONS[request.param])
-    words = ["-q", "--index-strategy", "unsafe-best-match", "-c", constraints, "-r", str(wanted)]
-    run_uv("pip", "install", "--python", str(python), *words)
+    make_environment(directory, [str(built[0])], "-c", constraints)
     return directory, constraints
 
 
