@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,30 @@ def test_the_commit_hooks_use_the_ruff_of_ci():
     assert [hook["id"] for hook in hooks["hooks"]] == ["ruff-check", "ruff-format"]
 
 
+BINDER = ROOT / "binder"
+
+
+def test_a_binder_has_the_torch_of_ci_and_what_the_quickstart_imports():
+    """Names and versions as repo2docker reads them: requirements.txt, runtime.txt, postBuild."""
+    lines = (BINDER / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith(("#", "--"))]
+    assert f"torch=={pins('constraints.txt')['torch']}+cpu" in wanted
+    assert {re.split("[=>]", line)[0] for line in wanted} >= {
+        "torch",
+        "jupyterlab",
+        "matplotlib",
+        "scikit-learn",
+    }
+    python = (BINDER / "runtime.txt").read_text().strip()
+    assert f"Programming Language :: Python :: {python.removeprefix('python-')}" in PROJECT["classifiers"]
+    script = BINDER / "postBuild"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    opened = re.findall(r"/tree/(\S+\.ipynb)", script.read_text())
+    assert [each for each in opened if not (ROOT / each).is_file()] == []
+    assert len(opened) == 1
+
+
 def test_the_citation_is_of_this_version():
     citation = loaded(GITHUB / "CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= set(citation) <= CITATION
@@ -123,6 +149,8 @@ def test_the_citation_is_of_this_version():
     assert str(citation["version"]) == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     assert citation["authors"] == PROJECT["authors"]
+    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
+    assert ".github/CITATION.cff" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_what_security_promises_names_what_the_options_are_called():
