@@ -10,6 +10,7 @@ A name of torch's that is not public (`tests/unit/test_torch_names.py`):
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -125,7 +126,10 @@ def numa_options(mode: str) -> Any:
 
 def cpus_near(gpu_index: int, mode: str) -> set[int]:
     """Return the CPUs that `mode` binds to for one of the GPUs that this process sees; asks CUDA."""
-    found: set[int] = getattr(_binding(), _CPUS)(gpu_index=gpu_index, numa_options=numa_options(mode))
+    cpus_of = getattr(_binding(), _CPUS)
+    # Both are keyword-only. The first is `gpu_index` in torch 2.13, and `device_index` in 2.15.
+    index, options = inspect.signature(cpus_of).parameters
+    found: set[int] = cpus_of(**{index: gpu_index, options: numa_options(mode)})
     return found
 
 

@@ -1,6 +1,6 @@
 """torchelastic's own agent, as nblaunch runs it, and the thread that it runs on.
 
-Names of torch's that are not public, as of torch 2.8 to 2.13 (`tests/unit/test_torch_names.py` finds
+Names of torch's that are not public, as of torch 2.8 to 2.15 (`tests/unit/test_torch_names.py` finds
 those that a release has broken; `hooks` and `rendezvous` list their own): `LocalElasticAgent._start_workers`,
 `._monitor_workers`, `._restart_workers`, `._assign_worker_ranks`, `._exit_barrier`, `._shutdown`,
 `._setup_healthcheck`, `._remaining_restarts`, `._worker_group`, `._pcontext`, `._setup_local_watchdog`,
@@ -329,7 +329,7 @@ class RankAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _shutdown(self, *arguments: Any, **keywords: Any) -> None:
-        # torch 2.8 to 2.13 differ in the arguments; for either there is nobody left to shut down.
+        # torch 2.8 to 2.15 differ in the arguments; for either there is nobody left to shut down.
         self._terminate(self._processes())
         super()._shutdown(*arguments, **keywords)
         while self._filtered:

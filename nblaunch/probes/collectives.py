@@ -68,15 +68,18 @@ _NOT_FOUND = "?"
 
 
 class Call:
-    """A collective that is about to begin on this rank; `operation` is its reduction: `sum`, or empty."""
+    """A collective that is about to begin on this rank; `operation` is its reduction: `sum`, or empty.
+
+    It is empty, too, where torch cannot be asked for it: 2.8 has no method for that.
+    """
 
     __slots__ = ("arguments", "form", "group", "operation")
 
     def __init__(self, form: Form, arguments: Sequence[Any], group: Any) -> None:
         """Read the reduction, which takes as long as all the rest, once."""
         self.form, self.arguments, self.group = form, arguments, group
-        place = form.operation
-        self.operation = "" if place is None else _OPERATIONS.get(arguments[place].op(), _NOT_FOUND)
+        ask = None if form.operation is None else getattr(arguments[form.operation], "op", None)
+        self.operation = "" if ask is None else _OPERATIONS.get(ask(), _NOT_FOUND)
 
     @property
     def root(self) -> int | None:

@@ -31,7 +31,9 @@ NODE_OF_EVERY_GPU = """
             def exec_module(module):
                 execute(module)
                 ask = module.torch.cuda.get_device_properties
-                module._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0 * len(ask(gpu_index).name)
+                for kind in ("gpu", "device"):  # torch 2.13, 2.15
+                    node = lambda **index: 0 * len(ask(*index.values()).name)
+                    setattr(module, f"_get_numa_node_index_for_{kind}_index", node)
             spec.loader.exec_module = exec_module
             return spec
 

@@ -12,6 +12,7 @@ import poked
 import psutil
 import pytest
 import torch
+from older_torch import needs_binding
 
 import nblaunch
 from nblaunch import _devices
@@ -167,6 +168,7 @@ def test_numa_binding_needs_a_gpu_for_each_rank(binding, monkeypatch):
         placement.check_numa_binding(binding, gpus=1, nproc=2)
 
 
+@needs_binding
 @pytest.mark.parametrize("binding", ["node", "socket", "exclusive", "core-complex"])
 def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     from torch.numa.binding import NumaOptions
@@ -177,6 +179,7 @@ def test_what_is_asked_of_numa_is_what_torch_is_told(binding):
     assert told.affinity_mode.value == binding
 
 
+@needs_binding
 @pytest.mark.parametrize("binding", ["exclusive", "core-complex"])
 def test_cpus_are_not_divided_among_gpus_that_a_rank_cannot_see(binding):
     with pytest.raises(nblaunch.OptionError, match=r"virtual_local_rank each rank sees one GPU only\. Use"):

@@ -260,3 +260,22 @@ def test_an_accelerator_without_a_backend_leaves_ranks_on_the_cpu(accelerator):
     assert "torch has no backend for mps: 2 ranks on the CPU" in place_ranks("auto", "auto", {}).note
     with pytest.raises(OptionError, match="no GPU is visible"):
         place_ranks("gpu", "auto", {})
+
+
+def of_torch_2_13(*, gpu_index, numa_options):
+    return {gpu_index, numa_options}
+
+
+def of_torch_2_15(*, device_index, numa_options):
+    return {device_index, numa_options}
+
+
+@pytest.mark.parametrize("cpus_of", [of_torch_2_13, of_torch_2_15])
+def test_torch_is_asked_for_the_cpus_near_a_gpu_by_its_own_names(monkeypatch, cpus_of):
+    binding = types.SimpleNamespace(
+        _get_logical_cpus_to_bind_to=cpus_of,
+        NumaOptions=lambda affinity_mode: affinity_mode,
+        AffinityMode=len,
+    )
+    monkeypatch.setattr(_devices, "_binding", lambda: binding)
+    assert _devices.cpus_near(3, "node") == {3, len("node")}

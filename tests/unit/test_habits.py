@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,14 @@ def steps_of(workflow: Any) -> list[dict[str, Any]]:
 
 def commands_of(workflow: Any) -> str:
     """Return all that a workflow runs, with what its matrices put in."""
+    commands = [step.get("run", "") for step in steps_of(workflow)]
+    return "\n".join([*commands, *(row.get("command", "") for row in rows_of(workflow))])
+
+
+def rows_of(workflow: Any) -> list[dict[str, str]]:
+    """Return the rows of all matrices of a workflow."""
     matrices = [job.get("strategy", {}).get("matrix", {}) for job in workflow["jobs"].values()]
-    rows = [row for matrix in matrices for row in matrix.get("include", [])]
-    return "\n".join(
-        [*(step.get("run", "") for step in steps_of(workflow)), *(row["command"] for row in rows)]
-    )
+    return [row for matrix in matrices for row in matrix.get("include", [])]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -45,12 +50,16 @@ def test_a_workflow_has_the_form_that_is_read_and_runs_what_is_there(path):
     assert set(workflow) == {"name", True, "permissions", "jobs"} | (set(workflow) & {"concurrency"})
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
+        assert job.get("needs", "build") in {"build", *workflow["jobs"]}
+        assert set(job.get("permissions", {})) <= {"pages", "id-token"}, (
+            "write access to nothing but the site"
+        )
         assert job["runs-on"].startswith("ubuntu-")
         assert job["timeout-minutes"] > 0
     for step in steps_of(workflow):
         assert ("run" in step) != ("uses" in step)
         assert re.fullmatch(r"actions/[\w-]+@v\d+", step.get("uses", "actions/checkout@v4"))
-        assert step.get("with", {}).get("python-version", "3.11") == "3.11"
+        assert step.get("with", {}).get("python-version", "3.11") in {"3.11", "${{ matrix.python }}"}
     named = re.findall(r"(?<![\w./-])((?:tests|\.ci)(?:/[\w.-]+)+)", commands_of(workflow))
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
@@ -58,6 +67,23 @@ def test_a_workflow_has_the_form_that_is_read_and_runs_what_is_there(path):
 
 def test_ci_calls_the_script_that_contributors_run():
     assert ".ci/run" in commands_of(loaded(GITHUB / "workflows" / "ci.yml"))
+
+
+def test_the_wheel_is_installed_with_the_oldest_and_the_newest_of_all_by_each_python_that_is_named():
+    rows = [row for row in rows_of(loaded(GITHUB / "workflows" / "ci.yml")) if "resolution" in row]
+    assert {"lowest-direct", "highest"} == {row["resolution"] for row in rows}
+    named = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if " :: 3." in each}
+    assert {row["python"] for row in rows if row["resolution"] == "highest"} == named
+    slow = commands_of(loaded(GITHUB / "workflows" / "slow.yml"))
+    lanes = set(re.findall(r"torch_versions/lane -p (\S+) ", slow))
+    assert lanes == named - {"3.11"}, "3.11 has all other lanes"
+
+
+def test_the_site_is_built_there_as_its_settings_say_and_with_the_rights_it_needs():
+    workflow = loaded(GITHUB / "workflows" / "docs.yml")
+    (command,) = re.findall(r"`(sphinx-build [^`]+)`", (ROOT / "notebooks" / "conf.py").read_text())
+    assert command in commands_of(workflow)
+    assert workflow["jobs"]["deploy"]["permissions"] == {"pages": "write", "id-token": "write"}
 
 
 def test_the_slow_workflow_has_the_lanes_of_the_contributors():
@@ -91,6 +117,30 @@ def test_the_commit_hooks_use_the_ruff_of_ci():
     assert [hook["id"] for hook in hooks["hooks"]] == ["ruff-check", "ruff-format"]
 
 
+BINDER = ROOT / "binder"
+
+
+def test_a_binder_has_the_torch_of_ci_and_what_the_quickstart_imports():
+    """Names and versions as repo2docker reads them: requirements.txt, runtime.txt, postBuild."""
+    lines = (BINDER / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if line and not line.startswith(("#", "--"))]
+    assert f"torch=={pins('constraints.txt')['torch']}+cpu" in wanted
+    assert {re.split("[=>]", line)[0] for line in wanted} >= {
+        "torch",
+        "jupyterlab",
+        "matplotlib",
+        "scikit-learn",
+    }
+    python = (BINDER / "runtime.txt").read_text().strip()
+    assert f"Programming Language :: Python :: {python.removeprefix('python-')}" in PROJECT["classifiers"]
+    script = BINDER / "postBuild"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+    opened = re.findall(r"/tree/(\S+\.ipynb)", script.read_text())
+    assert [each for each in opened if not (ROOT / each).is_file()] == []
+    assert len(opened) == 1
+
+
 def test_the_citation_is_of_this_version():
     citation = loaded(GITHUB / "CITATION.cff")
     assert {"cff-version", "message", "title", "authors"} <= set(citation) <= CITATION
@@ -99,6 +149,8 @@ def test_the_citation_is_of_this_version():
     assert str(citation["version"]) == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     assert citation["authors"] == PROJECT["authors"]
+    assert citation["repository-code"] == PROJECT["urls"]["Repository"]
+    assert ".github/CITATION.cff" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_what_security_promises_names_what_the_options_are_called():

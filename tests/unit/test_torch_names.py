@@ -18,7 +18,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore, ReduceOp, distributed_c10d
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -70,8 +70,8 @@ USED = {*AGENT, *CONTEXT, *RENDEZVOUS, *STATIC}
 def broken(owner: object, name: str) -> str:
     kind = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
     return (
-        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch/elastic uses; "
-        f"it worked with torch 2.8 to 2.13"
+        f"torch {torch.__version__} broke {kind.__name__}.{name}, which nblaunch uses; "
+        f"it worked with torch 2.8 to 2.15"
     )
 
 
@@ -265,6 +265,13 @@ def test_torchs_collectives_still_have_their_arguments_where_the_watch_reads_the
         assert place is None or "Tensor" in arguments[place]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.8 cannot be asked for a reduction")
+def test_torch_can_still_be_asked_what_a_collective_reduces_with():
+    boxed = torch.classes.c10d.ReduceOp()
+    assert hasattr(boxed, "op"), f"torch {torch.__version__} broke ReduceOp.op, which nblaunch uses"
+    assert boxed.op() == int(ReduceOp.RedOpType.SUM)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
 def test_torchs_libraries_still_have_a_log_level():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -282,10 +289,12 @@ def test_a_build_with_cuda_still_has_the_flight_recorder_of_nccl():
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="ranks are bound to CPUs with torch 2.13 only")
 def test_torch_can_still_be_asked_which_cpus_are_near_a_gpu():
     binding = importlib.import_module("torch.numa.binding")
-    assert list(inspect.signature(binding._get_logical_cpus_to_bind_to).parameters) == [
-        "gpu_index",
-        "numa_options",
-    ]
+    name = "_get_logical_cpus_to_bind_to"
+    assert hasattr(binding, name), broken(binding, name)
+    index, options = inspect.signature(getattr(binding, name)).parameters
+    assert (index, options) in {("gpu_index", "numa_options"), ("device_index", "numa_options")}, broken(
+        binding, name
+    )
 
 
 def test_torchs_timer_server_still_has_what_ends_its_thread(tmp_path):

@@ -72,12 +72,27 @@ BEGIN, END = "<!-- versions:begin -->", "<!-- versions:end -->"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
+PYTHON = PROJECT["requires-python"].removeprefix(">=")
+TRIED = {"Python": ("3.11.7", "3.13.18"), "torch": ("2.8.0", "2.15.0")}
+"""The oldest and the newest that tests/torch_versions/lane, or its commands, ran with: in November 2026."""
+
+
 def versions_table() -> str:
     """Return the table of CONTRIBUTING.md: what nblaunch needs, and the versions of each that are tested."""
     newest, oldest = pins("constraints.txt"), pins("constraints-oldest.txt")
+    allowed = {"Python": PYTHON, **DEPENDENCIES}
+    tested = {name: (oldest[name], newest[name]) for name in DEPENDENCIES} | TRIED
     rows = ["| package | allowed from | oldest tested | newest tested |", "|---|---|---|---|"]
-    rows += [f"| {name} | {DEPENDENCIES[name]} | {oldest[name]} | {newest[name]} |" for name in DEPENDENCIES]
+    rows += [f"| {name} | {floor} | {' | '.join(tested[name])} |" for name, floor in allowed.items()]
     return "\n".join(rows)
+
+
+def test_the_floors_of_python_and_torch_have_been_tried_and_ci_is_within():
+    allowed = {"Python": PYTHON, "torch": DEPENDENCIES["torch"]}
+    for name, (oldest, newest) in TRIED.items():
+        assert version(oldest)[:2] == version(allowed[name])
+        assert version(newest) >= version(oldest)
+    assert version(pins("constraints.txt")["torch"]) <= version(TRIED["torch"][1])
 
 
 def with_versions(text: str) -> str:
