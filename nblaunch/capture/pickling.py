@@ -418,7 +418,9 @@ def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) ->
     pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
     pickler.dump(value)
     return Packed(
-        stream.getbuffer(),
+        # Neither this nor `getbuffer` copies. But from Python 3.13 on a BytesIO that is collected while
+        # a buffer of it is in use prints an error.
+        memoryview(stream.getvalue()),
         tuple(each if isinstance(each, memoryview) else each() for each in buffers),
         frozenset(pickler.filenames),
         pickler.carried,

@@ -151,3 +151,19 @@ def test_a_notebook_with_cells_and_a_session_imports_nothing_of_the_ranks():
         "print([name for name in sys.modules if name.startswith('nblaunch.rank')])"
     )
     assert fresh(code).endswith("[]\n")
+
+
+def test_a_packed_value_that_is_collected_in_a_cycle_prints_no_error():
+    """From Python 3.13 on; before, with -X dev only."""
+    code = (
+        "import gc; from nblaunch.capture.pickling import dumps_home\n"
+        "cycle = [dumps_home([1])]; cycle.append(cycle); del cycle; gc.collect()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "ignore", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -56,7 +56,7 @@ def repository(tmp_path_factory):
 def start(request, repository, kernels, tmp_path, monkeypatch):
     """Give `start()`: a kernel of an environment without nblaunch."""
 
-    class Bare(kernels):
+    class Bare(kernels):  # type: ignore[misc, valid-type]  # a fixture gives the class
         def ok(self, code, timeout=60):
             return super().ok("" if code == "%load_ext nblaunch" else code, timeout)
 

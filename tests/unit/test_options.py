@@ -261,7 +261,8 @@ def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> 
         )
         takes_no_value = action.nargs == 0
         assert option.kind.switch == takes_no_value
-    assert not {option.variable for option in ours.values()} - {None}
+    if "duplicate_stdout_filters" not in ours:  # an older torch, such as 2.8, has not all of them
+        assert not {option.variable for option in ours.values()} - {None}
 
 
 # Lines

@@ -73,7 +73,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
-TRIED = {"Python": ("3.11.7", "3.13.18"), "torch": ("2.8.0", "2.15.0")}
+TRIED = {"Python": ("3.11.7", "3.14.10"), "torch": ("2.8.0", "2.15.0")}
 """The oldest and the newest that tests/torch_versions/lane, or its commands, ran with: in November 2026."""
 
 
