@@ -88,6 +88,11 @@ class Alike:
         """The ranks, with their hosts if there are several: `rank 3 on hB`."""
         return ranks_on(self.ranks, self.hosts)
 
+    @property
+    def kind(self) -> FailureKind | None:
+        """What kind of failure it is; None for an exception of the user's own code."""
+        return kind_of(self.failure)
+
     def line(self, draw: Callable[[Reason], str] = str) -> str:
         """Return why they failed in one line, the reason as `draw` returns it."""
         reason = draw(self.reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nblaunch._help import FailureKind
-from nblaunch.diagnose.failures import Blame, blame, kind_of
+from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.messages import FailureRecord
@@ -136,7 +136,7 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-        parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.failure)}</div>")
+        parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.kind)}</div>")
         parts += [markup.details(name, traceback, opened=not number)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
@@ -144,9 +144,8 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
     return parts
 
 
-def _help(failure: FailureRecord) -> str:
+def _help(kind: FailureKind | None) -> str:
     """Return a link to the page about a failure; nothing for an exception of the user's own code."""
-    kind = kind_of(failure)
     return "" if kind is None else f" · {_link(kind, 'what to do')}"
 
 

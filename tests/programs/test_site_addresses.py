@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def build(directory, page):
     (source / "index.md").write_text("# Site\n\n```{toctree}\ndocs/failures\n```\n")
     (source / "docs/failures.md").write_text(page)
     command = [sys.executable, "-m", "sphinx", "-Q", "-b", "dirhtml", str(source), str(out)]
-    built = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    # Sphinx leaves a log of what it was stopped by in the temporary directory.
+    environ = {**os.environ, "TMPDIR": str(directory)}
+    built = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
     return out, built.stderr if built.returncode else ""
 
 

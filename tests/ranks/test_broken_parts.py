@@ -81,7 +81,7 @@ def test_all_ranks_are_lost_with_the(who, nproc, tmp_path):
         thread = strike(tmp_path, nproc, lambda: [psutil.wait_procs(ranks(), 0), keeper().kill()])
         error = failing_without_a_cause(waiting(tmp_path), nproc, nblaunch.LaunchError)
         thread.join()
-        assert str(error).startswith("nblaunch's runtime has ended, and all ranks with it. Its last words:\n")
+        assert str(error) == "nblaunch's runtime has ended, and all ranks with it. It printed nothing."
         must_work(nproc)
         return
     thread = strike(tmp_path, nproc, fork_server().kill)
