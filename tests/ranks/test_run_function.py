@@ -10,6 +10,7 @@ import enum
 import functools
 import gc
 import multiprocessing
+import operator
 import os
 import pathlib
 import pickle
@@ -347,17 +348,20 @@ def test_thirty_runs_in_a_row_leave_no_thread_descriptor_or_process_behind(event
 
     for _ in range(2):
         nblaunch.run(job, nproc=2)
-    eventually(settled, "all logs are gone")
+    eventually(settled, "all logs are gone", 60)
     before = footprint()
     for _ in range(30):
         assert nblaunch.run(job, nproc=2).values == [300_000.0, 300_000.0]
-    eventually(settled, "all logs are gone")
-    eventually(lambda: footprint() == before, f"30 runs leave the footprint at {before}")
+    eventually(settled, "all logs are gone", 60)
+    # The runtime may not have closed all of the second run yet when that was measured: less is no leftover.
+    eventually(
+        lambda: all(map(operator.le, footprint(), before)), f"30 runs leave the footprint at {before}", 60
+    )
 
 
-def footprint() -> list[object]:
+def footprint() -> list[Any]:
     """Return what this process has, and its runtime: threads, descriptors, child processes, maps of ours."""
-    found: list[object] = []
+    found: list[Any] = []
     for each in psutil.Process(), psutil.Process(local().runtime.welcome.pid):
         maps = pathlib.Path(f"/proc/{each.pid}/maps").read_text().count("memfd:nblaunch")
         children = {child.pid for child in each.children(recursive=True)}

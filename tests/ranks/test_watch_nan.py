@@ -58,8 +58,6 @@ def train(model, inner, steps=5, at=3, who=1, **more):
 @pytest.fixture(scope="module")
 def session():
     with nblaunch.Session(2, watch="nan") as opened:
-        # DDP and optimizers load it at their first use; a rank that is stopped meanwhile has half of it.
-        opened.cell("import torch._dynamo", namespace={})
         opened.cell(SETUP, namespace={})
         yield opened
 
