@@ -211,5 +211,9 @@ def _clocks(profile: Profile) -> str:
     ends = ""
     if check.collectives:
         count = plural(check.collectives, "collective")
-        ends = f"; {count} ended {check.spread * 1e6:.0f} µs apart on the ranks (median)"
-    return f"<div>The clocks of the ranks agree within {max(known) * 1e6:.0f} µs{ends}.</div>"
+        ends = f"; {count} ended {_duration(check.spread)} apart on the ranks (median)"
+    return f"<div>The clocks of the ranks agree within {_duration(max(known))}{ends}.</div>"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"  # noqa: PLR2004 - 1 ms

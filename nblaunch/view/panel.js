@@ -1283,6 +1283,7 @@ class Output {
       else this.lines.insertBefore(line.element, place);
     }
     this.log.classList.toggle("nblaunch-empty", !entries.length);
+    this.log.dataset.empty = this.filter.value ? "no line has this" : "no output yet";
     this.toEnd();
   }
 
@@ -1562,7 +1563,10 @@ class Chart {
     const { width, height, right, top, bottom } = CHART;
     const [step, value] = line.findLast(([, each]) => place(each) !== null) ?? [0, null];
     if (value === null) return drawing("g", {});
-    const y = Math.min(Math.max(place(value) - 4, top + 8), height - bottom - 4);
+    // Above what the line does below the words.
+    const below = line.filter(([each, known]) => x(each) >= x(step) - 44 && place(known) !== null);
+    const highest = Math.min(...below.map(([, known]) => place(known)));
+    const y = Math.min(Math.max(highest - 4, top + 8), height - bottom - 4);
     const attributes = { x: Math.min(x(step), width - right), y, "text-anchor": "end", class: `nblaunch-named nblaunch-series${series}` };
     return drawing("text", attributes, `rank ${rank}`);
   }

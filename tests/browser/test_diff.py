@@ -1,10 +1,10 @@
-"""`%distributed diff` in the notebook: a table, in a light and in a dark theme."""
+"""`%distributed diff` in the notebook: a table."""
 
 from __future__ import annotations
 
 import pytest
 
-from .front import DARK, LIGHT, expect
+from .front import expect
 
 pytestmark = pytest.mark.once
 
@@ -27,9 +27,7 @@ def session_is_closed(front):
     front.run("%distributed stop")
 
 
-@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
-def test_the_ranks_that_differ_are_in_a_table(front, shade, theme):
-    front.theme(theme)
+def test_the_ranks_that_differ_are_in_a_table(front, looks_well):
     shown = front.run("%distributed start -n 3", SETUP, "%distributed diff model step label")
     table = shown.get_by_role("table").last
     expect(table).to_contain_text("model.2.weight[4, 17]")
@@ -37,4 +35,4 @@ def test_the_ranks_that_differ_are_in_a_table(front, shade, theme):
     expect(table).to_contain_text("✓ equal")
     expect(table).to_contain_text("<script>document.title = 'broken'</script> $x$ True")
     assert "broken" not in front.page.title()
-    front.screenshot(shade)
+    looks_well(shown.locator(".jp-RenderedHTMLCommon").first, "diff")
