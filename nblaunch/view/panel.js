@@ -1534,7 +1534,7 @@ class Chart {
     this.svg.replaceChildren(...parts);
     const last = cells.findLast(([, band]) => band[1] !== null);
     setText(this.end, last ? shortNumber(last[1][1]) : "");
-    setText(this.words, curve.words);
+    setText(this.words, curve.words.replaceAll(" .. ", "\u00a0..\u00a0"));
     setAttribute(this.svg, "aria-label", `${this.name}: ${curve.words}`);
   }
 

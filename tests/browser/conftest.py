@@ -212,8 +212,10 @@ CUT_OFF = """(part) => {
   const edge = part.getBoundingClientRect().right + 1;
   const scrolls = (element) => element !== part
     && (["auto", "scroll"].includes(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
+  const isWide = (each) => each.getBoundingClientRect().right > edge
+    || (each.matches("button") && each.scrollWidth > each.clientWidth + 1);
   return [...part.querySelectorAll(":not(svg *)")]
-    .filter((each) => each.getBoundingClientRect().right > edge && !scrolls(each))
+    .filter((each) => isWide(each) && !scrolls(each))
     .map((each) => each.outerHTML.slice(0, 120));
 }"""
 
