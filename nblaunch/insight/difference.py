@@ -17,8 +17,8 @@ _GROUPS_SHOWN = 8
 _LACKING = "only on "
 _GREEN, _RED = "#238b45", "#dc403b"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
-_LEAST_WIDTHS = (";min-width:6em", "", ";min-width:14em")
-"""Text that may break anywhere would otherwise be one character wide on a narrow page."""
+_LEAST_WIDTHS = (";min-width:4em", "", "")
+"""A name may break anywhere: on a narrow page it would be one character wide."""
 _CODE = "padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
 
 

@@ -28,7 +28,7 @@ _WIDTH, _LABEL, _STRIP, _GAP, _TOP, _BOTTOM = 760.0, 64.0, 16.0, 5.0, 38.0, 36.0
 _COLUMNS = 450
 _LINES = 6
 _CELL = "text-align:right;padding:1px 10px 1px 0;white-space:nowrap"
-_TEXT_CELL = "text-align:left;padding:1px 10px 1px 0;min-width:16em"
+_TEXT_CELL = "text-align:left;padding:1px 10px 1px 0;min-width:14em"
 _NOTE = (
     "Milliseconds, the mean of the ranks. Idle is time outside of operators and collectives: Python, data "
     "loading, sleep."

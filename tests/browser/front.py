@@ -132,6 +132,8 @@ class Front:
         self.command("apputils:change-theme", theme=name)
         light = "false" if name == DARK else "true"
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light)
+        # JupyterLab covers the page while it changes.
+        expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)
 
     def size(self, name: str = "wide") -> None:
         """Give the page one of the `SIZES`; a small one has no room for JupyterLab's list of files."""
