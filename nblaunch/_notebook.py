@@ -22,6 +22,23 @@ def shell() -> Any | None:
     return ipython.get_ipython() if ipython is not None else None
 
 
+def takes_updates() -> bool:
+    """Return whether the front end is known to show an updated display in the place of the first one.
+
+    Not every front end does: `jupyter console` ignores updates, VS Code, CoCalc and euporie did in some of
+    their releases (`tests/programs/test_front_ends.py` has the sources). None says so. Two kinds that take
+    updates can be told: JupyterLab and Notebook 7 name the deleted cells with each cell that they run, and
+    programs that execute notebooks (nbclient, papermill) allow no input.
+    """
+    kernel = getattr(shell(), "kernel", None)
+    if kernel is None:
+        return True
+    get_parent = getattr(kernel, "get_parent", None)
+    parent = (get_parent() if get_parent is not None else None) or {}
+    allows_input = parent.get("content", {}).get("allow_stdin", True)
+    return "deletedCells" in parent.get("metadata", {}) or not allows_input
+
+
 def namespace() -> dict[str, Any] | None:
     """Return the notebook's variables, or None in plain Python."""
     running = shell()

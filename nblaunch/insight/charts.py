@@ -105,6 +105,9 @@ def _saved(drawing: str) -> int:
     return len(drawing.encode()) + drawing.count('"')
 
 
+_LABEL_WIDTH = 44
+
+
 def _steps(shown: Sequence[Curve]) -> tuple[int, int]:
     """Return the first and the last step of all curves: they share their x axis."""
     ends = [(min(each.sums) * each.width, max(each.sums) * each.width) for each in shown if each.sums]
@@ -198,8 +201,10 @@ def _label(words: str, line: Sequence[tuple[int, float]], x: _StepScale, y: _Val
     places = [(x(step), y(value)) for step, value in line if math.isfinite(value)]
     if not places:
         return ""
-    across, down = places[-1]
-    place = min(max(down - 4, _TOP + 8), _HEIGHT - _BOTTOM - 4)
+    across = places[-1][0]
+    # Above what the line does below the words.
+    highest = min(down for each, down in places if each >= across - _LABEL_WIDTH)
+    place = min(max(highest - 4, _TOP + 8), _HEIGHT - _BOTTOM - 4)
     return svg.text(
         min(across, _WIDTH - _RIGHT), place, words, anchor="end", size=10, more=f'style="fill:{colour}"'
     )

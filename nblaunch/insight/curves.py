@@ -267,6 +267,26 @@ def curve_lines(curves: Curves) -> list[str]:
     return lines + ([hidden_line(curves)] if curves.hidden else [])
 
 
+def lines_by_rank(curves: Curves) -> list[str]:
+    """Return a line for each name that is drawn, with the last value of each rank, of many of the first ones.
+
+    >>> log = Curves()
+    >>> curve = log.curves["loss"] = Curve("loss")
+    >>> for rank in range(2):
+    ...     curve.add(rank, 0, 0.5 + rank)
+    >>> lines_by_rank(log)
+    ['loss  rank 0: 0.5, rank 1: 1.5']
+    """
+    shown = [each for each in curves.shown() if len(each.lasts) > 1]
+    wide = min(max((len(each.name) for each in shown), default=0), 24)
+    lines = []
+    for each in shown:
+        lasts = [f"rank {rank}: {number(value)}" for rank, value in sorted(each.lasts.items())]
+        more = [f"{len(lasts) - _LASTS} more"] if len(lasts) > _LASTS else []
+        lines.append(f"{each.name.ljust(wide)}  {', '.join([*lasts[:_LASTS], *more])}")
+    return lines
+
+
 def hidden_line(curves: Curves) -> str:
     """Return how many names are not drawn."""
     return f"… {curves.hidden} more name{'s' * (curves.hidden != 1)} in result.metrics …"
@@ -288,6 +308,7 @@ def in_words(curve: Curve) -> str:
 
 
 _NAMED = 4
+_LASTS = 16
 
 
 def apart_words(curve: Curve) -> list[str]:

@@ -17,6 +17,8 @@ _GROUPS_SHOWN = 8
 _LACKING = "only on "
 _GREEN, _RED = "#238b45", "#dc403b"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
+_LEAST_WIDTHS = (";min-width:4em", "", "")
+"""A name may break anywhere: on a narrow page it would be one character wide."""
 _CODE = "padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
@@ -186,7 +188,8 @@ class Difference:
             f'<span style="{style}">{sign} {word}</span>',
             "".join(f"<div>{part}</div>" for part in self._html_parts(row)),
         ]
-        return "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>"
+        parts = zip(_LEAST_WIDTHS, cells, strict=True)
+        return "<tr>" + "".join(f'<td style="{_CELL}{least}">{cell}</td>' for least, cell in parts) + "</tr>"
 
     def _html_parts(self, row: Compared) -> Iterator[str]:
         if not row.equal:

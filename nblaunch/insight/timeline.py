@@ -28,11 +28,12 @@ _WIDTH, _LABEL, _STRIP, _GAP, _TOP, _BOTTOM = 760.0, 64.0, 16.0, 5.0, 38.0, 36.0
 _COLUMNS = 450
 _LINES = 6
 _CELL = "text-align:right;padding:1px 10px 1px 0;white-space:nowrap"
-_TEXT_CELL = "text-align:left;padding:1px 10px 1px 0"
+_TEXT_CELL = "text-align:left;padding:1px 10px 1px 0;min-width:14em"
 _NOTE = (
     "Milliseconds, the mean of the ranks. Idle is time outside of operators and collectives: Python, data "
     "loading, sleep."
 )
+_STRAGGLER = 2
 _TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
 
 
@@ -50,7 +51,8 @@ def _table(profile: Profile) -> str:
     shown = _worst(profile)
     if not shown:
         return ""
-    head = ("step", "time", "compute", "communication", "overlap", "waiting", "idle", "straggler")
+    # The straggler before the details: on a narrow page it is in sight.
+    head = ("step", "time", "straggler", "compute", "communication", "overlap", "waiting", "idle")
     rows = [_row("th", head)]
     rows += [_row("td", _cells(profile, step)) for step in shown]
     left = len(profile.steps) - len(shown)
@@ -70,8 +72,9 @@ def _cells(profile: Profile, step: int) -> tuple[str, ...]:
     rows = [row for row in profile.summary if row.step == step]
     names = ("seconds", "compute", "communication", "overlap", "waiting", "idle")
     means = (sum(getattr(row, name) for row in rows) / max(len(rows), 1) * 1e3 for name in names)
+    seconds, *parts = (f"{mean:.2f}" for mean in means)
     late = profile.straggler.get(step)
-    return (str(step), *(f"{mean:.2f}" for mean in means), _named(late) if late is not None else "")
+    return (str(step), seconds, _named(late) if late is not None else "", *parts)
 
 
 def _named(late: Straggler) -> str:
@@ -82,7 +85,7 @@ def _named(late: Straggler) -> str:
 def _row(tag: str, cells: Sequence[str]) -> str:
     content = ""
     for number, cell in enumerate(cells):
-        style = _TEXT_CELL if number == len(cells) - 1 else _CELL
+        style = _TEXT_CELL if number == _STRAGGLER else _CELL
         content += f'<{tag} style="{style}">{cell}</{tag}>'
     return f"<tr>{content}</tr>"
 
@@ -211,5 +214,9 @@ def _clocks(profile: Profile) -> str:
     ends = ""
     if check.collectives:
         count = plural(check.collectives, "collective")
-        ends = f"; {count} ended {check.spread * 1e6:.0f} µs apart on the ranks (median)"
-    return f"<div>The clocks of the ranks agree within {max(known) * 1e6:.0f} µs{ends}.</div>"
+        ends = f"; {count} ended {_duration(check.spread)} apart on the ranks (median)"
+    return f"<div>The clocks of the ranks agree within {_duration(max(known))}{ends}.</div>"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"  # noqa: PLR2004 - 1 ms

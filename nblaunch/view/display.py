@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from nblaunch.view.markup import escaped
 from nblaunch.view.output import Folded, folded
 from nblaunch.view.panel_ranks import Drawing
 from nblaunch.view.screen import plain
-from nblaunch.view.summary import Header
+from nblaunch.view.summary import Header, headline
 from nblaunch.view.terminal_view import Terminal
 from nblaunch.view.text import render_ending, render_text
 
@@ -49,12 +50,15 @@ _STOPS = 2
 """Once to interrupt, once more to skip the grace period."""
 _WIDGET_TYPE = "application/vnd.jupyter.widget-view+json"
 _UNFINISHED = "Running when this was saved; %distributed attach, or run the cell again."
+_FOLLOWS = "its result follows below. If it does not: %distributed attach, or run the cell again."
 
 _LEFT = "Running when watching stopped: the job goes on. %distributed attach shows it again."
 
 _log = logging.getLogger("nblaunch.view")
 
 Bundle = dict[str, object]
+
+_EMPTY: Bundle = {"text/html": "", "text/plain": ""}
 
 
 class TextView:
@@ -118,6 +122,10 @@ class WidgetView:
     """Shows a live panel while a run lasts; at the end static HTML takes its place.
 
     A short run makes one display, like `OnceView`. What is saved holds no widget.
+
+    A front end that ignores updates of a display would show the first one for ever. Where they may be ignored
+    the static HTML is a display of its own, and the panel's becomes empty: the result is there once either
+    way.
     """
 
     shows_usage = True
@@ -130,6 +138,7 @@ class WidgetView:
         self._drawing = Drawing(header, self._opened)
         self._panel: Panel | None = None
         self._display_id: str | None = None
+        self._in_place = True
         self._stops = 0
 
     def open(self, state: RunState) -> None:
@@ -169,12 +178,13 @@ class WidgetView:
         """Put static HTML in the panel's place, and close the panel."""
         try:
             bundle = html_and_text(state, self._header, self._drawing.curves(state))
-            if self._display_id is None:
-                _display(bundle)
-            else:
+            if self._display_id is not None:
                 from IPython.display import update_display
 
-                update_display(bundle, raw=True, display_id=self._display_id)
+                shown = bundle if self._in_place else _EMPTY
+                update_display(shown, raw=True, display_id=self._display_id)
+            if self._display_id is None or not self._in_place:
+                _display(bundle)
             if self._panel is not None:
                 self._panel.bundle = bundle
         finally:
@@ -190,7 +200,16 @@ class WidgetView:
         # output follows at the end.
         widget = {"version_major": 2, "version_minor": 0, "model_id": self._panel.model_id}
         nodes = "" if state.engine is None else f"{plain(nodes_line(state.engine, time.time()))}. "
-        placeholder = {_WIDGET_TYPE: widget, **_bundle(state, self._header, (), nodes + _UNFINISHED)}
+        # A display that a job in the background makes at its end could land below another cell.
+        background = threading.current_thread() is not threading.main_thread()
+        self._in_place = background or _notebook.takes_updates()
+        if self._in_place:
+            forms = _bundle(state, self._header, (), nodes + _UNFINISHED)
+        else:
+            what = headline(state, self._header.title, self._header.backend)
+            line = f"{what}: {nodes}running; {_FOLLOWS}"
+            forms = {"text/html": f'<p style="{ROOT_STYLE}">{escaped(line)}</p>', "text/plain": line}
+        placeholder = {_WIDGET_TYPE: widget, **forms}
         display_id = uuid.uuid4().hex
         _display(placeholder, display_id=display_id)
         self._display_id = display_id

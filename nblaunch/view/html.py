@@ -14,7 +14,7 @@ from itertools import groupby
 from nblaunch._help import FailureKind
 from nblaunch.diagnose.failures import Blame, blame
 from nblaunch.insight.charts import charts
-from nblaunch.insight.curves import Curves, curve_lines
+from nblaunch.insight.curves import Curves, curve_lines, lines_by_rank
 from nblaunch.protocol.messages import FailureRecord
 from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState, State, hosts_of
@@ -212,7 +212,8 @@ def _curves(curves: Curves) -> Iterator[str]:
     drawn, by_rank = charts(curves, CURVES_BUDGET)
     content = _side_by_side(drawn) + markup.pre(markup.escaped(plain("\n".join(lines))))
     if by_rank:
-        content += markup.details("One line for each rank", _side_by_side(by_rank), opened=False)
+        words = markup.pre(markup.escaped(plain("\n".join(lines_by_rank(curves)))))
+        content += markup.details("One line for each rank", _side_by_side(by_rank) + words, opened=False)
     yield markup.details(f"Curves of {plural(len(curves.curves), 'name')}", content, opened=True)
 
 

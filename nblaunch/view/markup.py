@@ -18,7 +18,7 @@ from nblaunch.view.screen import BOLD, COLOR, ITALIC, PLAIN, UNDERLINE, Line
 # Between a white and a black page in luminance: a contrast of 4.3 on both. Mixing in the colour of the
 # text around takes it above 4.5 where the browser can; a sanitiser keeps the first of the two.
 RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = "#dc403b", "#238b45", "#a1700d", "#2079de", "#b451bd", "#108693"
-_FLAGS = {BOLD: "font-weight:bold", ITALIC: "font-style:italic", UNDERLINE: "text-decoration:underline"}
+_TAGS = {BOLD: "b", ITALIC: "i", UNDERLINE: "ins"}
 _COLORS = ("", RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN)
 
 ICONS = {
@@ -45,7 +45,7 @@ STATE_COLORS = {
 MONOSPACE = "font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)"
 _PRE = f"margin:2px 0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
 _CODE = f"padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
-_STDERR = f"background:rgba(220,64,59,.12);border-left:3px solid {RED};padding-left:4px"
+_STDERR = f"font-style:normal;background:rgba(220,64,59,.12);border-left:3px solid {RED};padding-left:4px"
 
 
 def escaped(text: str) -> str:
@@ -96,16 +96,18 @@ def lines(shown: Iterable[tuple[str, Line]]) -> str:
 def _line(line: Line) -> str:
     content = "".join(_run(style, text) for style, text in line.runs)
     if line.stream is Stream.STDERR and content:
-        return f'<span title="stderr" style="{_STDERR}">{content}</span>'
+        # Where styles are dropped it is slanted.
+        return f'<em title="stderr" style="{_STDERR}">{content}</em>'
     return content
 
 
 def _run(style: int, text: str) -> str:
     if style == PLAIN:
         return escaped(text)
-    declarations = [color(_COLORS[style & COLOR])] if style & COLOR else []
-    declarations += [declaration for flag, declaration in _FLAGS.items() if style & flag]
-    return f'<span style="{";".join(declarations)}">{escaped(text)}</span>'
+    content = escaped(text)
+    for flag, tag in _TAGS.items():
+        content = f"<{tag}>{content}</{tag}>" if style & flag else content
+    return f'<span style="{color(_COLORS[style & COLOR])}">{content}</span>' if style & COLOR else content
 
 
 # What text costs in a saved notebook, and text cut to a cost.

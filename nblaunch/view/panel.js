@@ -1493,6 +1493,7 @@ class Output {
       else this.lines.insertBefore(line.element, place);
     }
     this.log.classList.toggle("nblaunch-empty", !entries.length);
+    this.log.dataset.empty = this.filter.value ? "no line has this" : "no output yet";
     this.toEnd();
   }
 
@@ -1784,7 +1785,7 @@ class Chart {
     this.svg.replaceChildren(...parts);
     const last = cells.findLast(([, band]) => band[1] !== null);
     setText(this.end, last ? shortNumber(last[1][1]) : "");
-    setText(this.words, curve.words);
+    setText(this.words, curve.words.replaceAll(" .. ", "\u00a0..\u00a0"));
     setAttribute(this.svg, "aria-label", `${this.name}: ${curve.words}`);
   }
 
@@ -1813,7 +1814,10 @@ class Chart {
     const { width, height, right, top, bottom } = CHART;
     const [step, value] = line.findLast(([, each]) => place(each) !== null) ?? [0, null];
     if (value === null) return drawing("g", {});
-    const y = Math.min(Math.max(place(value) - 4, top + 8), height - bottom - 4);
+    // Above what the line does below the words.
+    const below = line.filter(([each, known]) => x(each) >= x(step) - 44 && place(known) !== null);
+    const highest = Math.min(...below.map(([, known]) => place(known)));
+    const y = Math.min(Math.max(highest - 4, top + 8), height - bottom - 4);
     const attributes = { x: Math.min(x(step), width - right), y, "text-anchor": "end", class: `nblaunch-named nblaunch-series${series}` };
     return drawing("text", attributes, `rank ${rank}`);
   }

@@ -111,6 +111,7 @@ def front(page_of_front, request) -> Iterator[Front]:
         page_of_front.interrupt()
         page_of_front.finished()
     page_of_front.theme()
+    page_of_front.size()
     assert page_of_front.problems == []
 
 
@@ -184,21 +185,61 @@ def axe_source():
 
 @pytest.fixture
 def axe(front, axe_source):
-    """Give `axe(locator)`: what is seriously wrong in that part of the page, one line for each element."""
+    """Give `axe(locator)`: what is seriously wrong in that part of the page, one line for each element.
+
+    `least` is how many elements have had their colours looked at: none that is scrolled out of sight.
+    """
     front.page.evaluate(axe_source)
 
-    def check(part: Locator) -> list[str]:
+    def check(part: Locator, least: int = 10) -> list[str]:
         # The body of a page of JupyterLab has no height: axe takes it that nothing in it is to be seen.
         part.evaluate("() => { document.body.style.overflow = 'visible'; }")
         found = part.evaluate("(element) => axe.run(element)")
         looked_at = {each["id"]: len(each["nodes"]) for each in found["passes"] + found["violations"]}
-        assert looked_at["color-contrast"] > 10, "most of it was not looked at"
+        assert looked_at.get("color-contrast", 0) >= least, f"most of it was not looked at: {looked_at}"
         return [
             f"{each['id']} ({each['impact']}): {node['html']}: {node['failureSummary']}"
             for each in found["violations"]
             if each["impact"] in {"serious", "critical"}
             for node in each["nodes"]
         ]
+
+    return check
+
+
+LOOKS = ("wide-light", "wide-dark", "narrow-light", "zoomed-dark")
+CUT_OFF = """(part) => {
+  const edge = part.getBoundingClientRect().right + 1;
+  const scrolls = (element) => element !== part
+    && (["auto", "scroll"].includes(getComputedStyle(element).overflowX) || scrolls(element.parentElement));
+  const isWide = (each) => each.getBoundingClientRect().right > edge
+    || (each.matches("button") && each.scrollWidth > each.clientWidth + 1);
+  return [...part.querySelectorAll(":not(svg *)")]
+    .filter((each) => isWide(each) && !scrolls(each))
+    .map((each) => each.outerHTML.slice(0, 120));
+}"""
+
+
+@pytest.fixture
+def looks_well(front, axe):
+    """Give `check(part, name)`: pictures of a part of the page, in which axe finds nothing serious.
+
+    Of a `live` part nothing is cut off. A result may be wider than the page, which then scrolls.
+    """
+
+    def check(part: Locator, name: str, *, live: bool = False) -> None:
+        from .front import DARK, LIGHT
+
+        for look in LOOKS:
+            size, shade = look.split("-")
+            front.theme({"light": LIGHT, "dark": DARK}[shade])
+            front.size(size)
+            part.scroll_into_view_if_needed()
+            front.screenshot(f"{name}-{look}")
+            assert axe(part, 10 if size == "wide" else 3) == [], look
+            assert not live or part.evaluate(CUT_OFF) == [], look
+        front.size()
+        front.theme()
 
     return check
 

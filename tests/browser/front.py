@@ -20,7 +20,7 @@ if not os.environ.get("CI"):
     pytest.importorskip("playwright", reason="Playwright for Python is missing (see CONTRIBUTING.md)")
 from playwright.sync_api import Locator, Page, expect
 
-__all__ = ["DARK", "LIGHT", "Front", "Locator", "expect"]
+__all__ = ["DARK", "LIGHT", "PATIENCE_WITH_PAGES", "SIZES", "Front", "Locator", "expect"]
 
 PATIENCE = 30_000
 """Milliseconds that something which must happen may take; only a failure waits as long."""
@@ -28,6 +28,8 @@ PATIENCE_WITH_PAGES = 4 * PATIENCE
 """The same for a page and its kernel: tens of megabytes of scripts, on a machine that may be busy."""
 expect.set_options(timeout=PATIENCE)
 DARK, LIGHT = "JupyterLab Dark", "JupyterLab Light"
+SIZES = {"wide": (1200, 1000), "narrow": (400, 1000), "zoomed": (600, 1000)}
+"""The page in CSS pixels; zoomed to 200 %, a browser has half as many across the same window."""
 
 _READY = """() => window.jupyterapp?.shell.currentWidget?.context?.isReady"""
 _KERNEL_READY = """() => {
@@ -130,6 +132,16 @@ class Front:
         self.command("apputils:change-theme", theme=name)
         light = "false" if name == DARK else "true"
         expect(self.page.locator("body")).to_have_attribute("data-jp-theme-light", light)
+        # JupyterLab covers the page while it changes.
+        expect(self.page.locator("#jupyterlab-splash")).to_have_count(0)
+
+    def size(self, name: str = "wide") -> None:
+        """Give the page one of the `SIZES`; a small one has no room for JupyterLab's list of files."""
+        width, height = SIZES[name]
+        self.page.set_viewport_size({"width": width, "height": height})
+        if self.name == "lab":
+            move = "expandLeft" if name == "wide" else "collapseLeft"
+            self.page.evaluate(f"() => window.jupyterapp.shell.{move}()")
 
     # --- cells ---
 

@@ -1,10 +1,10 @@
-"""axe-core finds nothing serious in the panel: live and static, in a light and in a dark theme."""
+"""axe-core finds nothing serious in the panel, live and static: in both themes, narrow, zoomed to 200 %."""
 
 from __future__ import annotations
 
 import pytest
 
-from .front import DARK, LIGHT, expect
+from .front import expect
 
 pytestmark = pytest.mark.once
 
@@ -28,24 +28,31 @@ def waiting(ranks: int, wait: str) -> str:
     return f"%%distributed -n {ranks}\n{COLOURS}\nif rank:\n    {wait}\n"
 
 
-themes = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-
-
-@themes
-def test_nothing_serious_is_wrong_with_what_stays(front, axe, theme):
-    front.theme(theme)
+def test_nothing_serious_is_wrong_with_what_stays(front, looks_well):
     shown = front.run(ENDS_BADLY)
     expect(shown).to_contain_text("ValueError: no")
-    assert axe(shown.locator(".jp-RenderedHTMLCommon").first) == []
+    looks_well(shown.locator(".jp-RenderedHTMLCommon").first, "failure")
 
 
-@themes
+HELD = """
+%%distributed -n 2
+import numpy
+rows = [numpy.ones((500, 500)) for _ in range(4)]
+if rank == 1:
+    raise MemoryError("no room for the fifth")
+"""
+
+
+def test_nothing_serious_is_wrong_with_what_held_the_memory(front, looks_well):
+    shown = front.run(HELD)
+    expect(shown).to_contain_text("the most of what rank 1 held")
+    looks_well(shown.locator(".jp-RenderedHTMLCommon").first, "memory")
+
+
 @pytest.mark.parametrize("ranks", [2, 10])
-def test_nothing_serious_is_wrong_with_the_live_panel(front, axe, gate, theme, ranks):
-    front.theme(theme)
+def test_nothing_serious_is_wrong_with_the_live_panel(front, looks_well, gate, ranks):
     front.start(waiting(ranks, gate.wait()))
     expect(front.output).to_contain_text("from 1")
-    front.screenshot(f"{ranks}-{theme.split()[-1].lower()}")
-    assert axe(front.panel) == []
+    looks_well(front.panel, str(ranks), live=True)
     gate.open()
     front.finished()

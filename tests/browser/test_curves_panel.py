@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .front import DARK, LIGHT, expect
+from .front import expect
 
 pytestmark = pytest.mark.once
 
@@ -28,9 +28,7 @@ def curves_of(front):
     return {name: front.panel.get_by_role("figure").filter(has_text=name) for name in ("loss", "lr")}
 
 
-@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
-def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(front, gate, axe, shade, theme):
-    front.theme(theme)
+def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(front, gate, looks_well):
     front.start(f"{TRAINING}{gate.wait()}")
     charts = curves_of(front)
     expect(charts["loss"].locator(".nblaunch-band")).to_have_count(1)
@@ -39,8 +37,7 @@ def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(fron
     expect(charts["lr"].locator("svg")).not_to_contain_text("rank 2")
     names = front.panel.locator(".nblaunch-name")
     expect(names).to_have_text(["loss", "lr", "val/accuracy"])
-    assert axe(front.panel.locator(".nblaunch-curves")) == []
-    front.screenshot(f"band-{shade}")
+    looks_well(front.panel.locator(".nblaunch-curves"), "band", live=True)
     labels = charts["loss"].locator("svg").text_content
     linear = labels()
     scale = front.panel.get_by_role("button", name="Log scale")
@@ -52,14 +49,14 @@ def test_curves_are_live_with_a_band_a_log_scale_and_the_rank_that_is_apart(fron
     each.press("Enter")
     expect(charts["loss"].locator("path.nblaunch-curve")).to_have_count(4)
     expect(charts["loss"].locator(".nblaunch-band")).to_have_count(0)
-    front.screenshot(f"ranks-{shade}")
+    front.screenshot("ranks")
     assert front.is_running()
     gate.open()
     front.finished()
     expect(front.panel).to_have_count(0)
     drawings = front.outputs.last.get_by_role("img", name=re.compile("^loss: .*rank 2 apart"))
     expect(drawings).to_be_visible()
-    front.screenshot(f"saved-{shade}")
+    looks_well(front.outputs.last.locator(".jp-RenderedHTMLCommon").first, "saved")
 
 
 def test_a_run_that_logs_nothing_has_no_curves(front, gate):

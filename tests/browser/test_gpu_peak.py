@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .front import DARK, LIGHT, expect
+from .front import expect
 
 pytestmark = pytest.mark.once
 
@@ -22,9 +22,7 @@ torch.cuda.memory_stats_as_nested_dict = lambda _: {"allocated_bytes": peak}
 """
 
 
-@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
-def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, shade, theme):
-    front.theme(theme)
+def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, looks_well):
     front.start(f"{ALLOCATED}if rank == 2:\n    {gate.wait()}\nrank * 10")
     cards = [front.panel.get_by_role("article", name=f"Rank {rank}", exact=True) for rank in range(3)]
     expect(cards[0]).to_contain_text("GPU peak 2.3 GiB")
@@ -34,10 +32,10 @@ def test_the_peak_is_beside_what_a_rank_uses_and_stays(front, gate, shade, theme
     for card in cards:
         usage = card.locator(".nblaunch-usage")
         assert usage.evaluate("(line) => line.scrollWidth <= line.clientWidth"), "cut off"
-    front.screenshot(f"running-{shade}")
+    looks_well(front.panel, "running", live=True)
     gate.open()
     front.finished()
     table = front.outputs.last.get_by_role("table").first
     expect(table.get_by_role("columnheader", name="GPU peak")).to_be_visible()
     expect(table.get_by_role("cell", name="6.9 GiB")).to_be_visible()
-    front.screenshot(f"ended-{shade}")
+    front.screenshot("ended")

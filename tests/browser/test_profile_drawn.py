@@ -1,10 +1,10 @@
-"""The profile of a run as it stays in the notebook: a table of steps and a timeline, in both themes."""
+"""The profile of a run as it stays in the notebook: a table of steps and a timeline."""
 
 from __future__ import annotations
 
 import pytest
 
-from .front import DARK, LIGHT, expect
+from .front import expect
 
 pytestmark = pytest.mark.once
 
@@ -22,9 +22,7 @@ for _ in range(6):
 """
 
 
-@pytest.mark.parametrize(("shade", "theme"), [("light", LIGHT), ("dark", DARK)])
-def test_the_timeline_names_who_is_late_and_has_a_strip_for_each_rank(front, shade, theme):
-    front.theme(theme)
+def test_the_timeline_names_who_is_late_and_has_a_strip_for_each_rank(front, looks_well):
     shown = front.run(CELL)
     expect(shown).to_contain_text("Profile: 4 ranks, 6 steps")
     drawing = shown.get_by_role("img", name="Timeline of steps")
@@ -38,5 +36,4 @@ def test_the_timeline_names_who_is_late_and_has_a_strip_for_each_rank(front, sha
     expect(table).to_contain_text("rank 2")
     expect(table).to_contain_text("late at all_reduce")
     assert shown.locator("script").count() == 0
-    drawing.scroll_into_view_if_needed()
-    front.screenshot(f"profile-{shade}")
+    looks_well(shown.locator(".jp-RenderedHTMLCommon").first, "profile")

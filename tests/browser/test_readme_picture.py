@@ -1,4 +1,4 @@
-"""The picture at the top of the README is of a real run; CONTRIBUTING.md says how to renew it."""
+"""The pictures at the top of the README are of a real run; CONTRIBUTING.md says how to renew them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from .conftest import SCREENSHOTS
-from .front import Front, expect
+from .conftest import ROOT, SCREENSHOTS
+from .front import DARK, LIGHT, PATIENCE_WITH_PAGES, Front, expect
 
 MOST_BYTES = 300_000
 NOTEBOOK = """
@@ -60,7 +60,8 @@ round(sum(right) / len(right), 3)
 """
 BORDER = 3
 """Pixels of the line around the cell that is chosen."""
-PICTURE = SCREENSHOTS / "readme.png"
+PICTURES = {"live-panel.png": LIGHT, "live-panel-dark.png": DARK}
+"""In `SCREENSHOTS`, and in `notebooks` those that the README shows."""
 
 
 @pytest.fixture
@@ -79,20 +80,29 @@ def front(chromium, server, gates):
     context.close()
 
 
-def test_the_picture_of_the_readme_shows_ranks_progress_folded_output_and_values(front, gates):
+def test_the_pictures_of_the_readme_show_ranks_progress_folded_output_and_values(front, gates):
     gates.wait()
     front.start(CELL)
-    expect(front.output).to_contain_text(re.compile(r"\[ranks 0-3\]\s*epoch 4: loss \d"))
+    trained = re.compile(r"\[ranks 0-3\]\s*epoch 4: loss \d")
+    expect(front.output).to_contain_text(trained, timeout=PATIENCE_WITH_PAGES)
     for rank, last in enumerate(["→ 0.", "46%", "→ 0.", "81%"]):
         card = front.panel.get_by_role("article", name=f"Rank {rank}", exact=True)
         expect(card).to_contain_text(last)
         if last.endswith("%"):
             expect(card).to_contain_text(re.compile(r"CPU \d\d+ %"))
-    PICTURE.parent.mkdir(exist_ok=True)
-    cell = front.page.locator(".jp-Cell").last.bounding_box()
-    inside = {
-        **{side: cell[side] + BORDER for side in ("x", "y")},
-        **{size: cell[size] - 2 * BORDER for size in ("width", "height")},
-    }
-    front.page.screenshot(path=PICTURE, clip=inside)
-    assert PICTURE.stat().st_size < MOST_BYTES
+    SCREENSHOTS.mkdir(exist_ok=True)
+    for name, theme in PICTURES.items():
+        front.theme(theme)
+        cell = front.page.locator(".jp-Cell").last.bounding_box()
+        inside = {
+            **{side: cell[side] + BORDER for side in ("x", "y")},
+            **{size: cell[size] - 2 * BORDER for size in ("width", "height")},
+        }
+        front.page.screenshot(path=SCREENSHOTS / name, clip=inside)
+        assert (SCREENSHOTS / name).stat().st_size < MOST_BYTES
+    front.theme()
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_readmes_pictures_are_in_the_repository_and_small(name):
+    assert 10_000 < (ROOT / "notebooks" / name).stat().st_size < MOST_BYTES

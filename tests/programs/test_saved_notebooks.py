@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ SHOWN = [
     'print("this is a", names[7])',
     "STOPPED",
 ]
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 # What GitHub keeps of HTML that is not its own: no style, no script, few attributes. The names are those of
 # https://github.com/gjtorikian/html-pipeline/blob/main/lib/html_pipeline/sanitization_filter.rb
@@ -175,15 +179,37 @@ def test_nbconvert_makes_a_page_that_reads_without_a_kernel(executed):
     assert "<script>alert(1)" not in page
 
 
+def as_on_github(html: str) -> str:
+    """Return what GitHub keeps of some HTML."""
+    return nh3.clean(
+        html,
+        tags=set(GITHUB_TAGS.split()),
+        attributes={"*": set(GITHUB_ATTRIBUTES.split())},
+        url_schemes={"http", "https", "data"},
+    )
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_saved_notebook_loses_nothing_but_drawings_on_github_and_each_has_words_beside_it(path):
+    notebook = nbformat.read(path, as_version=4)
+    # GitHub shows no notebook whose widgets have an incomplete state.
+    assert "widgets" not in notebook.metadata
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    for html in filter(None, (each.get("data", {}).get("text/html") for each in outputs)):
+        kept = as_on_github(html)
+        drawings = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+        assert words(kept) == words(re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
+        for label in re.findall(r'aria-label="([^"]+)"', " ".join(drawings)):
+            name, _, numbers = unescape(label).partition(": ")
+            assert name in words(kept)
+            assert numbers in words(kept) or "for each" in numbers
+
+
 def test_html_that_is_sanitised_as_on_github_still_reads(executed):
     for ((run,),) in zip(shown(executed), strict=True):
-        kept = nh3.clean(
-            run["text/html"],
-            tags=set(GITHUB_TAGS.split()),
-            attributes={"*": set(GITHUB_ATTRIBUTES.split())},
-            url_schemes={"http", "https", "data"},
-        )
+        kept = as_on_github(run["text/html"])
         assert "style=" not in kept
+        assert ('<em title="stderr">a warning</em>' in kept) == ("a warning" in kept)
         assert words(kept) == words(run["text/html"])
         # pandas puts a style sheet before each of its tables.
         assert Words(kept).tags == [tag for tag in Words(run["text/html"]).tags if tag != "style"]
