@@ -199,7 +199,11 @@ class Session:
         *,
         ranks: Sequence[int] | None = None,
     ) -> Handle:
-        """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`."""
+        """Call `fn` in the background: `handle.result()`, `.cancel()`, `.done()`, `await handle`.
+
+        Raises `CaptureError` for what cannot be sent, and `NblaunchError` while another job is running. What
+        the run raises, `handle.result()` raises.
+        """
         return Handle(self._live.prepare_call(fn, args, kwargs, ranks=ranks), claim=self._live.claim)
 
     def cell(
@@ -216,6 +220,11 @@ class Session:
         cannot be sent is only shown, with a warning in `result.warnings`, and so is a model, an optimizer or
         a data loader, which `pull` brings: `result.values` then holds objects that raise `NotSentError` when
         they are used.
+
+        Raises what `run` raises, and `SyntaxError` for source that is none.
+
+        >>> session.cell("x = rank * scale; x", namespace={"scale": 10}).values    # doctest: +SKIP
+        [0, 10]
         """
         # A file name of its own: for a function of an earlier cell, tracebacks and `inspect.getsource` read
         # the lines of that cell.
@@ -233,12 +242,20 @@ class Session:
     def push(self, mapping: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
         """Give the ranks variables, large ones through shared memory, written once for all ranks.
 
-        Raises `CaptureError` for a value that cannot be sent.
+        Raises `CaptureError` for a value that cannot be sent, `NblaunchError` while another job is running.
+
+        >>> session.push({"scale": 10, "weights": torch.ones(1 << 28)})    # doctest: +SKIP
         """
         self._live.push(mapping, ranks=ranks)
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
-        """Return variables, each as a list in rank order; raises `NblaunchError` if a rank lacks one."""
+        """Return variables, each as a list in rank order.
+
+        Raises `NblaunchError` if a rank lacks one, and while another job is running.
+
+        >>> session.pull("rank", "loss")                                   # doctest: +SKIP
+        {'rank': [0, 1], 'loss': [0.31, 0.29]}
+        """
         return self._live.pull(*names, ranks=ranks)
 
     def diff(self, *names: str, env: bool = False, ranks: Sequence[int] | None = None) -> Difference:
@@ -268,15 +285,28 @@ class Session:
         self._live.interrupt()
 
     def restart(self) -> None:
-        """Replace all ranks by new ones, without variables."""
+        """Replace all ranks by new ones, without variables.
+
+        Raises `LaunchError` if they could not be started, and `NblaunchError` if another process gives the
+        jobs.
+        """
         self._live.restart()
 
     def status(self) -> SessionStatus:
-        """Return what each rank is doing, and how much memory is its own."""
+        """Return what each rank is doing, and how much memory is its own, in bytes.
+
+        >>> print(session.status())                                        # doctest: +SKIP
+        session 'default': 2 ranks, gloo
+          rank 0: idle, cpu, 18 MB
+          rank 1: idle, cpu, 17 MB
+        """
         return self._live.status()
 
     def stacks(self) -> HangReport:
-        """Return where each rank is, ranks with the same stack together."""
+        """Return where each rank is, ranks with the same stack together; also while a job runs.
+
+        Raises `LaunchError` if the session has ended.
+        """
         return self._live.stacks()
 
     def close(self) -> None:

@@ -11,11 +11,15 @@ NblaunchError
   x DesyncError(RuntimeError)       on a rank: `--watch desync` has found that collectives differ
 
 Each message names what was asked, what is true and what to do. All can be pickled, with their fields.
+`kind` names what has happened; the page about it is the last line that a notebook, a terminal or a traceback
+shows (a note of the exception), and no part of its text.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from nblaunch._help import FailureKind
 
 if TYPE_CHECKING:
     from nblaunch._results import RankFailure, RunResult
@@ -34,15 +38,42 @@ def shorten(text: str, limit: int = MESSAGE_LIMIT) -> str:
 
 
 class NblaunchError(Exception):
-    """Base of every error that nblaunch raises on purpose."""
+    """Base of every error that nblaunch raises on purpose.
+
+    `kind` says what has happened, in one word that stays the same: `"cannot-be-sent"`. It is None where the
+    failure is an exception of the user's own code, which needs no page of ours.
+
+    >>> error = OptionError("nproc=0 was asked for")
+    >>> str(error.kind), str(error)
+    ('wrong-option', 'nproc=0 was asked for')
+    >>> error.__notes__
+    ['More: https://nblaunch.github.io/e/wrong-option']
+    """
+
+    kind: FailureKind | None = None
+    _noted: ClassVar[bool] = True
+    """Whether the error shows the page itself; one that fails a rank leaves that to the run's error."""
+
+    def __init__(self, *args: object, kind: FailureKind | None = None) -> None:
+        super().__init__(*args)
+        if kind is not None and kind is not self.kind:
+            self.kind = kind
+        if self.kind is not None and self._noted:
+            self.add_note(self.kind.line)
 
     def _render_traceback_(self) -> list[str]:
-        """Show the message alone in a notebook (an IPython protocol), without our own frames."""
-        return [f"{type(self).__name__}: {self}"]
+        """Show the message and notes alone in a notebook (an IPython protocol), without our own frames."""
+        return self._last_lines()
+
+    def _last_lines(self) -> list[str]:
+        notes = [line for note in getattr(self, "__notes__", ()) for line in str(note).splitlines()]
+        return [f"{type(self).__name__}: {self}", *notes]
 
 
 class OptionError(NblaunchError, ValueError):
     """An option is wrong; nothing was started."""
+
+    kind = FailureKind.WRONG_OPTION
 
 
 class CaptureError(NblaunchError, TypeError):
@@ -52,18 +83,42 @@ class CaptureError(NblaunchError, TypeError):
     (`model.trainer._lock`), `size` is that part's size in bytes where it is known.
     """
 
-    def __init__(self, message: str, *, name: str = "", path: str = "", size: int | None = None) -> None:
-        super().__init__(message)
+    kind = FailureKind.CANNOT_BE_SENT
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        name: str = "",
+        path: str = "",
+        size: int | None = None,
+        kind: FailureKind | None = None,
+    ) -> None:
+        super().__init__(message, kind=kind)
         self.name = name
         self.path = path
         self.size = size
 
 
-class LaunchError(NblaunchError, RuntimeError):
-    """The worker group could not be started; `phase` is the one that failed."""
+_OF_PHASE = {
+    "connect": FailureKind.NO_ANSWER,
+    "process group": FailureKind.PROCESS_GROUP,
+    "rendezvous": FailureKind.RENDEZVOUS,
+    "engine": FailureKind.ENGINE,
+    "runtime": FailureKind.RUNTIME_ENDED,
+}
 
-    def __init__(self, message: str, *, phase: str = "") -> None:
-        super().__init__(message)
+
+class LaunchError(NblaunchError, RuntimeError):
+    """The worker group could not be started; `phase` is the one that failed.
+
+    Without a `kind` of its own, it has that of the phase.
+    """
+
+    kind = FailureKind.NOT_STARTED
+
+    def __init__(self, message: str, *, phase: str = "", kind: FailureKind | None = None) -> None:
+        super().__init__(message, kind=kind or _OF_PHASE.get(phase))
         self.phase = phase
 
 
@@ -76,9 +131,14 @@ class RunFailedError(NblaunchError, RuntimeError):
     """
 
     def __init__(
-        self, message: str, *, result: RunResult | None = None, root_cause: RankFailure | None = None
+        self,
+        message: str,
+        *,
+        result: RunResult | None = None,
+        root_cause: RankFailure | None = None,
+        kind: FailureKind | None = None,
     ) -> None:
-        super().__init__(shorten(message))
+        super().__init__(shorten(message), kind=kind)
         self.result = result
         self.root_cause = root_cause
 
@@ -87,14 +147,15 @@ class RunFailedError(NblaunchError, RuntimeError):
 
         The frames between the cell and the ranks are ours and of no use to the reader.
         """
-        last = f"{type(self).__name__}: {self}"
         root = self.root_cause
         shown = (root.shown or root.traceback).rstrip("\n") if root is not None else ""
-        return [*shown.splitlines(), "", last] if shown else [last]
+        return [*shown.splitlines(), "", *self._last_lines()] if shown else self._last_lines()
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):
     """The run took longer than its `timeout`; `hang_report` says where the ranks were."""
+
+    kind = FailureKind.HANG
 
     def __init__(
         self,
@@ -103,15 +164,16 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         result: RunResult | None = None,
         root_cause: RankFailure | None = None,
         hang_report: HangReport | None = None,
+        kind: FailureKind | None = None,
     ) -> None:
-        super().__init__(message, result=result, root_cause=root_cause)
+        super().__init__(message, result=result, root_cause=root_cause, kind=kind)
         self.hang_report = hang_report
 
     def _render_traceback_(self) -> list[str]:
         """Show where the ranks were (an IPython protocol)."""
         if self.hang_report is None:
             return super()._render_traceback_()
-        return [*str(self.hang_report).splitlines(), "", f"{type(self).__name__}: {self}"]
+        return [*str(self.hang_report).splitlines(), "", *self._last_lines()]
 
 
 class RunPreemptedError(NblaunchError):
@@ -127,8 +189,12 @@ class RunPreemptedError(NblaunchError):
     slurm job 17 is near its time limit
     """
 
-    def __init__(self, message: str, *, result: RunResult | None = None) -> None:
-        super().__init__(shorten(message))
+    kind = FailureKind.PREEMPTED
+
+    def __init__(
+        self, message: str, *, result: RunResult | None = None, kind: FailureKind | None = None
+    ) -> None:
+        super().__init__(shorten(message), kind=kind)
         self.result = result
 
 
@@ -138,6 +204,9 @@ class NonFiniteError(NblaunchError, FloatingPointError):
     `what` is named as the message has it ("the gradient of model.layers.3.weight"), `step` is the step in
     which it arose: that of `nblaunch.step`, else the number of optimizer steps before it. See `--watch nan`.
     """
+
+    kind = FailureKind.NAN
+    _noted = False
 
     def __init__(self, message: str, *, what: str = "", step: int | None = None) -> None:
         super().__init__(message)
@@ -151,6 +220,9 @@ class DesyncError(NblaunchError, RuntimeError):
     `collectives` maps each of the ranks that have come to it to what it calls, `stacks` to where it does so,
     innermost line last. See `--watch desync`.
     """
+
+    kind = FailureKind.DESYNC
+    _noted = False
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from nblaunch._errors import LaunchError, OptionError
+from nblaunch._help import FailureKind
 
 JOIN_KEY = "NBLAUNCH_JOIN_KEY"
 """A variable that may hold the key of a rendezvous; ranks do not get it."""
@@ -33,7 +34,7 @@ def working_directory() -> bytes:
             f"Ranks begin in the working directory of this process, which is gone{there}: {error.strerror}. "
             "Change to one that exists: os.chdir(...)."
         )
-        raise LaunchError(msg, phase="fork") from error
+        raise LaunchError(msg, phase="fork", kind=FailureKind.WORKING_DIRECTORY) from error
 
 
 def search_path(entries: Iterable[str]) -> tuple[bytes, ...]:
@@ -110,4 +111,4 @@ def check_start_method(method: str) -> None:
         f"start_method='fork' was asked for, but {why}. Use forkserver, the default: it forks as fast, "
         "from a process with torch loaded that has one thread and never touches CUDA."
     )
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.START_METHOD)

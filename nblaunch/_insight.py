@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 
 if TYPE_CHECKING:
     from nblaunch.insight.difference import Difference
@@ -99,7 +100,7 @@ def _of_rank(name: str, module: str) -> Any:
             f"nblaunch.{name} was called in a process that is not a rank. Call it in a distributed cell, or "
             "in the function or script that runs on the ranks."
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NOT_ON_A_RANK)
     return known
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._process_tree import this_python
 
 FORK_SERVER_LOG = "forkserver.log"
@@ -85,7 +86,7 @@ def starting() -> Iterator[None]:
             f"nblaunch's runtime was to be started, and the system refused: {why}. Raise the limits "
             "on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or memory."
         )
-        raise LaunchError(msg, phase="fork server") from error
+        raise LaunchError(msg, phase="fork server", kind=FailureKind.PROCESS_LIMIT) from error
 
 
 class Boot:
@@ -128,4 +129,4 @@ def last_words(logs: Iterable[BinaryIO]) -> str:
         with contextlib.suppress(ValueError, OSError):
             size = os.fstat(log.fileno()).st_size
             text += os.pread(log.fileno(), _LAST, max(size - _LAST, 0)).decode(errors="replace")
-    return f"Its last words:\n{text[-_LAST:] or '(none)'}"
+    return f"Its last words:\n{text[-_LAST:]}" if text else "It printed nothing."

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, overload
 import msgspec
 
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 
 _NAMES_SHOWN = 10
 
@@ -25,7 +26,7 @@ class Points(msgspec.Struct, frozen=True, gc=False):
 
 
 class Metric(NamedTuple):
-    """One number that a rank has logged.
+    """One number that `rank` has logged under `name`.
 
     `step` is the training step, `time` in seconds since the epoch by the clock of the rank's host, `value`
     may be NaN or infinite.
@@ -111,7 +112,7 @@ class Metrics(Sequence[Metric]):
                 "result.metrics.to_pandas() needs pandas, which is not installed here. Run `pip install "
                 "pandas`, or iterate over result.metrics."
             )
-            raise NblaunchError(msg) from error
+            raise NblaunchError(msg, kind=FailureKind.NOT_INSTALLED) from error
         columns: dict[str, list[Any]] = {name: [] for name in Metric._fields}
         for each in self._batches:
             columns["rank"] += [each.rank] * len(each.values)

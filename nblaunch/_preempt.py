@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 
 Saving = TypeVar("Saving", bound=Callable[[float], object])
 
@@ -43,10 +44,10 @@ def on_preempt(fn: Saving, *, remove: bool = False) -> Saving:
             "on_preempt was called in a process that is not a rank, and only ranks are preempted. Call it in "
             "a distributed cell, or in the function or script that runs on the ranks."
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NOT_ON_A_RANK)
     given: object = fn
     if not callable(given):
         msg = f"on_preempt takes a function, but got {given!r:.100}. Pass a function of the seconds left."
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NOT_ON_A_RANK)
     (known.forget if remove else known.add)(fn)
     return fn

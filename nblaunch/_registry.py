@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 
 _LINUX = sys.platform.startswith("linux")
 _ROOT_PREFIX = "nblaunch-"
@@ -198,7 +199,7 @@ def _refusal(directory: Path, problem: str) -> OptionError:
         f"The list of sessions is kept in {directory}, which {problem}. Remove it, make it a directory of "
         "your own with mode 700, or set XDG_STATE_HOME to another place."
     )
-    return OptionError(msg)
+    return OptionError(msg, kind=FailureKind.NOT_WRITABLE)
 
 
 @contextlib.contextmanager
@@ -233,7 +234,7 @@ def write(entry: RuntimeEntry) -> Path:
         f"A session had to be listed for other notebooks to find it, and no place takes it: tried "
         f"{', '.join(tried) or 'none'}. Set XDG_STATE_HOME to a directory that you may write to."
     )
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.NOT_WRITABLE)
 
 
 def _replace(fd: int, name: str, data: bytes) -> None:
@@ -356,7 +357,7 @@ def take_name(name: str, entry: RuntimeEntry) -> None:
             f"{name!r} cannot be the name of a session. A name has 1 to 40 letters, digits, '_', '-' and "
             "'.', and begins with none of the last two."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SESSION_NAME)
     try:
         for directory in directories():
             with contextlib.suppress(OSError), _opened(directory, make=True) as fd, _alone(fd):
@@ -394,7 +395,7 @@ def _check_has_ended(name: str, file: str) -> None:
         f"The name {name!r} belongs to a session of {who}. Attach to that session, stop it, or choose "
         "another name."
     )
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.SESSION_NAME)
 
 
 def release_name(name: str, entry: RuntimeEntry) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
 from nblaunch.insight.report import Report
 from nblaunch.protocol.client import ClientRecord
@@ -40,14 +41,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """Why one rank failed.
+    """Why one rank failed: `rank`, on the host `node`, at `time` (seconds since the epoch), in `phase`.
 
-    `exception` is the original where it could be pickled, else None; `type` its qualified name.
-    `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`.
+    `exception` is the original where it could be pickled, else None; `type` its qualified name, `message` its
+    text, `traceback` as Python prints it, `frames` those of the user's code, innermost last. `shown` is the
+    traceback as IPython shows it, in colours, with the lines around.
+    `exitcode` is torchelastic's: negative for a signal, 1 for a raise, n for `sys.exit(n)`; `signal` is the
+    signal's name (`"SIGKILL"`), or None. `last_output` are the last lines that the rank printed.
     `reason` is the failure in one line, with the user's own line where there is one. `consequence_of` is the
-    rank whose failure explains this one, or None. `shown` is the traceback as IPython shows it, in colours,
-    with the lines around. `node` is the host that the rank ran on. `memory` is what the rank held when it ran
-    out of memory, the ten largest parts; empty for other failures.
+    rank whose failure explains this one, or None. `memory` is what the rank held when it ran out of memory,
+    the ten largest parts; empty for other failures. `kind` names what has happened (`"killed"`), as that of
+    the error does; None for an exception of the user's own code.
+
+    >>> result = nblaunch.run(train, nproc=2, check=False)                 # doctest: +SKIP
+    >>> result.root_cause.rank, result.root_cause.reason                   # doctest: +SKIP
+    (1, 'ValueError: no data for rank 1 (cell line 4)')
     """
 
     rank: int
@@ -66,6 +74,7 @@ class RankFailure:
     reason: str = field(default="", repr=False)
     node: str = ""
     memory: tuple[HeldMemory, ...] = ()
+    kind: FailureKind | None = None
 
     @property
     def frame(self) -> FrameRecord | None:
@@ -153,7 +162,11 @@ class _PrintedText:
 class RankResult:
     """One rank's part of a run. Times are seconds since the epoch, as `time.time()` gives them.
 
-    Long `stdout` and `stderr` are read from the rank's log files at each access.
+    `rank` is its number in the world, `local_rank` that on its host, `node` the host, `device` what torch
+    calls its device (`"cuda:1"`), `pid` its process. `state` is how it ended. `value` is what its job
+    returned, None if it failed; `failure` is why, else None. `displays` are its figures and tables, in order.
+    `exitcode` is as `RankFailure` has it. `attempt` is the number of the attempt that this is about; the job
+    has `started` and `ended` at these times, None where it has not.
     `peak_gpu_memory` is the most bytes that torch had allocated at a time on one GPU during the run, as
     `torch.cuda.max_memory_allocated` counts them; None where the rank did not use CUDA, or died. `memory` is
     what it used of host and device, at its end and at most: see `MemoryUse`. Of a rank that died it is as it
@@ -168,7 +181,9 @@ class RankResult:
     value: Any
     failure: RankFailure | None
     stdout: str
+    """What it printed. A long text is read from the rank's log file at each access."""
     stderr: str
+    """What it wrote to stderr, as `stdout`."""
     displays: tuple[Display, ...]
     exitcode: int | None
     attempt: int
@@ -231,9 +246,11 @@ class RankResults:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt of the worker group; `reason` is started, failure or membership.
+    """One attempt of the worker group; `number` counts from 0.
 
-    `ranks` are the ranks as this attempt left them, each with its output and its times.
+    `reason` is why it was begun: `started`, `failure` or `membership`. It had `world_size` ranks, `started`
+    and `ended` at these times (seconds since the epoch), with these `failures`, if any. `ranks` are the ranks
+    as this attempt left them, each with its output and its times.
     """
 
     number: int
@@ -250,7 +267,13 @@ class RunResult:
     """What came back from a run: one value per rank, or failures.
 
     `result[rank]` is that rank's value, or raises that rank's own error; `len(result)` the number of
-    ranks that took part; iterating gives `values`, in rank order.
+    ranks that took part; iterating gives `values`, in rank order. `result[rank]` and `result.ranks[rank]`
+    raise `KeyError` for a rank that took no part.
+
+    `ranks` has a `RankResult` for each rank that took part, by its own number. `world_size` is the size of
+    the worker group, `backend` that of the default process group (`"gloo"`, `"cpu:gloo,cuda:nccl"`). `title`
+    names what ran. `failures` are those of the last attempt, the root cause first, then by time; `attempts`
+    are all attempts, the oldest first.
 
     >>> result = nblaunch.run(lambda: 7, nproc=2)          # doctest: +SKIP
     >>> result[0], result.values, result.ok                 # doctest: +SKIP
@@ -278,7 +301,7 @@ class RunResult:
     _keep: object = field(default=None, repr=False)
     """Has the logs of the run kept until the last result that refers to them is collected."""
     profile: Profile | None = field(default=None, repr=False)
-    """What the ranks did, and who waited for whom: an `insight.profile.Profile`; None without `--profile`."""
+    """What the ranks did, and who waited for whom: a `Profile`; None without `--profile`."""
     _reporter: Callable[[RunResult], Report] | None = field(default=None, repr=False)
     """Makes the report; None for a result that no run has made."""
 
@@ -355,7 +378,8 @@ class RunResult:
             raise result.failure.exception
         why = result.failure.reason if result.failure else f"its state is {result.state}"
         msg = f"result[{rank}]: rank {rank} has no value: {why}"
-        raise RunFailedError(msg, result=self, root_cause=result.failure or self.root_cause)
+        root = result.failure or self.root_cause
+        raise RunFailedError(msg, result=self, root_cause=root, kind=root.kind if root else None)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the values, in rank order."""
@@ -412,10 +436,16 @@ Perform = Callable[[threading.Event | None], Outcome]
 
 
 class Handle:
-    """A run in the background.
+    """A run in the background: what `Session.submit` returns, and a cell with `--background`.
 
     `result(timeout)` waits and returns its `RunResult`, or raises what the run raised; `done()` says whether
     it is over; `cancel()` interrupts it. It can be awaited: `result = await handle`.
+
+    >>> handle = session.submit(train, args=(model,))                      # doctest: +SKIP
+    >>> handle.done()                                                      # doctest: +SKIP
+    False
+    >>> handle.result(timeout=60).values                                   # doctest: +SKIP
+    [0.31, 0.29]
     """
 
     def __init__(self, perform: Perform, *, claim: Callable[[], object] = lambda: None) -> None:
@@ -497,7 +527,7 @@ _DEVICES_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank of a session.
+    """One rank of a session: its number `rank`, its process `pid`, and the `device` that it uses.
 
     `state` is `idle`, `running`, `starting` or `gone`. `memory` is private memory in bytes. `waiting`
     says what an interrupted rank still does, and for how long, or what it asks the user. `node` is the host
@@ -527,16 +557,17 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """A session of this user on this machine, as `nblaunch.sessions()` finds it.
+    """A session of this user on this machine, as `nblaunch.sessions()` finds it by its `name`.
 
-    `kernel` is the pid of the process that started the session, `notebook` that process's notebook; a
-    `detached` session outlives it. `pid` is the runtime's. `started` and `running_since` are in seconds since
-    the epoch. `running` is the title of the running job, empty if there is none. `asking` are the ranks that
-    wait for input from the user. `memory` is the ranks' private memory in bytes. `devices` are the devices
-    that the ranks use, `hosts` the hosts that they run on. `client` is the pid of the process that gives the
-    session jobs, None if there is none; if no process is attached at all, the session ends in `linger_left`
-    seconds. `engine` is what the engine reported last about the nodes, None without an engine. `problem` says
-    why the runtime could not be asked for all of this; empty if it could.
+    It has `world_size` ranks, whose default process group has this `backend`. `kernel` is the pid of the
+    process that started the session, `notebook` that process's notebook; a `detached` session outlives it.
+    `pid` is the runtime's. `started` and `running_since` are in seconds since the epoch. `running` is the
+    title of the running job, empty if there is none. `asking` are the ranks that wait for input from the
+    user. `memory` is the ranks' private memory in bytes. `devices` are the devices that the ranks use,
+    `hosts` the hosts that they run on. `client` is the pid of the process that gives the session jobs, None
+    if there is none; if no process is attached at all, the session ends in `linger_left` seconds. `engine` is
+    what the engine reported last about the nodes, None without an engine. `problem` says why the runtime
+    could not be asked for all of this; empty if it could.
 
     >>> [each.name for each in nblaunch.sessions() if each.detached]       # doctest: +SKIP
     ['train']
@@ -611,7 +642,15 @@ def _span(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
-    """What a session is doing; `attempt` counts how often its worker group was formed with other ranks."""
+    """What the session `name` is doing, with its `world_size`, its `backend` and a row for each of `ranks`.
+
+    `attempt` counts how often its worker group was formed with other ranks.
+
+    >>> print(session.status())                                            # doctest: +SKIP
+    session 'default': 2 ranks, gloo
+      rank 0: idle, cpu, 18 MB
+      rank 1: idle, cpu, 17 MB
+    """
 
     name: str
     world_size: int
@@ -695,7 +734,7 @@ _END_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event as torchelastic records it, such as `torchelastic.worker.status.SUCCEEDED`.
+    """One event as torchelastic records it; `name` is such as `torchelastic.worker.status.SUCCEEDED`.
 
     `source` is `AGENT` or `WORKER`; `timestamp` is when it was recorded, in seconds since the epoch (torch
     leaves its own at 0); `metadata` says which rank, which role, which error; `json` is the text that
@@ -782,6 +821,8 @@ class NotSentError(NblaunchError, TypeError, AttributeError):
 
     An `AttributeError` too: `hasattr` and variable explorers ask any object for any attribute.
     """
+
+    kind = FailureKind.VALUE_NOT_SENT
 
 
 class NotSent:

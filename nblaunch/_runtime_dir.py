@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 
 PREFIX = "nblaunch-"
 # sun_path holds 108 bytes with its closing zero on Linux, 104 on macOS; the longest name we add is
@@ -95,7 +96,7 @@ def _make() -> Path:
         f"A private runtime directory was needed, and none could be made: tried {', '.join(tried)}. "
         "Set TMPDIR to a short path that you may write to."
     )
-    raise LaunchError(msg, phase="fork server")
+    raise LaunchError(msg, phase="fork server", kind=FailureKind.NOT_WRITABLE)
 
 
 def _candidates() -> Iterator[str]:

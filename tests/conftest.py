@@ -406,10 +406,29 @@ def nothing_left(before: ThisProcess, *, logs: bool = True) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request):
-    """Compare this process, the processes below it and the file systems before and after each test."""
+    """Compare this process, the processes below it and the file systems before and after each test.
+
+    A module's tests on ranks share these: what is left is looked at when all have ended.
+    """
+    if request.node.get_closest_marker("distributed"):
+        yield
+        return
     before = Leftovers()
     yield
     nothing_left(before, logs=not request.node.stash.get(_failed, False))
+
+
+@pytest.fixture(scope="session")
+def leaves_nothing_after():
+    """Give a context manager that makes the same check around a whole module."""
+
+    @contextlib.contextmanager
+    def checked() -> Iterator[None]:
+        before = Leftovers()
+        yield
+        nothing_left(before)
+
+    return checked
 
 
 @pytest.fixture

@@ -20,7 +20,10 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found: `summary` is one line, `advice` what to do, empty where there is nothing."""
+    """What the check `name` found, and of which `level` it is.
+
+    `summary` is one line, `advice` what to do, empty where there is nothing.
+    """
 
     name: str
     level: Level
@@ -30,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DoctorReport:
-    """What `nblaunch.doctor()` found on this machine, in this process, within `seconds`.
+    """What `nblaunch.doctor()` found on this machine, in this process, within `seconds`: its `findings`.
 
     >>> report = DoctorReport((ok("torch", "2.13.0"), problem("network", "no loopback", "Bring up lo.")))
     >>> report.ok

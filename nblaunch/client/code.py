@@ -11,6 +11,7 @@ from types import ModuleType
 import msgspec
 
 from nblaunch._errors import CaptureError
+from nblaunch._help import FailureKind
 from nblaunch.capture.modules import MOST_BYTES, FilePrints, ImportedName, files_of, imports_in, roots_of
 from nblaunch.protocol.messages import CodeFile, CodeManifest
 
@@ -100,4 +101,6 @@ def _refuse_too_large(roots: Sequence[Path], files: Sequence[CodeFile]) -> None:
         f"{MOST_BYTES / 1e6:.0f} MB to other machines. Install what does not change on the nodes; the "
         f"largest files are {named}."
     )
-    raise CaptureError(msg, path=str(roots[largest[0].root] / largest[0].path), size=total)
+    raise CaptureError(
+        msg, path=str(roots[largest[0].root] / largest[0].path), size=total, kind=FailureKind.PACKAGES
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from nblaunch import __version__, _registry
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
 from nblaunch.client.boot import stop_keeper
@@ -103,13 +104,13 @@ def find(name: str | None) -> RuntimeEntry:
             f"{asked} was asked for, but there is none on this machine. Start one: %distributed start -n 2 "
             "--detach."
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
     there = ", ".join(map(repr, known))
     guess = nearest(name, known) if name is not None else None
     what_to_do = f"Did you mean {guess!r}?" if guess else "Give one of these names."
     asked = f"detached session {name!r}" if name is not None else "the one detached session"
     msg = f"{asked} was asked for, but the detached ones are {there}. {what_to_do}"
-    raise NblaunchError(msg)
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 
 def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
@@ -119,7 +120,7 @@ def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
             f"{__version__}. Use it with that version, or stop it: python -m nblaunch stop "
             f"{entry.name}."
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.OTHER_VERSION)
     return entry
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch import __version__
+from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
 from nblaunch.client.jobs import JobView
@@ -47,6 +49,7 @@ class JobReporter:
     interrupted: bool = False
     not_started: bool = False
     ended_by: str = ""
+    broke: FailureKind | None = None
 
     def __call__(self, result: RunResult) -> Report:
         """Return the report as of now; late warnings may have come since the end of the run."""
@@ -71,6 +74,7 @@ class JobReporter:
             "seconds": _seconds(result),
             "states": {word: format_ranks(ranks) for word, ranks in _states(result).items()},
             "root_cause": {} if root is None else _cause(root, causes[0] if causes else None, result),
+            "help": self._kind(result, root),
             "also_failed": [{"ranks": each.who, "reason": str(each.reason)} for each in causes[1:]],
             "consequences": [{"ranks": each.who, "reason": str(each.reason)} for each in found.consequences],
             "ended_because_of_it": format_ranks(found.ended) if found.ended else "",
@@ -83,6 +87,19 @@ class JobReporter:
             "memory": _memory(result),
             **_seen(result),
         }
+
+    def _kind(self, result: RunResult, root: RankFailure | None) -> str:
+        """Return the address of the page about what has happened; empty where there is none."""
+        if result.ok or self.interrupted:
+            return ""
+        if self.timeout:
+            return FailureKind.HANG.address
+        if result.preempted:
+            return FailureKind.PREEMPTED.address
+        kind = self.broke if root is None or root.kind is None else root.kind
+        if kind is None and root is not None and root.phase in _START:
+            kind = LaunchError("", phase=root.phase.value).kind
+        return "" if kind is None else kind.address
 
     def _outcome(self, result: RunResult, root: RankFailure | None) -> str:
         if result.ok:
@@ -100,7 +117,9 @@ def reporter_of(job: JobView, options: LaunchOptions) -> Callable[[RunResult], R
     """Return what makes the report of a job that has ended."""
     early = None if job.end is None else job.end.early
     broke = "" if job.error is None else f"{type(job.error).__name__}: {job.error}"
+    kind = job.error.kind if isinstance(job.error, NblaunchError) else None
     if job.launch_failure is not None:
+        kind = LaunchError("", phase=job.launch_failure[0]).kind
         broke = f"phase '{job.launch_failure[0]}': {job.launch_failure[1]}"
     return JobReporter(
         options=options,
@@ -109,6 +128,7 @@ def reporter_of(job: JobView, options: LaunchOptions) -> Callable[[RunResult], R
         interrupted=job.interrupted,
         not_started=job.launch_failure is not None,
         ended_by=early.message if early is not None else broke,
+        broke=kind,
     )
 
 

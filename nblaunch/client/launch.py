@@ -13,6 +13,7 @@ from typing import Any
 
 from nblaunch import _inherited, _notebook
 from nblaunch._errors import LaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.capture import Captured, capture_call
 from nblaunch.capture.pickling import Packed
@@ -82,7 +83,7 @@ def refuse_inside_rank() -> None:
             f"a run was started inside rank {rank} of a run, but a rank cannot start ranks of its own. Start "
             "it in the notebook, outside the distributed cell."
         )
-        raise LaunchError(msg, phase=Phase.FORK.value)
+        raise LaunchError(msg, phase=Phase.FORK.value, kind=FailureKind.INSIDE_A_RANK)
 
 
 def place_launch(
@@ -140,7 +141,7 @@ def with_log_dir(options: LaunchOptions) -> LaunchOptions:
             f"log_dir={str(directory)!r} cannot be made: {error.strerror}. Give a directory that you can "
             "write to."
         )
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
     return replace(options, log_dir=str(directory))
 
 
@@ -160,7 +161,7 @@ def with_metrics_file(options: LaunchOptions) -> LaunchOptions:
             f"metrics_file={str(file)!r} cannot be written: {error.strerror}. Give a file that you can write "
             "to."
         )
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.NOT_WRITABLE) from error
     return replace(options, metrics_file=str(file))
 
 
@@ -176,11 +177,11 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
     """Return the job that calls `fn`. Raises `OptionError` if `fn` is not callable or `args` no sequence."""
     if not callable(fn):
         msg = f"run(): {fn!r:.200} is not callable. Pass a function or a script."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     given: object = args
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         msg = f"run(): args={args!r:.200} is not a tuple or list. Pass args=({args!r:.200},)."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     return FunctionJob(name=name.replace("<locals>.", ""))
 

@@ -28,6 +28,7 @@ from urllib.parse import unquote, urlsplit
 
 from nblaunch import __version__
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.capture.modules import is_below, is_installed, roots_of
 from nblaunch.protocol.client import NodeEnvironment
 
@@ -88,7 +89,7 @@ def requirements_of(packages: Iterable[InstalledPackage], roots: Sequence[str]) 
             f"{more}. Install each from an index, a wheel's URL or a repository, or as editable (pip install "
             "-e) in the notebook's project, whose code is sent with jobs."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.PACKAGES)
     return tuple(sorted(filter(None, found.values())))
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch._help import FailureKind
 from nblaunch._results import (
     Attempt,
     EventLog,
@@ -23,7 +24,7 @@ from nblaunch._results import (
 )
 from nblaunch.capture import pickling, shared_memory
 from nblaunch.client.jobs import JobView
-from nblaunch.diagnose.failures import Explained, blame, reason, value_lost
+from nblaunch.diagnose.failures import Explained, blame, kind_of, reason, value_lost
 from nblaunch.insight.report import Report
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.streams import OutputFilter
@@ -172,6 +173,7 @@ def _failure(
         reason=str(reason(record)),
         node=rank.node,
         memory=record.held,
+        kind=kind_of(record),
     )
 
 
@@ -273,9 +275,11 @@ def error_of(job: JobView, result: RunResult, options: LaunchOptions) -> BaseExc
             f"the ranks could not be started: phase '{root.phase}' failed on {who}: {root.reason}"
             + (f"\n{root.last_output}" if root.last_output else ""),
             phase=root.phase.value,
+            kind=root.kind,
         )
     else:
-        error = RunFailedError(describe(result, root, options), result=result, root_cause=root)
+        text = describe(result, root, options)
+        error = RunFailedError(text, result=result, root_cause=root, kind=root.kind)
     error.__cause__ = root.exception
     return error
 
@@ -296,7 +300,7 @@ def _unfinished(result: RunResult) -> RunFailedError:
     msg = (
         f"{format_ranks(ranks)} of {result.world_size} did not finish: the group ended before that{warnings}"
     )
-    return RunFailedError(msg, result=result)
+    return RunFailedError(msg, result=result, kind=FailureKind.EXITED)
 
 
 def _phase_of(error: BaseException, state: RunState) -> str:

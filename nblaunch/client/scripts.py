@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.client.launch import Launch, place_launch
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import LaunchOptions
@@ -40,7 +41,7 @@ def prepare_script(
             f"kwargs={brief(dict(kwargs))}: script {name!r} takes texts only. "
             'Write them as it reads them: args=["--lr", "0.1"].'
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     texts = _texts(args)
     placement, environ, unheeded = place_launch(options)
     path = file = title = ""
@@ -77,7 +78,8 @@ def refuse_in_session(script: ScriptPath, session: str) -> OptionError:
     return OptionError(
         f"session {session!r} cannot run {name!r}: a script is __main__ of its own process, and the ranks' "
         f"__main__ holds their variables. Use nblaunch.run({name!r}), which starts fresh ranks, or "
-        f"session.cell('%run {name}')."
+        f"session.cell('%run {name}').",
+        kind=FailureKind.WRONG_ARGUMENTS,
     )
 
 
@@ -102,12 +104,12 @@ def _texts(args: Sequence[Any]) -> tuple[str, ...]:
             f"args={brief(args)}: a script takes a list of texts, one for each word. Write args=[...], or "
             "args=shlex.split(...)."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     found = []
     for place, word in enumerate(args):
         if not isinstance(word, str | os.PathLike):
             msg = f"args[{place}]={brief(word)} is no text, as scripts read it. Write {str(word)[:100]!r}."
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         found.append(_text(os.fspath(word), f"args[{place}]"))
     return tuple(found)
 
@@ -118,7 +120,7 @@ def _text(text: str | bytes, what: str) -> str:
         if isinstance(text, str) and b"\0" not in text.encode():
             return text
     msg = f"{what} is {brief(text)}. Give text that UTF-8 can encode, without null characters."
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
 
 
 # --- files ---------------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ def _file(name: str) -> tuple[str, str]:
                 wrong = "it is a zip without a __main__.py. Add one."
     if wrong:
         msg = f"the script {name!r}: {wrong}"
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
     return written, next((each.name for each in runs if each.is_file()), "")
 
 
@@ -170,7 +172,10 @@ def _missing(name: str, path: Path, kind: str) -> OptionError:
                 what_to_do = f"Did you mean {os.path.join(os.path.dirname(name), guess)!r}?"  # noqa: PTH118, PTH120 - as written
             elif _spec(name)[0] is not None:
                 what_to_do = "It is the name of a module: give module=True (-m)."
-    return OptionError(f"the script {name!r} was asked for, but there is no such {kind}. {what_to_do}")
+    return OptionError(
+        f"the script {name!r} was asked for, but there is no such {kind}. {what_to_do}",
+        kind=FailureKind.SCRIPT_NOT_FOUND,
+    )
 
 
 def _program(name: str, search: str | None) -> str:
@@ -184,13 +189,13 @@ def _program(name: str, search: str | None) -> str:
         wrong = "it is not on PATH" if executable else "it is not executable"
         what_to_do = f"Write './{name}'" if executable else f"Make it so (chmod +x {name})"
         msg = f"the program {name!r}: {wrong}. {what_to_do}."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
     if os.sep in name or not name:
         raise _missing(name, path, "program")
     guess = nearest(name, _programs(search))
     what_to_do = f"Did you mean {guess!r}?" if guess else "Install it, or give its path."
     msg = f"the program {name!r}: there is none on PATH. {what_to_do}"
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
 
 
 def _programs(search: str | None) -> set[str]:
@@ -214,7 +219,7 @@ def _module(name: str) -> str:
             f"{name!r} is no name of a module. Give a name such as pkg.train, or, for a file, leave "
             "module=True (-m) out."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
     spec, near = _spec(name)
     if spec is None:
         guess = nearest(name.rpartition(".")[2], near)
@@ -224,12 +229,12 @@ def _module(name: str) -> str:
             else f"Python looks in {Path.cwd()} first, then on sys.path."
         )
         msg = f"the module {name!r}: there is none of that name. {what_to_do}"
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
     if spec.submodule_search_locations is not None:
         spec, _ = _spec(f"{name}.__main__")
     if spec is None:
         msg = f"the module {name!r} is a package without a __main__. Name one of its modules."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SCRIPT_NOT_FOUND)
     return spec.origin if spec.has_location and spec.origin else ""
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedError
+from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RankStatus, RunResult, SessionStatus, held_by
@@ -346,10 +347,10 @@ class LiveSession:
         for name in variables:
             if not str(name).isidentifier() or keyword.iskeyword(name):
                 msg = f"push: {name!r:.100} is not a valid Python identifier."
-                raise OptionError(msg)
+                raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
             if name in RANK_NAMES or name in SHELL_NAMES:
                 msg = f"push: each rank has its own {name}. Use another name."
-                raise OptionError(msg)
+                raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         namespace = _notebook.namespace()
         if namespace is None:
             namespace = self._knowledge.namespace
@@ -364,13 +365,13 @@ class LiveSession:
         """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
         if not names:
             msg = "pull: there is no name. Name the variables: pull('loss', 'model')."
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         outcome = self._perform(_JobRequest(PullJob(names=tuple(names)), "pull", ranks, internal=True))
         root = outcome.result.root_cause
         if root is not None and root.type.endswith("NameError"):
             lacking = [each.rank for each in outcome.result.failures]
-            msg = f"pull: {root.message} ({format_ranks(lacking)})"
-            raise NblaunchError(msg) from None
+            msg = f"pull: {root.message.replace('on this rank', f'({format_ranks(lacking)})')}"
+            raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
         values = outcome.unwrap().values
         return {name: [of_rank[place] for of_rank in values] for place, name in enumerate(names)}
 
@@ -392,13 +393,13 @@ class LiveSession:
         """Compare variables of the ranks, and with `env` what they run in."""
         if not names and not env:
             msg = "diff: there is no name. Name the variables (diff('model', 'step')), or ask for env=True."
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         wrong = next((name for name in names if not all(map(str.isidentifier, _steps_of(name)))), None)
         if wrong is not None:
             msg = (
                 f"diff: {wrong!r:.100} is not the name of a variable or attribute. Write model or model.head."
             )
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         self._wait_for_brief()
         self._refuse_if(at_work=self.busy)
         with self._busy:
@@ -416,7 +417,7 @@ class LiveSession:
                     return replace(report, moved=moved)
                 except LookupError as error:
                     msg = f"diff: {error.args[0]}"
-                    raise NblaunchError(msg) from None
+                    raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE) from None
 
     def _answers(self, token: str, asked: Round) -> dict[int, Any]:
         """Have ranks answer a question of a comparison."""
@@ -428,7 +429,7 @@ class LiveSession:
         root = outcome.result.root_cause
         if root is not None and root.type == "builtins.LookupError":
             msg = f"diff: {root.message}"
-            raise NblaunchError(msg)
+            raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
         return dict(zip(asked.ranks, outcome.unwrap().values, strict=True))
 
     def _prepared(self, request: _JobRequest) -> Perform:
@@ -578,18 +579,22 @@ class LiveSession:
 
     def _refuse_if(self, *, at_work: bool) -> None:
         if at_work:
-            raise NblaunchError(session_busy(self.name))
+            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def _refuse_if_ended(self) -> None:
         self._runtime.refuse_in_fork()
         if not self.open:
-            raise LaunchError(session_ended(self.name, self._why_ended), phase="job")
+            raise LaunchError(
+                session_ended(self.name, self._why_ended), phase="job", kind=FailureKind.SESSION_ENDED
+            )
 
     def _refuse_if_held(self) -> None:
         other = self.held_by
         if other is not None:
             in_notebook = _notebook.shell() is not None
-            raise NblaunchError(held_by(self.name, other, in_notebook=in_notebook))
+            raise NblaunchError(
+                held_by(self.name, other, in_notebook=in_notebook), kind=FailureKind.SESSION_TAKEN
+            )
 
     def _chosen(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         """Return the ranks that take part. Raises `OptionError` for one that the session does not have."""
@@ -603,7 +608,7 @@ class LiveSession:
                 f"{what} of session {self.name!r} was asked for, but it has ranks 0 to "
                 f"{self.world_size - 1}. Give some of these."
             )
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         return chosen
 
     # --- what the ranks have -------------------------------------------------------------------------
@@ -701,7 +706,7 @@ class LiveSession:
         text: str = self._internal("inspect", ask_shell, "describe", name, rank=rank).unwrap()[rank]
         if not text:
             msg = f"inspect: name {name!r} is not defined on rank {rank}."
-            raise NblaunchError(msg)
+            raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
         return text
 
     def complete(self, code: str, position: int) -> tuple[int, list[str]]:
@@ -842,7 +847,7 @@ class LiveSession:
             error = self._begin_job()
         if isinstance(error, RunFailedError):
             msg = f"the ranks of session {self.name!r} could not be started: {error}"
-            raise LaunchError(msg, phase="job") from error
+            raise LaunchError(msg, phase="job", kind=error.kind) from error
         if error is not None:
             raise error
 

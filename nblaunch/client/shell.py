@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nblaunch import _journal, _registry
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._journal import Dropped
 from nblaunch._registry import RuntimeEntry
 from nblaunch.client.local import Runtime, local
@@ -73,10 +74,10 @@ def _found(name: str) -> tuple[RuntimeEntry, Runtime, wire.SessionRecord]:
         except (LaunchError, TimeoutError) as error:
             if entry.name == name:
                 msg = f"session {name!r} does not answer: {error}"
-                raise NblaunchError(msg) from error
+                raise NblaunchError(msg, kind=FailureKind.NO_ANSWER) from error
     where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
     msg = f"session {name!r} is not open on this machine; {where}."
-    raise NblaunchError(msg)
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 
 def _jobs(runtime: Runtime, session: str) -> tuple[wire.JobRecord, ...]:

@@ -10,6 +10,7 @@ from typing import cast
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch.client.jobs import JobView
 from nblaunch.client.line import ClientLine, deferring_interrupts
 from nblaunch.protocol.client import InterruptJob, Reply
@@ -105,7 +106,7 @@ def left_alone() -> LaunchError:
         "The run was interrupted three times, and has not ended: its ranks or the runtime do not answer. "
         "They are left as they are; restart the kernel to end them."
     )
-    return LaunchError(msg, phase="job")
+    return LaunchError(msg, phase="job", kind=FailureKind.HANG)
 
 
 class JobWait:

@@ -17,6 +17,7 @@ import msgspec
 import psutil
 
 from nblaunch._cgroups import oom_kills, tightest_memory
+from nblaunch._help import FailureKind
 from nblaunch.protocol.messages import DeviceMemory, FailureRecord, Phase
 from nblaunch.protocol.reports import nearest_frame, place, ranks_on, readable_stacks, size
 from nblaunch.protocol.state import RankState, State, describe_exit, hosts_of, signal_name
@@ -36,6 +37,8 @@ _PEER_GONE = re.compile(
 _NCCL_WAITED = re.compile(r"timed out after|remote process exited|remote error|network error", re.IGNORECASE)
 _CHAINED = re.compile(r"^[\w.]*(Dist\w*Error|RuntimeError): (?P<text>.*)$", re.MULTILINE)
 _DEAD = "ProcessExited"
+NODE_LOST = "was lost with its node"
+"""Begins the explanation of a rank whose node has gone."""
 _PORT = re.compile(r"((?:\d{1,3}(?:\.\d{1,3}){3}|::1|localhost)\]?):\d{2,5}\b")
 _REASON_CHARACTERS = 2000
 _COLLECTIVE_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "RuntimeError")
@@ -168,7 +171,7 @@ def reason(failure: FailureRecord) -> Reason:
     text = failure.message.strip().partition("\n")[0].rstrip()
     if failure.type == _DEAD:
         return Reason("", text, "")
-    kind = failure.type.removeprefix("builtins.").removeprefix("__main__.")
+    kind = failure.type.removeprefix("builtins.").removeprefix("__main__.").removeprefix("nblaunch._errors.")
     frame = nearest_frame(failure.frames)
     return Reason(kind, text, place(frame) if frame is not None else "")
 
@@ -218,6 +221,47 @@ def blames_a_peer(failure: FailureRecord) -> bool:
         return True
     # `raise StepFailed from error`: the traceback has the original error.
     return any(_PEER_GONE.search(found["text"]) for found in _CHAINED.finditer(failure.traceback))
+
+
+_OF_TYPE = {
+    "nblaunch._errors.DesyncError": FailureKind.DESYNC,
+    "nblaunch._errors.NonFiniteError": FailureKind.NAN,
+    "nblaunch.capture.shared_memory.NoRoomError": FailureKind.SHARED_MEMORY_FULL,
+    "builtins.MemoryError": FailureKind.OUT_OF_MEMORY,
+}
+_OF_SIGNAL = {
+    "SIGKILL": FailureKind.KILLED,
+    "SIGTERM": FailureKind.KILLED,
+    "SIGBUS": FailureKind.SHARED_MEMORY_FULL,
+}
+
+
+def kind_of(failure: FailureRecord) -> FailureKind | None:
+    """Return what kind of failure it is; None for an exception of the user's own code.
+
+    >>> str(kind_of(FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9)))
+    'killed'
+    >>> kind_of(FailureRecord(type="builtins.ValueError", message="boom"))
+    """
+    known = _OF_TYPE.get(failure.type)
+    if known is not None:
+        return known
+    if failure.type == _DEAD:
+        return _kind_of_death(failure)
+    if failure.memory is not None or failure.held or failure.type.endswith(".OutOfMemoryError"):
+        return FailureKind.OUT_OF_MEMORY
+    if failure.phase is Phase.VALUE:
+        return FailureKind.VALUE_NOT_SENT
+    return FailureKind.COLLECTIVE_TIMEOUT if blames_a_peer(failure) else None
+
+
+def _kind_of_death(failure: FailureRecord) -> FailureKind:
+    if NCCL_WATCHDOG in failure.message:
+        return FailureKind.COLLECTIVE_TIMEOUT
+    if failure.message.startswith(NODE_LOST):
+        return FailureKind.NODE_LOST
+    name = signal_name(failure.exitcode)
+    return FailureKind.EXITED if name is None else _OF_SIGNAL.get(name, FailureKind.CRASHED)
 
 
 def value_lost(error: Exception, when: float, message: str = "") -> FailureRecord:

@@ -15,6 +15,7 @@ import os
 import resource
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import RANK_AT_ALL, RANK_PER_PEER, allows, needed_by_rank
 
 RUNTIME_AT_ALL = 32
@@ -41,12 +42,16 @@ def make_room(nproc: int, *, replaced: int = 0) -> None:
     needed = used + RUNTIME_AT_ALL + RUNTIME_PER_RANK * nproc
     own = needed_by_rank(nproc)
     if not allows(hard, own):
-        raise LaunchError(_too_few(nproc, f"each of which needs about {own} of its own", hard), phase="fork")
+        raise LaunchError(
+            _too_few(nproc, f"each of which needs about {own} of its own", hard),
+            phase="fork",
+            kind=FailureKind.OPEN_FILES,
+        )
     if allows(soft, needed):
         return
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"for which this process needs about {needed} ({used} are open already)"
-        raise LaunchError(_too_few(nproc, what, hard), phase="fork")
+        raise LaunchError(_too_few(nproc, what, hard), phase="fork", kind=FailureKind.OPEN_FILES)
 
 
 def make_room_for_nodes(nodes: int, nproc: int) -> None:
@@ -58,7 +63,7 @@ def make_room_for_nodes(nodes: int, nproc: int) -> None:
         return
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"on {nodes} nodes, for which this process needs about {needed} ({used} are open already)"
-        raise LaunchError(_too_few(nproc, what, hard), phase="engine")
+        raise LaunchError(_too_few(nproc, what, hard), phase="engine", kind=FailureKind.OPEN_FILES)
 
 
 def room(hard: int) -> int:

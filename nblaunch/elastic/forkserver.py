@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._keeper import FORK_SERVER_LOG, absolute_path, directory_or_root, environment, start
 from nblaunch._process_tree import die_with_parent
 from nblaunch._runtime_dir import RuntimeDirectory
@@ -183,7 +184,7 @@ class Server:
         text = ""
         with contextlib.suppress(OSError):
             text = self._log.read_text(errors="replace")[-4000:]
-        return f"Its last words:\n{text or '(none)'}"
+        return f"Its last words:\n{text}" if text else "It printed nothing."
 
 
 class OwnServer(Server):
@@ -437,7 +438,7 @@ def _refused(number: int) -> LaunchError:
         "or raise the limits on processes (ulimit -u, pids.max of the container), open files (ulimit -n) or "
         "memory."
     )
-    return LaunchError(msg, phase="fork")
+    return LaunchError(msg, phase="fork", kind=FailureKind.PROCESS_LIMIT)
 
 
 class RankProcess(process.BaseProcess):

@@ -33,6 +33,7 @@ from torch.distributed.elastic.timer import FileTimerServer
 from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest
 
 from nblaunch._errors import LaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch._results import Event
 
 _log = logging.getLogger("nblaunch")
@@ -196,7 +197,7 @@ def check_line_filters(filters: Sequence[str]) -> None:
             "duplicate_stdout_filters= or duplicate_stderr_filters= was asked for, but torch "
             f"{torch.__version__} cannot filter lines of logs. Use a newer torch (2.13 can), or leave it out."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.TORCH_VERSION)
 
 
 class KeptLogs(LogsSpecs):

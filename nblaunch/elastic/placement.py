@@ -18,6 +18,7 @@ from importlib import metadata
 
 from nblaunch import _devices
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.options.table import nearest
 from nblaunch.protocol.client import Placement
 
@@ -51,7 +52,7 @@ def check_backend(backend: str, environ: Mapping[str, str], backends: Sequence[s
         f"{f'Did you mean {guess!r}? ' if guess else ''}Use one of these; for a backend that your own code "
         "registers, start without a group (--no-init, init_process_group=False) and form it there."
     )
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.BACKEND)
 
 
 def known_backends(backends: Sequence[str] = ()) -> tuple[str, ...]:
@@ -88,7 +89,7 @@ def place_ranks(
     elif wanted and (not usable or (count > usable and not shared)):
         if not set(_by_device(backend).values()) <= {*_TORCHS_BACKENDS}:
             check_backend(backend, environ, backends)  # of two reasons the nearer one
-        raise OptionError(_too_many(count, backend, usable))
+        raise OptionError(_too_many(count, backend, usable), kind=FailureKind.TOO_FEW_GPUS)
     if wanted:
         if count > usable:
             note = f"{count} ranks share {_gpus(usable)}"
@@ -146,7 +147,7 @@ def _number_of_ranks(nproc: int | str, usable: int, there: _Accelerator) -> tupl
     match nproc:
         case "gpu" if not usable:
             msg = "nproc='gpu' was asked for, but no GPU is visible here. Use nproc=2 (gloo on the CPU)."
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.TOO_FEW_GPUS)
         case "cpu":
             return os.cpu_count() or 1, ""
         case int():
@@ -345,7 +346,7 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
             f"{asked}, which binds each rank to the CPUs near its GPU, but {has}. "
             "Leave it out, or run on a machine with a GPU for each rank."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.TOO_FEW_GPUS)
     if virtual_local_rank and binding in _DIVIDING:
         msg = (
             f"{asked}, which divides CPUs among GPUs, but with virtual_local_rank each rank sees one GPU "
@@ -357,4 +358,4 @@ def check_numa_binding(binding: str, gpus: int, nproc: int, *, virtual_local_ran
     except (ImportError, ValueError, TypeError) as error:
         why = f"torch {torch.__version__} cannot do that ({error})"
         msg = f"{asked}, but {why}. Use torch 2.13, or leave it out."
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.TORCH_VERSION) from error

@@ -8,6 +8,7 @@ import torch
 
 from nblaunch import _devices
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
 from nblaunch.elastic import hooks
 from nblaunch.elastic.placement import check_backend, check_numa_binding, visible_gpus
@@ -72,7 +73,7 @@ def _check_enough_devices(environ: Mapping[str, str], placement: Placement) -> N
             f"virtual_local_rank with {placement.nproc} ranks gives each one a GPU of its own, but "
             f"{variable}={chosen!r} names {len(named)}. Lower nproc, or leave it out."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.TOO_FEW_GPUS)
 
 
 # Variables that a fork of the server takes no notice of, since it has loaded everything before.

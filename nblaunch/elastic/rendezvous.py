@@ -59,6 +59,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nblaunch._errors import LaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.options.launch import LaunchOptions
 
@@ -177,7 +178,7 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
     if rdzv.backend in _ETCD:
         with contextlib.suppress(OSError), socket.create_connection((rdzv.host, rdzv.port), _LOOK_AT_SECONDS):
             return
-        raise OptionError(_no_etcd(rdzv))
+        raise OptionError(_no_etcd(rdzv), kind=FailureKind.PORT)
     try:
         family, *_, address = socket.getaddrinfo(rdzv.host, rdzv.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as trial:
@@ -189,7 +190,7 @@ def refuse_taken(rdzv: RendezvousConfig) -> None:
             f"the nodes were to meet at {rdzv.host}:{rdzv.port}, but the notebook cannot listen there: "
             f"{error.strerror}. Give an address of this machine, and a port that is free."
         )
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.PORT) from error
 
 
 def network_variables(rdzv: RendezvousConfig, environ: Container[str]) -> dict[str, str]:
@@ -215,7 +216,7 @@ def _own_address(host: str, port: int) -> str:
             f"the nodes were to meet at {host!r}, which cannot be found: {error.strerror}. Correct the "
             "endpoint."
         )
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.PORT) from error
 
 
 def _host_and_port(endpoint: str, default: int) -> tuple[str, int]:
@@ -285,7 +286,7 @@ def host_store(host: str, port: int) -> dist.TCPStore:
             f"the store of the rendezvous was to listen at {host}:{port}: {error.strerror}. Take "
             "another port."
         )
-        raise LaunchError(msg, phase="rendezvous") from error
+        raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
     bound = listener.getsockname()[1]
     return dist.TCPStore(
         host_name=host,
@@ -408,7 +409,7 @@ class _EtcdEntry:
                 "signed with this node's key. Copy the notebook's key file, or give another --rdzv-id on "
                 "both sides."
             )
-            raise LaunchError(msg, phase="rendezvous")
+            raise LaunchError(msg, phase="rendezvous", kind=FailureKind.NODE_REFUSED)
         return entry
 
     def _code(self, entry: dict[str, str]) -> str:

@@ -26,6 +26,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from nblaunch._errors import RunFailedError, RunPreemptedError
+from nblaunch._help import FailureKind
 from nblaunch._results import Event, EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures
@@ -677,7 +678,8 @@ class WorkerGroup:
         """End the run: no message of its ranks arrives any more."""
         self._error = RunFailedError(
             f"lost the connection to the ranks (hub socket: {error}); they were terminated. "
-            "The next run reconnects."
+            "The next run reconnects.",
+            kind=FailureKind.CONNECTION_LOST,
         )
         self._feed(Trigger.HUB_LOST)
 

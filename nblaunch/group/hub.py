@@ -21,6 +21,7 @@ from typing import Protocol
 import zmq
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch._waker import Waker
 from nblaunch.protocol.messages import FromRank, Hello, Phase, ProtocolError, ToRank, decode_from_rank, encode
@@ -117,7 +118,7 @@ class Hub:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
             msg = f"The ranks' socket {self._address} could not be bound: {error}. Set TMPDIR elsewhere."
-            raise LaunchError(msg, phase="connect") from error
+            raise LaunchError(msg, phase="connect", kind=FailureKind.NOT_WRITABLE) from error
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` on the hub's thread, after all earlier calls.
@@ -153,7 +154,7 @@ class Hub:
                 return
             if not self.usable:
                 msg = "the hub, which carries the ranks' messages, has ended"
-                raise LaunchError(msg, phase=Phase.CONNECT.value)
+                raise LaunchError(msg, phase=Phase.CONNECT.value, kind=FailureKind.CONNECTION_LOST)
         if raised:
             raise raised.pop()
 

@@ -93,6 +93,9 @@ from nblaunch.protocol.state import Message, RankState, RunState, State, advance
 _LIMITS = {Phase.CONNECT: 60.0, Phase.PROCESS_GROUP: 120.0}
 # A rank's last messages may still be in the socket when its process is gone.
 _LAST_MESSAGES_SECONDS = 0.05
+_TERMINATED = -15  # SIGTERM's exit code
+# A rank on a node that SIGTERM has ended may be ahead of the notice that the node is taken back.
+_NOTICE_SECONDS = 2.0
 # How long the other ranks have to report their own outcome once one has failed.
 _SETTLE_SECONDS = 0.1
 # Only a rank that holds its interpreter does not answer.
@@ -940,6 +943,10 @@ class _Step:
                 self.send(rank, Preempt(event.seconds))
         if job is None or not job.dispatched or state.interruption.begun or job.run.failed:
             return  # the job ends for another reason, or begins in the time that is left
+        awaited = {
+            rank: (when, replace(each, expected=True)) for rank, (when, each) in state.unfolded.items()
+        }
+        self.set(unfolded=awaited)
         self.fold_run(RunPreempted(why=event.why))
         if event.seconds is not None:
             self.begin_interruption()
@@ -1027,10 +1034,13 @@ class _Step:
             exited = replace(exited, expected=True)
         if state.kept and not (state.all_ready or state.adopted or exited.expected):
             self.act(Order.STOP_AGENT)  # a rank that dies while it starts would do so again
+        # Slurm and others send SIGTERM to all processes of a node, in any order.
+        ordered = exited.exitcode == _TERMINATED and exited.rank in state.remote and not exited.expected
+        until = self.now + (_NOTICE_SECONDS if ordered else _LAST_MESSAGES_SECONDS)
         self.set(
             recovery=state.recovery if exited.rank in state.lost else state.recovery.abandoned(),
             exited=state.exited.with_rank(exited.rank),
-            unfolded={**state.unfolded, exited.rank: (self.now + _LAST_MESSAGES_SECONDS, exited)},
+            unfolded={**state.unfolded, exited.rank: (until, exited)},
         )
         self.fold_exits(self.now)
         if exited.rank in self.state.saving:

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch.insight.intervals import Interval, clipped, common, length, merged, without
 from nblaunch.insight.trace import TracePart, joined, packed
 from nblaunch.protocol.messages import DEFAULT_GROUP
@@ -84,7 +85,7 @@ class RankProfile(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One step of one rank: all in seconds; `seconds` is the step's length.
+    """One `step` of one `rank`: all in seconds; `seconds` is the step's length.
 
     compute + communication - overlap + waiting + idle = seconds. `compute` is time in operators (on a GPU:
     in kernels), `communication` in collectives once all ranks were in them, `overlap` in both. `waiting` is
@@ -105,7 +106,7 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """The rank for which the others waited longest in a step, and in which operation they did.
+    """The `rank` for which the others waited longest in a `step`, and in which `operation` they did.
 
     `seconds` is by how much it came later than the others, their median, in all collectives of the step.
     `before` says what it did meanwhile.
@@ -127,11 +128,11 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveUse:
-    """All calls of one operation with one size in one group; `size` in bytes of one rank's input.
+    """All calls of one `operation` with one size in one `group`; `size` in bytes of one rank's input.
 
-    `seconds` is the median from the last rank's entry to the end, `bandwidth` the size by this. `best` is the
-    highest bandwidth that this profile has for the operation in that group, at sizes of the same power of
-    two. `waiting` is what all ranks have waited in these calls together.
+    There were `count` of them. `seconds` is the median from the last rank's entry to the end, `bandwidth` the
+    size by this. `best` is the highest bandwidth that this profile has for the operation in that group, at
+    sizes of the same power of two. `waiting` is what all ranks have waited in these calls together.
     """
 
     operation: str
@@ -146,7 +147,7 @@ class CollectiveUse:
 
 @dataclass(frozen=True, slots=True)
 class ClockCheck:
-    """How well the clocks agree, by collectives that end together; in seconds.
+    """How well the clocks agree, by this number of `collectives` that end together; in seconds.
 
     `spread` is the median of how far apart the ranks' ends of one collective are. `violation` is the most
     that a rank has ended before another one had entered, which only a wrong clock can show.
@@ -186,7 +187,8 @@ class Profile:
         """A row for each step and rank, in this order."""
         self.collectives: tuple[CollectiveUse, ...] = tuple(_uses(self._meetings))
         """What each operation with each size took, the longest in all first."""
-        self.clock_check = _checked(self._meetings)
+        self.clock_check: ClockCheck = _checked(self._meetings)
+        """How well the clocks of the ranks agree."""
         self._directory: Path | None = None
         self._path: Path | None = None
 
@@ -264,7 +266,7 @@ class Profile:
             import pandas as pd
         except ImportError as error:
             msg = "to_pandas needs pandas, which is not installed. pip install pandas, or use .summary."
-            raise NblaunchError(msg) from error
+            raise NblaunchError(msg, kind=FailureKind.NOT_INSTALLED) from error
         names = RankStep.__slots__
         return pd.DataFrame([[getattr(row, name) for name in names] for row in self.summary], columns=names)
 

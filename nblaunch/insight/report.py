@@ -29,7 +29,7 @@ CHARACTERS = 16_000
 OUTPUT_LINES = 50
 """Last lines of each rank."""
 _SHORTEST_SECRET = 4
-_KEPT_WORDS = frozenset({"schema", "outcome", "phase", "signal"})
+_KEPT_WORDS = frozenset({"schema", "outcome", "phase", "signal", "help"})
 """Keys whose values are nblaunch's own words, never the user's."""
 
 
@@ -48,6 +48,7 @@ class Report:
       `exitcode`, `signal`, `phase`, `traceback` (of chained exceptions, or what the system knows of a process
       that died), `memory` (bytes), `held` (the largest parts of it, where it ran out)
     * `also_failed`, `consequences`: `ranks` and `reason`; `ended_because_of_it`: ranks
+    * `help`: the address of the page about what has happened; none for an exception of the user's own code
     * `hang`: `findings`, `places` (`ranks`, `doing`, `frames`), `finished`
     * `attempts`, `warnings`, `options` (`line` as a magic takes it), `versions`, `hosts`
     * `memory`: bytes, of each of few ranks, else of those with the least and the most
@@ -134,7 +135,7 @@ _OWN_KEYS = frozenset(
         *("also_failed", "attempts", "backend", "cause", "consequences", "count", "cuda"),
         *("device_now", "device_peak", "devices", "doing", "ended_because_of_it", "ended_by", "exitcode"),
         *("file", "findings", "finished", "frames", "function", "hang", "held"),
-        *("hip", "host", "host_now", "host_peak", "hosts", "ipykernel", "ipython"),
+        *("help", "hip", "host", "host_now", "host_peak", "hosts", "ipykernel", "ipython"),
         *("left_out", "line", "lines", "made", "memory", "message", "metrics"),
         *("name", "nblaunch", "number", "numpy", "options", "outcome", "output"),
         *("phase", "places", "python", "ran", "rank", "ranks", "reason"),
@@ -439,6 +440,8 @@ def _plain_lines(document: Mapping[str, Any]) -> Iterator[str]:
     )
     if document.get("ended_by"):
         yield f"- ended by: {code(document['ended_by'])}"
+    if document.get("help"):
+        yield f"- more: <{document['help']}>"
     if document.get("seconds") is not None:
         yield f"- seconds: {document['seconds']}"
     options = document.get("options") or {}

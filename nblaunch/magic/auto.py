@@ -14,6 +14,7 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch.magic import sessions
 
 _STAYS = re.compile(r"\s*(%|!|\?)")
@@ -126,7 +127,7 @@ def switch(line: str) -> str:
     word = line.strip()
     if running is None or word not in ("on", "off"):
         msg = f"'%distributed auto {word}': auto takes on or off. Write %distributed auto on."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     transformers: list[object] = running.input_transformers_cleanup
     if word == "off":
         if transform in transformers:
@@ -135,7 +136,7 @@ def switch(line: str) -> str:
         return "cells run in the notebook again"
     if not sessions.opened():
         msg = "%distributed auto on: cells run in a session, and none is open. Run %distributed start."
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
     if transform not in transformers:
         transformers.insert(transformers.index(without_local), transform)
     session = sessions.named(None)

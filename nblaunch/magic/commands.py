@@ -13,6 +13,7 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform, RunResult, held_by, sessions_table
 from nblaunch.checks.report import DoctorReport
 from nblaunch.client import directory
@@ -83,7 +84,7 @@ def _run(line: str, _: Namespace) -> object:
             "%distributed run needs a script, with options before it and its own arguments behind it. Write "
             "%distributed run train.py."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     script, *args = parsed.rest
     launch = prepare_script(script, args, None, options)
     view = view_of(launch.title, launch.backend, launch.placement.note)
@@ -152,7 +153,7 @@ def _start(line: str, _: Namespace) -> str:
 def _sessions(line: str, _: Namespace) -> str:
     if split_words(line):
         msg = f"'%distributed sessions {line}': sessions takes nothing after it. Write %distributed sessions."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     return sessions_table(directory.sessions()) or "no session is open; %distributed start -n 2 opens one"
 
 
@@ -164,7 +165,7 @@ def _attach(line: str, _: Namespace) -> str | None:
     names = [word for word in words if word != _TAKE]
     if len(names) > 1 or any(name.startswith("-") for name in names):
         msg = f"'%distributed attach {line}': attach takes the name of a session, and {_TAKE}."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     session = sessions.attach(names[0] if names else None, take=_TAKE in words)
     given = sessions.flag_of(session.name)
     other = session.held_by
@@ -189,7 +190,7 @@ def _session_name(line: str, command: str) -> str | None:
     parsed = parse_line(line, positional=True)
     if parsed.rest:
         msg = f"%distributed {command} takes only --session NAME. Leave {parsed.rest[0]!r} out."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     return parsed.options.session
 
 
@@ -219,7 +220,7 @@ def _names_in(line: str, command: str, *, needed: bool = True) -> tuple[list[str
     names += parsed.rest
     if needed and not names:
         msg = f"%distributed {command}: there is no name. Name the variables: %distributed {command} x y."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     return names, parsed.options
 
 
@@ -237,7 +238,7 @@ def _push(line: str, namespace: Namespace) -> None:
             guess = nearest(name, namespace)
             what_to_do = f" Did you mean {guess!r}?" if guess else ""
             msg = f"push: there is no variable {name!r} in the notebook.{what_to_do}"
-            raise NblaunchError(msg)
+            raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
     sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
 
 
@@ -258,7 +259,7 @@ def _pull(line: str, namespace: Namespace) -> None:
             f"'%distributed pull {line.strip()}': --rank takes the number of one rank, without --ranks. "
             "Write --rank 0, or --ranks 0,2 for a list."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     found = session.pull(*names, ranks=[int(one[1])])
     namespace.update({name: values[0] for name, values in found.items()})
 
@@ -300,7 +301,7 @@ def _doctor(line: str, _: Namespace) -> DoctorReport:
             f"{asked!r}: doctor takes only {_NCCL}, or {_ON} with a run's options for nodes. Write "
             "%distributed doctor."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     from nblaunch.checks.doctor import doctor
 
     return doctor(nccl=_NCCL in words)
@@ -312,7 +313,7 @@ def _events(line: str, _: Namespace) -> str:
             f"'%distributed events {line}': events takes nothing after it, and shows those of the last run. "
             "For another one, look at result.events."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     log = local().last_events
     return "no run has ended yet" if log is None else events_table(log.all())
 
@@ -387,4 +388,4 @@ def command(line: str, namespace: Namespace) -> object:
     )
     wrong = "there is no such command" if words else "it needs a command"
     msg = f"{asked!r}: {wrong}. {what_to_do}"
-    raise OptionError(msg)
+    raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from nblaunch import _notebook
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch.client.session import LiveSession
 from nblaunch.export.imports import imports_in
 from nblaunch.export.writer import Cell, ExportedScript, Setting, bound_in, export, is_exported
@@ -81,7 +82,7 @@ def export_cells(line: str, namespace: dict[str, Any]) -> str:
     ran = [_ran[number] for number in numbers if number in _ran]
     if not ran:
         msg = f"--cells {_listed(numbers)}: none of these is a %%distributed cell. There are {_listed(_ran)}."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     if len({each.placement.nproc for each in ran}) > 1:
         sizes = ", ".join(f"{_title(each.number)} on {each.placement.nproc}" for each in ran)
         msg = f"torchrun starts one number of ranks: {sizes} ranks. Export them into a file each."
@@ -104,13 +105,13 @@ def _parsed(line: str) -> tuple[tuple[int, ...] | None, str, bool]:
             force = True
         elif word.startswith("-"):
             msg = f"%distributed export was given {word!r}, but there is no such option. {_USAGE}"
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         else:
             files.append(word + equals + text)
     if len(files) != 1:
         what = f"{len(files)} files" if files else "no file"
         msg = f"%distributed export was given {what}, but it writes one. {_USAGE}"
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     return numbers, LaunchOptions(export=files[0]).export or files[0], force
 
 
@@ -122,7 +123,7 @@ def _numbers(text: str) -> tuple[int, ...]:
             f"--cells {text!r} was asked for, but it takes numbers of cells, as in In[3]. "
             "Write --cells 3-7, or --cells 3,5,6."
         )
-        raise OptionError(msg) from None
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS) from None
     assert isinstance(numbers, tuple)  # noqa: S101 - what this kind gives
     return numbers
 
@@ -151,7 +152,7 @@ def _plain_cell(number: int, inputs: Mapping[int, str]) -> Cell:
             f"--cells has {number}, but the notebook has run no {_title(number)}. The last one is "
             f"{_title(max(inputs, default=0))}."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
     return Cell(inputs[number], _title(number), on_ranks=False)
 
 

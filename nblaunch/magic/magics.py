@@ -15,6 +15,7 @@ from IPython.utils.text import DollarFormatter
 
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
 from nblaunch.client.knowledge import own_name_notice
@@ -138,7 +139,7 @@ def _place(options: LaunchOptions) -> tuple[Placement, dict[str, str], str]:
     """Decide where a cell on fresh ranks runs. Raises `OptionError` for `--ranks`."""
     if options.ranks is not None:
         msg = "--ranks chooses ranks of a session, and no session runs this cell. Leave it out."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.NO_SESSION)
     return place_launch(options)
 
 

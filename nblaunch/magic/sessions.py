@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch.client import directory
 from nblaunch.client.session import LiveSession, attach_session, start_session
 from nblaunch.options.launch import OPTIONS, LaunchOptions
@@ -37,7 +38,7 @@ def start(options: LaunchOptions) -> LiveSession:
             f"session {name!r}: there is one already, with {_sessions[name].world_size} ranks. Stop it first "
             f"(%distributed stop{flag_of(name)}), or give another name (--session NAME)."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SESSION_NAME)
     for option in OPTIONS:
         of_a_cell = option.scope == "notebook" and option.name != "session"
         if of_a_cell and getattr(options, option.name) != option.default:
@@ -57,7 +58,7 @@ def attach(name: str | None, *, take: bool) -> LiveSession:
         return known
     if known is not None and not known.detached:
         msg = f"session {entry.name!r}: this notebook has another one of that name. Stop it first."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.SESSION_NAME)
     session = attach_session(entry, take=take, watch=view_of)
     _sessions[entry.name] = session
     return session
@@ -90,7 +91,7 @@ def session_for(options: LaunchOptions) -> LiveSession | None:
             f"the ranks of session {name!r} have ended, and could not be replaced. Start it again "
             f"(%distributed start{flag_of(name)}), or run the cell again for fresh ranks."
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.SESSION_ENDED)
     if DEFAULT in sessions:
         return sessions[DEFAULT]
     return named(None) if sessions else None
@@ -123,12 +124,12 @@ def named(name: str | None) -> LiveSession:
             f"session {wanted!r} was asked for, but no session is open. Start one: %distributed start -n 2"
             f"{flag_of(wanted)}"
         )
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
     guess = nearest(wanted, sessions)
     there = ", ".join(map(repr, sessions))
     what_to_do = f"Did you mean {guess!r}?" if guess else "Say which with --session NAME."
     msg = f"session {wanted!r} was asked for, but the open ones are {there}. {what_to_do}"
-    raise NblaunchError(msg)
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 
 def check_cell_options(session: LiveSession, options: LaunchOptions) -> None:

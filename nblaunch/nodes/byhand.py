@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
 from nblaunch.nodes.key import KEY_FILE
 from nblaunch.protocol.messages import EngineSaid, EngineState
@@ -40,7 +41,7 @@ class JoinAllocation:
                 opened.write(program.stdin)
         except OSError as error:
             msg = f"the nodes' key cannot be written: {error.filename}: {error.strerror}."
-            raise LaunchError(msg, phase="engine") from error
+            raise LaunchError(msg, phase="engine", kind=FailureKind.NOT_WRITABLE) from error
         self._state = EngineState.WAITING
         words = [each for each in program.arguments if each != _KEY_BY_STDIN]
         least, most = self._wish.least, self._wish.most

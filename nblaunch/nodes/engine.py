@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.protocol.messages import EngineSaid
 
@@ -198,7 +199,7 @@ def address_of(host: str, flags: int = socket.AI_ADDRCONFIG) -> str:
         found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)[0][4][0])
     if found in _WILDCARDS:
         msg = f"--local-addr {host} is every address of this machine. Give one, as the nodes reach it."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.PORT)
     return found
 
 

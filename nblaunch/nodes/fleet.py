@@ -38,6 +38,7 @@ import torch.distributed as dist
 from nblaunch import __version__
 from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
+from nblaunch._help import FailureKind
 from nblaunch.elastic.rendezvous import host_store
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import Agent, Connected, Peers
@@ -190,7 +191,7 @@ class NodeFleet:
         with self._lock:
             if self._closed:
                 msg = "the nodes of this session have been given back. Start another one."
-                raise LaunchError(msg, phase=Phase.ENGINE.value)
+                raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
             if self._listener is None:
                 self._listen(hub)
         group = FleetGroup(self, settings, events, directory, self._address)
@@ -908,7 +909,7 @@ class FleetGroup(Peers, Agent):
                 "although its node is still connected. Check the network with %distributed doctor --on."
             )
             self._lost_payload = math.inf, ""
-            self.fail(RunFailedError(msg))
+            self.fail(RunFailedError(msg, kind=FailureKind.CONNECTION_LOST))
 
     def payload_lost(self, sender: str) -> None:
         """End the group soon, unless it turns out that a node was lost with the payload on its way."""
@@ -1005,7 +1006,7 @@ class FleetGroup(Peers, Agent):
                 f"{shared}, and NCCL takes one rank for each GPU. "
                 "Give each node GPUs of its own (CUDA_VISIBLE_DEVICES), or pass backend='gloo'."
             )
-            raise LaunchError(msg, phase=Phase.ENGINE.value)
+            raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.TOO_FEW_GPUS)
         # Nodes whose ranks share GPUs only if the backend says so have reported the CPU.
         named = {part.partition(":")[0] for part in self._backend.split(",") if ":" in part} - {"cpu"}
         kinds = named or devices
@@ -1014,8 +1015,12 @@ class FleetGroup(Peers, Agent):
     def _end(self, error: str) -> None:
         if error and self._error is None:
             began = self._state.attempt >= 0
-            kind = RunPreemptedError if self._fleet.preempted else RunFailedError
-            self._error = kind(error) if began else LaunchError(error, phase=Phase.ENGINE.value)
+            if not began:
+                self._error = LaunchError(error, phase=Phase.ENGINE.value)
+            elif self._fleet.preempted:
+                self._error = RunPreemptedError(error)
+            else:
+                self._error = RunFailedError(error, kind=FailureKind.NODE_LOST)
         self._ended.set()
         self.events.agent_ended(self._error)
 

@@ -29,6 +29,7 @@ from zmq.utils import monitor
 
 from nblaunch import __version__
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
@@ -230,7 +231,7 @@ class NodeHost:
             answer = wire.decode_to_node(data)
         except ProtocolError as error:
             msg = f"the notebook has another version of nblaunch ({error}). Install the notebook's here."
-            raise LaunchError(msg, phase="connect") from error
+            raise LaunchError(msg, phase="connect", kind=FailureKind.OTHER_VERSION) from error
         if isinstance(answer, wire.Admitted):
             self._name, self._silence = answer.name, answer.silence
             if self._data is not None:
@@ -242,7 +243,7 @@ class NodeHost:
             return
         why = answer.why if isinstance(answer, wire.Refused) else "its answer is invalid"
         msg = f"the notebook does not let this node in: {why}"
-        raise LaunchError(msg, phase="connect")
+        raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
 
     def _wait(self, events: zmq.Socket[bytes]) -> None:
         """Serve until the runtime has finished with this node or is gone, or a signal has it leave."""
@@ -441,7 +442,7 @@ def _processes(
 
 def _refused() -> LaunchError:
     msg = "the notebook does not let this node in: it has another key. Give the notebook's key."
-    return LaunchError(msg, phase="connect")
+    return LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
 
 
 def _own_end(fd: int) -> str:

@@ -28,6 +28,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from nblaunch._errors import NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._keeper import Boot, environment, starting
 from nblaunch._runtime_dir import RuntimeDirectory
@@ -164,7 +165,7 @@ def _key(*, from_stdin: bool) -> bytes:
             f"the notebook's key is needed, and neither {KEY_FILE} nor {JOIN_KEY} is set. "
             "Copy the file that the notebook names, and set the first to its path."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.NODE_REFUSED)
     return key
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 
 if TYPE_CHECKING:
@@ -47,10 +48,10 @@ def read_key(environ: Mapping[str, str]) -> bytes | None:
             f"{KEY_FILE} names {file!r}, which cannot be read: {error.strerror}. Copy the notebook's "
             "file there."
         )
-        raise OptionError(msg) from error
+        raise OptionError(msg, kind=FailureKind.NODE_REFUSED) from error
     if mode & 0o077:
         msg = f"{KEY_FILE} names {file!r}, which others may read (mode {mode:o}). Run chmod 600 on it."
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.NODE_REFUSED)
     return _valid(text, file)
 
 
@@ -84,7 +85,7 @@ def _valid(text: str, source: str) -> bytes:
             f"{source} holds a key of {len(text)} characters, and {_LEAST_CHARACTERS} are the least. Take "
             "the notebook's, or make one: python -c 'import secrets; print(secrets.token_hex(32))'."
         )
-        raise OptionError(msg)
+        raise OptionError(msg, kind=FailureKind.NODE_REFUSED)
     return text.encode()
 
 

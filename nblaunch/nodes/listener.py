@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import monitor, z85
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch.group.hub import Hub
 from nblaunch.nodes.key import curve_secret, refusal_of
 from nblaunch.nodes.messages import (
@@ -129,7 +130,7 @@ class Listener:
                 f"other nodes were to report to this machine at {host}, which is none of its addresses: "
                 f"{error}. Give one with local_addr (--local-addr)."
             )
-            raise LaunchError(msg, phase="rendezvous") from error
+            raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._events: Any = self._socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
         self._known: set[bytes] = set()

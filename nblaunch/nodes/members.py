@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 
 import msgspec
 
-from nblaunch.diagnose.failures import value_lost
+from nblaunch.diagnose.failures import NODE_LOST, value_lost
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig, Worker
 from nblaunch.group.group import Connected, Peers
 from nblaunch.group.hub import Hub
@@ -344,7 +344,7 @@ class RemoteRanks:
             node.name, asked=asked, enough=enough, ranks=frozenset(node.ranks), address=node.address
         )
         for rank in sorted(node.ranks - node.exited):
-            reason = f"was lost with its node: {node.name} {why}"
+            reason = f"{NODE_LOST}: {node.name} {why}"
             exited = Exited(rank=rank, exitcode=-9, time=time.time(), expected=goes_on, reason=reason)
             self._events.rank_gone(exited)
         node.incoming.close()

@@ -27,6 +27,7 @@ import zmq
 from zmq.utils import monitor
 
 from nblaunch._errors import LaunchError, NblaunchError, OptionError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import check_start_method
 from nblaunch.elastic import rendezvous
 from nblaunch.elastic.forkserver import server_of_fork
@@ -200,14 +201,14 @@ def _request(
                 return answer
             if isinstance(answer, wire.Refused):
                 msg = f"the notebook does not let this node in: {answer.why}"
-                raise LaunchError(msg, phase="connect")
+                raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
         elif events in ready:
             monitor.recv_monitor_message(events)
             msg = (
                 "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
                 f"and set {KEY_FILE} to its path."
             )
-            raise LaunchError(msg, phase="connect")
+            raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
     msg = (
         "it was told to stop"
         if stopped.is_set()

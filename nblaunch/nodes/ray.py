@@ -20,6 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.nodes.bootstrap import DOING
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import StartedProgram, doing, last_lines
@@ -170,7 +171,7 @@ class RayEngine(Engine):
         for module, package in needed.items():
             if importlib.util.find_spec(module) is None:
                 msg = f"--on ray needs {package}, which is not installed here. pip install 'nblaunch[ray]'."
-                raise OptionError(msg)
+                raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
     def address(wish: Wish) -> str:

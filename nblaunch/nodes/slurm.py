@@ -15,6 +15,7 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import StartedProgram, doing, end_all, last_lines
 from nblaunch.protocol.messages import EngineSaid, EngineState
@@ -359,7 +360,7 @@ class SlurmEngine(Engine):
                     f"--on slurm needs {each}, which is not on the PATH. Load the cluster's module, or "
                     "apt-get install slurm-client."
                 )
-                raise OptionError(msg)
+                raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
     def address(wish: Wish) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import ProgramPerNode
 
@@ -59,7 +60,7 @@ class SshEngine(Engine):
         program = _ssh(wish)[0]
         if shutil.which(program, path=wish.environ.get("PATH")) is None:
             msg = f"--on ssh needs {program}, which is not on the PATH. Run apt-get install openssh-client."
-            raise OptionError(msg)
+            raise OptionError(msg, kind=FailureKind.NOT_INSTALLED)
 
     @staticmethod
     def address(wish: Wish) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.options.kinds import brief
 from nblaunch.options.launch import OPTIONS, LaunchOptions, with_variables
 from nblaunch.options.table import Option, foreign_meaning, nearest, plain_help, short_help, unknown
@@ -101,7 +102,7 @@ def split_words(line: str) -> list[str]:
             f"The options cannot be split into words: {str(error).lower()}. Close each quote; to mean a "
             "quote or a backslash itself, put a backslash before it."
         )
-        raise OptionError(message) from None
+        raise OptionError(message, kind=FailureKind.UNKNOWN_OPTION) from None
     return words
 
 
@@ -135,7 +136,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise in place of printing and exiting."""
-        raise OptionError(message)
+        raise OptionError(message, kind=FailureKind.UNKNOWN_OPTION)
 
     def take_apart(self, words: Sequence[str]) -> tuple[list[tuple[str, str | None]], Sequence[str]]:
         """Return the options as they are spelled, each with its text, and the rest."""
@@ -209,7 +210,10 @@ class _Parser(argparse.ArgumentParser):
             what_to_do = f"Did you mean -n {word}?"
         elif guess is not None:
             what_to_do = f"Did you mean {meanings[guess]}?"
-        return OptionError(f"{brief(word)} was given, but only options can stand here. {what_to_do}")
+        return OptionError(
+            f"{brief(word)} was given, but only options can stand here. {what_to_do}",
+            kind=FailureKind.UNKNOWN_OPTION,
+        )
 
     def _meanings(self, word: str) -> Mapping[str, str]:
         """Map the spellings that `word` may be a slip of to the right one; a keyword stands for its flag."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from nblaunch._errors import OptionError
+from nblaunch._help import FailureKind
 from nblaunch.options.kinds import Kind, brief
 
 Scope = Literal["notebook", "cell", "session", "group", "node", "rendezvous", "engine", "script"]
@@ -213,7 +214,10 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
     guess = nearest(word, meanings)
     what_to_do = f"There are: {', '.join(options)}." if guess is None else f"Did you mean {meanings[guess]}?"
     what_to_do = foreign or what_to_do
-    return OptionError(f"{_as_typed(brief(word))} was asked for, but there is no such option. {what_to_do}")
+    return OptionError(
+        f"{_as_typed(brief(word))} was asked for, but there is no such option. {what_to_do}",
+        kind=FailureKind.UNKNOWN_OPTION,
+    )
 
 
 def markdown_table(options: Iterable[Option]) -> str:

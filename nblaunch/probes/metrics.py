@@ -23,6 +23,7 @@ from typing import Any, Protocol, SupportsIndex
 import torch
 
 from nblaunch._errors import NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch.probes import steps
 from nblaunch.protocol.metrics import MOST_NAMES, NAME_CHARACTERS, packed
 
@@ -229,7 +230,7 @@ def log(step: SupportsIndex | None, values: Mapping[str, object]) -> None:
     """
     if _recorder is None:
         msg = "nblaunch.log was called in a process that is not a rank. Call it on the ranks."
-        raise NblaunchError(msg)
+        raise NblaunchError(msg, kind=FailureKind.NOT_ON_A_RANK)
     _recorder.log(step, values)
 
 

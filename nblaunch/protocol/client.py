@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from nblaunch import _errors
+from nblaunch._help import FailureKind
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
     Answer,
@@ -30,7 +31,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 2
+CLIENT_PROTOCOL = 3
 """Raised with every change of a message below: a client of another version is refused."""
 
 
@@ -70,19 +71,22 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 class ErrorRecord(msgspec.Struct, frozen=True):
     """An exception, as text: it is raised again on the other side, by its name.
 
-    `type` is qualified; `fields` are the keyword arguments of an error of ours.
+    `type` is qualified; `fields` are the keyword arguments of an error of ours, besides its `kind`
+    where that is not its class's.
     """
 
     type: str
     message: str
     fields: dict[str, Any] = {}
+    kind: FailureKind | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorRecord:
         """Return the record of an exception."""
         kind = type(error)
         fields = {name: getattr(error, name) for name in _FIELDS.get(kind, ())}
-        return cls(f"{kind.__module__}.{kind.__qualname__}", str(error), fields)
+        own = vars(error).get("kind") if isinstance(error, _errors.NblaunchError) else None
+        return cls(f"{kind.__module__}.{kind.__qualname__}", str(error), fields, own)
 
     def error(self) -> BaseException:
         """Return the exception; one that is neither ours nor made of a text becomes a `RuntimeError`.
@@ -94,7 +98,8 @@ class ErrorRecord(msgspec.Struct, frozen=True):
         kind = getattr({_errors.__name__: _errors, "builtins": builtins}.get(module), name, None)
         if isinstance(kind, type) and issubclass(kind, BaseException):
             with contextlib.suppress(TypeError):  # some of Python's take other arguments
-                error = kind("", **self.fields)
+                why = {} if self.kind is None else {"kind": self.kind}
+                error = kind("", **self.fields, **why)
                 error.args = (self.message,)
                 if str(error) == self.message:
                     return error

@@ -72,7 +72,10 @@ class Payload(msgspec.Struct, frozen=True, gc=False):
 
 
 class FrameRecord(msgspec.Struct, frozen=True):
-    """One frame of a traceback; `lines` are the user's own line numbers (the magic is line 1)."""
+    """One frame of a traceback: `line` of `filename`, with its text `source`, in `function`.
+
+    Lines are the user's own (in a cell the magic is line 1). `variables` are the frame's, as short texts.
+    """
 
     filename: str
     line: int
@@ -363,8 +366,10 @@ DEFAULT_GROUP = "default_pg"
 class Collective(msgspec.Struct, frozen=True):
     """A collective that a rank has begun, as torch's flight recorder has it.
 
-    `backend` is that of the recorder, gloo or NCCL: within one group each counts by itself. `ranks` are the
-    members of the group, empty if these are not known.
+    It is the one of number `sequence` in the process group `group`, an `operation` on tensors of these
+    `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder,
+    gloo or NCCL: within one group each counts by itself. `ranks` are the members of the group, empty if these
+    are not known.
     """
 
     group: str
@@ -586,11 +591,12 @@ _NODES_THERE = (EngineState.RUNNING, EngineState.ENDING, EngineState.ENDED)
 
 
 class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What an engine says of the nodes that it places: its last word counts.
+    """What an `engine` says of the nodes that it places: its last word counts.
 
-    `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is the request's place in the
-    queue, in words. `starts` is when it expects to grant the nodes, `ends` when it takes them back. Of
-    `wanted` nodes `joined` are here.
+    `state` is how far it is. `id` is its own name of the request (Slurm's number of the job), `hosts` are the
+    hosts that it has granted. `words` and `reason` are the engine's own (`PENDING`, `Resources`), `place` is
+    the request's place in the queue, in words. `starts` is when it expects to grant the nodes, `ends` when it
+    takes them back. Of `wanted` nodes `joined` are here.
     """
 
     engine: str

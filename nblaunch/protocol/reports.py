@@ -30,7 +30,11 @@ _FATAL_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<fu
 
 @dataclass(frozen=True, slots=True)
 class StackGroup:
-    """Ranks whose main threads have one and the same Python stack, innermost frame last."""
+    """Ranks whose main threads have one and the same Python stack.
+
+    `ranks` are their numbers, `headline` says in one line what they do, `frames` are the stack, the innermost
+    frame last.
+    """
 
     ranks: tuple[int, ...]
     headline: str

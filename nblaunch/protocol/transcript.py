@@ -35,7 +35,14 @@ class Text(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """One rich display, its data as the Jupyter protocol sends it (PNG as base64 text)."""
+    """One rich display, as the Jupyter protocol sends it.
+
+    `data` maps MIME types to content (PNG as base64 text), `metadata` is what came with it. `display_id`
+    names it for later updates, None without.
+
+    >>> result.ranks[0].displays[0].data["text/plain"]                     # doctest: +SKIP
+    '<Figure size 640x480 with 1 Axes>'
+    """
 
     data: Mapping[str, Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType, FunctionType
 
-_ORDER_SECONDS = 1.0
+_ORDER_SECONDS = 3.0  # from the node to the notebook, and back; on a machine that is busy
 # An older order was for another signal.
 _STALE_SECONDS = 10.0
 

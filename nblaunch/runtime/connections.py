@@ -20,6 +20,7 @@ import msgspec
 
 from nblaunch import __version__
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
@@ -349,7 +350,12 @@ class ClientConnection:
         if self.introduced is None:
             ours = __version__
             text = f"A client with nblaunch {version} was refused by a runtime with nblaunch {ours}: {why}."
-            self.answer(number, RequestFailed(error=ErrorRecord.of(LaunchError(text, phase="runtime"))))
+            self.answer(
+                number,
+                RequestFailed(
+                    error=ErrorRecord.of(LaunchError(text, phase="runtime", kind=FailureKind.OTHER_VERSION))
+                ),
+            )
         self._end()
 
     def _end(self) -> None:
@@ -430,7 +436,7 @@ class Connections:
             bound.close()
             why = error.strerror or error
             msg = f"The clients' socket {path} could not be bound: {why}. Set TMPDIR elsewhere."
-            raise LaunchError(msg, phase="runtime") from error
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.NOT_WRITABLE) from error
         self._listening[path] = bound
         return bound
 

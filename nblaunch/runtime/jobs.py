@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch.capture.shared_memory import hold
 from nblaunch.group.ending import Ending
@@ -281,7 +282,7 @@ class RunningJob:
         job, group = self.job, self.group
         error = job.error
         if self.ended_with:
-            error, early = LaunchError(self.ended_with, phase="job"), None
+            error, early = LaunchError(self.ended_with, phase="job", kind=FailureKind.SESSION_ENDED), None
         self.end = JobEnd(
             error=None if error is None else ErrorRecord.of(error),
             launch_failure=job.launch_failure,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nblaunch._errors import LaunchError
+from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
@@ -63,7 +64,7 @@ class HeldNodes:
         with self._lock:
             if self._over:
                 msg = "the session has just given its nodes back. Run the cell again."
-                raise LaunchError(msg, phase=Phase.ENGINE.value)
+                raise LaunchError(msg, phase=Phase.ENGINE.value, kind=FailureKind.SESSION_ENDED)
             self._users += 1
         uses, once = [True], threading.Lock()
 

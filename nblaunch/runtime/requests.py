@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from nblaunch import __version__
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic.forkserver import GivenServer
@@ -525,7 +526,7 @@ class RequestHandler:
     def _session(self, name: str) -> RuntimeSession:
         session = self.sessions.get(name)
         if session is None:
-            raise LaunchError(session_ended(name), phase="job")
+            raise LaunchError(session_ended(name), phase="job", kind=FailureKind.SESSION_ENDED)
         return session
 
 

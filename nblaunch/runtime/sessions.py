@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._results import held_by
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.hub import Hub
@@ -104,9 +105,11 @@ class RuntimeSession:
     def refuse_if_busy(self) -> None:
         """Raise for a session that cannot take a job now."""
         if not self.open:
-            raise LaunchError(session_ended(self.name, self.group.why_closed), phase="job")
+            raise LaunchError(
+                session_ended(self.name, self.group.why_closed), phase="job", kind=FailureKind.SESSION_ENDED
+            )
         if self.running is not None:
-            raise NblaunchError(session_busy(self.name))
+            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
 
     def give(self, hub: Hub, job: RunningJob, jobs: Jobs, journal: Journal) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
@@ -163,7 +166,7 @@ class RuntimeSession:
     def restart(self) -> int:
         """Replace all ranks by new ones, without variables; return their attempt."""
         if not self.open:
-            raise LaunchError(session_ended(self.name), phase="job")
+            raise LaunchError(session_ended(self.name), phase="job", kind=FailureKind.SESSION_ENDED)
         before = self.group.attempt
         self.group.post(RestartAsked("the session was restarted"))
         deadline = time.monotonic() + self.options.grace + _CLOSE_SECONDS
@@ -280,7 +283,7 @@ class RuntimeSession:
         """Raise what a client is told that is not the one to give jobs."""
         other = self.held_against(connection)
         if other is not None:
-            raise NblaunchError(held_by(self.name, other.record))
+            raise NblaunchError(held_by(self.name, other.record), kind=FailureKind.SESSION_TAKEN)
 
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
         """Report to this client; take its jobs too, unless another one gives them and it does not `take`."""

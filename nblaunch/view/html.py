@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from nblaunch.diagnose.failures import Blame, blame
+from nblaunch._help import FailureKind
+from nblaunch.diagnose.failures import Blame, blame, kind_of
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.messages import FailureRecord
@@ -129,12 +130,23 @@ def _causes(found: Blame, traceback_cost: int) -> list[str]:
         why = markup.code(summary.why(cause, summary.reason_limit(found)))
         traceback = _traceback(cause.failure, traceback_cost) if number < summary.TRACEBACKS else ""
         name = "Details" if cause.failure.type == "ProcessExited" else "Traceback"
-        parts.append(f"<div><strong>{label}</strong> {why}</div>")
+        parts.append(f"<div><strong>{label}</strong> {why}{_help(cause.failure)}</div>")
         parts += [markup.details(name, traceback, opened=not number)] if traceback else []
         held = summary.held_text(cause.failure) if number < summary.TRACEBACKS else ""
         table = markup.pre(markup.escaped(held))
         parts += [markup.details("What it held", table, opened=not number)] if held else []
     return parts
+
+
+def _help(failure: FailureRecord) -> str:
+    """Return a link to the page about a failure; nothing for an exception of the user's own code."""
+    kind = kind_of(failure)
+    return "" if kind is None else f" · {_link(kind, 'what to do')}"
+
+
+def _link(kind: FailureKind, text: str) -> str:
+    # The text is no address: the error below the run shows that, and once is enough.
+    return f'<a href="{markup.escaped(kind.address)}">{text}</a>'
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:
@@ -183,6 +195,7 @@ def _hang(state: RunState) -> Iterator[str]:
         )
     if len(found) > _PLACES:
         content += f"<div>… {len(found) - _PLACES} more in result.hang_report …</div>"
+    content += f"<div>{_link(FailureKind.HANG, 'how to read this')}</div>"
     yield markup.details("Where the ranks were", content, opened=True)
 
 

@@ -62,6 +62,18 @@ def test_the_sdist_has_what_the_tests_need_and_nothing_that_was_made(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert sources() <= names
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tests/conftest.py"} <= names
+    of_the_site = {
+        "notebooks/conf.py",
+        "notebooks/index.md",
+        "notebooks/docs/api.md",
+        "notebooks/docs/site.css",
+    }
+    assert {
+        *of_the_site,
+        "notebooks/docs/pictures/cell.svg",
+        "notebooks/quickstart.ipynb",
+        "CONTRIBUTING.md",
+    } <= names
     made = ("__pycache__", ".venv", "node_modules", "screenshots", ".pyc")
     assert [name for name in names if any(each in name for each in made)] == []
 

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import store_stranger
 import strangers
 import torch
-import torch.distributed as dist
 from hosts import Hosts, hosts
 from patience import eventually
-from strangers import Bomb, Port, open_ports
+from strangers import Port, open_ports
 from test_nodes import meeting, once  # noqa: F401 - a fixture
 
 import nblaunch
@@ -87,24 +85,6 @@ def reduces_until(begun: str, path: str) -> Callable[[], tuple[int, float]]:
     return job
 
 
-def overwrite_stores(bomb: Path, ports: Iterable[Port]) -> int:
-    """Write pickles in place of all that the ranks' stores hold, as their own clients do; return how many."""
-    written = 0
-    for each in ports:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # it is no store
-            store = dist.TCPStore(
-                each.address,
-                each.number,
-                is_master=False,
-                timeout=timedelta(seconds=1),
-                wait_for_workers=False,
-            )
-            for key in store.list_keys():
-                store.set(key, pickle.dumps(Bomb(bomb)).decode("latin-1"))
-                written += 1
-    return written
-
-
 # --- a session over hosts ----------------------------------------------------------------------------
 
 
@@ -152,9 +132,12 @@ def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp
             assert session.cell(f"import torch\n{summed}", namespace={}).values == [4.0] * 4
             assert [str(each) for each in open_ports(ours()) if each.open_to_all] == []
             # That its content is believed is the store's own nature; that it is loaded would be ours.
-            assert overwrite_stores(
-                bomb, (each for each in open_ports(ours()) if each.address == two.address)
+            place = "import os\n':'.join(map(os.environ.get, ['MASTER_ADDR', 'MASTER_PORT']))"
+            (ranks_store,) = set(session.cell(place, namespace={}).values)
+            overwritten = store_stranger.overwrite(
+                bomb, [str(each) for each in open_ports(ours()) if each.address == two.address]
             )
+            assert overwritten[ranks_store] > 0, overwritten
             assert session.cell(summed, namespace={}).values == [4.0] * 4
     assert not bomb.exists()
 

@@ -197,7 +197,7 @@ def test_without_an_order_to_save_the_signal_ends_a_rank(run, tmp_path):
     os.kill(pids[0], signal.SIGTERM)
     with pytest.raises(nblaunch.RunFailedError, match=f"rank 0 on {HOSTS[0]} failed: was killed by SIGTERM"):
         going_on.result(PATIENCE)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert not text(tmp_path / "saved-0")
 
 

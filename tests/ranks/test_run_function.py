@@ -583,20 +583,6 @@ def test_random_numbers_differ_between_ranks_and_between_runs():
         assert len(set(column)) == 4
 
 
-def test_a_seed_set_by_the_job_gives_the_same_numbers_everywhere():
-    def draw():
-        torch.manual_seed(3)
-        return torch.rand(3).tolist()
-
-    torch_state = torch.random.get_rng_state()
-    try:
-        torch.manual_seed(3)
-        expected = torch.rand(3).tolist()
-    finally:
-        torch.random.set_rng_state(torch_state)
-    assert nblaunch.run(draw, nproc=2).values == [expected, expected]
-
-
 def test_a_rank_has_one_torch_thread_unless_asked_for_more(monkeypatch):
     def threads():
         return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
@@ -644,25 +630,6 @@ def test_multiprocessing_starts_as_it_does_in_any_python():
     assert multiprocessing.get_start_method(allow_none=True) == before
 
 
-@pytest.mark.parametrize("method", sampled(["fork", "spawn", "forkserver"]))
-def test_a_rank_may_have_processes_of_its_own(method):
-    def squares():
-        with multiprocessing.get_context(method).Pool(2) as pool:
-            return pool.map(abs, [-1, 2, -3])
-
-    assert nblaunch.run(squares, nproc=2).values == [[1, 2, 3], [1, 2, 3]]
-
-
-def test_data_loader_workers_work_in_a_rank():
-    def load():
-        from torch.utils.data import DataLoader, TensorDataset
-
-        loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, num_workers=2)
-        return [batch.tolist() for (batch,) in loader]
-
-    assert nblaunch.run(load, nproc=2).values == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
-
-
 def test_functions_registered_with_atexit_run_when_the_rank_ends(tmp_path):
     def job():
         import atexit
@@ -674,21 +641,6 @@ def test_functions_registered_with_atexit_run_when_the_rank_ends(tmp_path):
 
     nblaunch.run(job, nproc=2, check=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-def test_threads_and_executors_work_in_a_rank():
-    def job():
-        with ThreadPoolExecutor(4) as pool:
-            return sum(pool.map(abs, range(-4, 0)))
-
-    assert nblaunch.run(job, nproc=2).values == [10, 10]
-
-
-def test_programs_started_by_a_rank_work():
-    def job():
-        return subprocess.run(["printf", "hello"], capture_output=True, text=True, check=True).stdout
-
-    assert nblaunch.run(job, nproc=2).values == ["hello", "hello"]
 
 
 def run_python(*arguments, **keywords):

@@ -275,11 +275,15 @@ def test_no_error_of_ours_shows_our_own_frames_in_a_notebook():
         "",
         "RunFailedError: told",
     ]
-    assert OptionError("told")._render_traceback_() == ["OptionError: told"]
+    assert OptionError("told")._render_traceback_() == [
+        "OptionError: told",
+        "More: https://nblaunch.github.io/e/wrong-option",
+    ]
     assert RunFailedError("told")._render_traceback_() == ["RunFailedError: told"]
     assert RunTimeoutError("told", hang_report=REPORT)._render_traceback_() == [
         "rank 1 is late",
         "[rank 0] had finished",
         "",
         "RunTimeoutError: told",
+        "More: https://nblaunch.github.io/e/hang",
     ]

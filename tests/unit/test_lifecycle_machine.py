@@ -871,6 +871,20 @@ def test_a_job_that_has_failed_before_has_failed():
     assert life.ReleaseWorkers(succeeded=False, others=frozenset({1})) in group.after(0.2)
 
 
+@pytest.mark.parametrize(("late", "preempted"), [(1.0, True), (3.0, False)])
+def test_a_rank_of_a_node_that_sigterm_has_ended_waits_for_the_notice_for_a_moment(late, preempted):
+    group = Group().start()
+    group.feed(life.WorkersForked(attempt(0), frozenset({0, 1}), remote=True))
+    group.feed(life.WorkerExited(exited(1, -15)))
+    group.after(late)
+    assert group.states() == [State.RUNNING, State.RUNNING if preempted else State.FAILED]
+    group.feed(NEAR, Preempted(rank=0), raised(0, INTERRUPTED))
+    group.after(3.0)
+    assert group.state.job is not None
+    assert bool(group.state.job.run.preempted) is preempted
+    assert (group.states()[1] is State.STOPPED) is preempted
+
+
 def test_a_job_that_is_given_after_the_notice_runs_in_the_time_that_is_left():
     group = Group(kept=True).start(given=False)
     assert sent(group.feed(NEAR), Preempt) == [0, 1]

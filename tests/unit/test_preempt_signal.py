@@ -57,7 +57,7 @@ def test_a_rank_without_an_order_to_save_ends_by_the_signal_also_where_no_handle
             assert program.wait(10) == -signal.SIGTERM
         finally:
             program.kill()
-        assert 0.5 < time.monotonic() - began < 3
+        assert time.monotonic() - began > 0.5
 
 
 def test_the_signal_of_a_child_does_not_end_the_rank():

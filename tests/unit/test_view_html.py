@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lanes import sampled
 
+from nblaunch._help import FailureKind
 from nblaunch.diagnose.hang import report
 from nblaunch.protocol.messages import (
     AttemptStarted,
@@ -171,8 +172,10 @@ def test_nothing_that_a_rank_says_becomes_markup(printed, message, value):
     )
     page = Page(render_html(state, Header(message[:50], value[:20], node=printed)))
     assert page.sound
-    assert set(page.tags) <= OUR_TAGS
-    allowed = {"style", "open", "title", "src", "alt"}
+    assert set(page.tags) <= OUR_TAGS | {"a"}
+    addresses = {values["href"] for _, values in page.attributes if "href" in values}
+    assert addresses <= {kind.address for kind in FailureKind}
+    allowed = {"style", "open", "title", "src", "alt", "href"}
     assert {name for _, attributes in page.attributes for name in attributes} <= allowed
     assert {values["title"] for _, values in page.attributes if "title" in values} <= {"stderr"}
     sources = [values["src"] for _, values in page.attributes if "src" in values]
@@ -250,6 +253,20 @@ def test_a_root_cause_comes_first_with_its_traceback_and_consequences_are_folded
     assert places == sorted(places)
 
 
+def test_a_root_cause_of_ours_links_to_the_page_about_it_and_the_users_own_error_to_none():
+    killed = FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9)
+    page = page_of(2, Raised(rank=1, failure=killed))
+    assert [values for tag, values in page.attributes if tag == "a"] == [
+        {"href": "https://nblaunch.github.io/e/killed"}
+    ]
+    assert "was killed by SIGKILL · what to do" in words(page)
+    assert "nblaunch.github.io" not in words(page) + render_text(
+        run_of(2, Raised(rank=1, failure=killed)), HEADER
+    )
+    own = FailureRecord(type="builtins.ValueError", message="boom")
+    assert "a" not in page_of(2, Raised(rank=1, failure=own)).tags
+
+
 def test_each_consequence_opens_to_its_traceback_and_equal_ones_are_one():
     closed = FailureRecord(
         type="RuntimeError",
@@ -310,7 +327,7 @@ def test_where_the_ranks_were_is_a_line_for_each_stack_that_opens_to_it():
         "Where the ranks were [ranks 0-2] in all_reduce, cell line 9: dist.all_reduce(t) "
         "Cell, line 9, in <module> dist.all_reduce(t) "
         "site-packages/torch/c10d.py, line 7, in all_reduce work.wait() "
-        "[rank 3] gave no answer <script>alert(1)</script> [rank 4] had finished"
+        "[rank 3] gave no answer <script>alert(1)</script> [rank 4] had finished how to read this"
     ) in text
     assert render_text(state, HEADER).splitlines()[-3:] == [
         "[ranks 0-2] in all_reduce, cell line 9: dist.all_reduce(t)",
