@@ -520,7 +520,7 @@ class Handle:
 # A session, as `Session.status` and `%distributed status` show it.
 
 
-_RANKS_LISTED = 64
+_RANKS_LISTED = 16
 """Above this, ranks in the same state share one line."""
 _DEVICES_NAMED = 8
 

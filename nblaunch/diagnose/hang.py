@@ -32,9 +32,9 @@ def report(
         if rank not in words
     }
     groups = [
-        StackGroup(ranks=ranks, headline=_where(frames), frames=frames)
+        StackGroup(ranks=ranks, headline=_where(one), frames=one.frames, importing=one.importing)
         for ranks in ranks_by_answer(stacks).values()
-        for frames in (answers[ranks[-1]].frames,)
+        for one in (answers[ranks[-1]],)
     ]
     groups += [
         StackGroup(ranks=ranks, headline=word, frames=()) for word, ranks in ranks_by_answer(words).items()
@@ -51,12 +51,16 @@ def report(
     )
 
 
-def _where(frames: tuple[FrameRecord, ...]) -> str:
-    """Return in one line where a stack is: the call, and the user's own line.
+def _where(answer: Where) -> str:
+    """Return in one line where a rank is: the call, and the user's own line.
 
-    >>> _where((FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),))
+    >>> _where(Where(rank=0, frames=(FrameRecord("Cell In[3]", 9, "<module>", "dist.all_reduce(t)"),)))
     'at cell line 9: dist.all_reduce(t)'
     """
+    return f"importing {_place(answer.frames)}" if answer.importing else _place(answer.frames)
+
+
+def _place(frames: tuple[FrameRecord, ...]) -> str:
     own = own_frame(frames)
     if own is None:
         return f"in {frames[-1].function}" if frames else "outside the job"

@@ -119,6 +119,13 @@ class LateRanks:
         self.stopped = {rank: now - since for rank, since in late.items() if STOPPED in places.get(rank, "")}
         self._group.waits_for(self._shown)
 
+    def imports(self) -> bool:
+        """Return whether all late ranks are inside imports."""
+        groups = self._group.where(_ASK_SECONDS).groups
+        importing = {rank for group in groups if group.importing for rank in group.ranks}
+        late = set(self._group.waited_for)
+        return bool(late) and late <= importing
+
 
 def _places(report: HangReport) -> dict[int, str]:
     """Return where each rank is, in one line."""
@@ -215,7 +222,8 @@ class Ending:
     def _interrupted(self) -> EarlyEnd:
         """Give the ranks the time to end by themselves; a second interrupt ends them.
 
-        Fresh ranks have the grace period. Those of a session hold variables: a rank in C code is waited for.
+        Fresh ranks have the grace period. Those of a session hold variables: a rank in C code is waited for,
+        and one that is importing, which the second interrupt only breaks off.
         """
         where, lost = self._job.state.where, ""
         noticed = len(self._job.state.notices)
@@ -226,6 +234,9 @@ class Ending:
         self._group.interrupt(self._job)
         if self._group.keep:
             self._until_ranks_end(interrupts=1)
+            if not self._job.ended.is_set() and self._late.imports():
+                self._group.post(Trigger.INTERRUPT_IMPORTS)
+                self._until_ranks_end(interrupts=2)
         elif not self._ended_by(self._options.grace, interrupts=1) and self._interrupts == 1:
             self._group.post(Trigger.INTERRUPT_AGAIN)
             self._ended_by(_END_SECONDS, interrupts=1)

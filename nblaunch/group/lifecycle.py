@@ -22,7 +22,8 @@ that do not come back are replaced.
     INTERRUPTED  the user interrupts, or a       RECOVERING: all ranks have ended the job
                  peer of a kept rank failed      in turn: KeyboardInterrupt; stuck ranks are freed; the last
                                                  interrupt, a grace period after the first was seen; then
-                                                 REPLACING. A rank in C code is waited for
+                                                 REPLACING. A rank in C code, or in an import,
+                                                 is waited for
     RECOVERING   a kept job has not succeeded    READY: all ranks are fit for another job; the job ends
                                                  REPLACING: one is not, or does not answer in time
     LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again
@@ -282,6 +283,7 @@ class Trigger(enum.Enum):
     MEMBERSHIP_CHANGING = "the agent is about to end every rank, and to start others after a rendezvous"
     AGENT_ENDED = "the agent has ended, and so have all ranks"
     INTERRUPT = "the user interrupts the job"
+    INTERRUPT_IMPORTS = "the user interrupts the job once more, whose ranks end their imports first"
     INTERRUPT_AGAIN = "the user interrupts the job once more: the rest of the grace period is skipped"
     DISMISS = "the ranks of a group without a job may exit"
     FORGET_NOTES = "the user knows of all notes"
@@ -537,6 +539,9 @@ class _Step:
                 self.finish()
             case Trigger.INTERRUPT:
                 self.interrupt()
+            case Trigger.INTERRUPT_IMPORTS:
+                interruption, sends = self.state.interruption.at_once()
+                self.set(sends, interruption=interruption)
             case Trigger.INTERRUPT_AGAIN:
                 self.skip_grace()
             case Trigger.DISMISS:

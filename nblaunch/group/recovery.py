@@ -298,9 +298,9 @@ def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
 
 # Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.
 #
-# A rank in C code sees the interrupt when that ends, and is left alone until then. Once it has seen it, it
-# has the grace period to end its job: it may save something, with collectives among the ranks. Only then is
-# it interrupted once more, for the last time.
+# A rank in C code, or in an import, sees the interrupt when that ends, and is left alone until then. Once it
+# has seen it, it has the grace period to end its job: it may save something, with collectives among the
+# ranks. Only then is it interrupted once more, for the last time.
 
 
 # Python code answers an interrupt within milliseconds; a rank that does not is in C code.
@@ -389,6 +389,15 @@ class Interruption(msgspec.Struct, frozen=True):
             pause=_FREE_SECONDS,
         )
         return begun, tuple(Send(rank, Interrupt(number)) for rank in ranks)
+
+    def at_once(self) -> tuple[Interruption, Sends]:
+        """Interrupt ranks that are still at work once more, also those that are importing."""
+        number = self.number + 1
+        again = {rank: replace(known, number=number, seen=None) for rank, known in self.interrupted.items()}
+        sends = (
+            Send(rank, Interrupt(number, last=known.last, at_once=True)) for rank, known in again.items()
+        )
+        return replace(self, number=number, interrupted=again), tuple(sends)
 
     def seen(self, message: InterruptSeen, now: float) -> Interruption:
         """Register that a rank has seen the interrupt: its grace period begins."""

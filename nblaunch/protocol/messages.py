@@ -413,6 +413,8 @@ class Where(_OfRank, frozen=True):
     """Whether the default group uses NCCL: operations run on the GPU, whatever the main thread does."""
     done: tuple[int, ...] = ()
     """The last completed operation of each NCCL group: it advances while the GPUs are at work."""
+    importing: bool = False
+    """Whether the main thread is inside an import."""
 
 
 class Names(_OfRank, frozen=True):
@@ -817,11 +819,13 @@ class Proceed(msgspec.Struct, frozen=True, tag=True):
 class Interrupt(msgspec.Struct, frozen=True, tag=True):
     """Raise KeyboardInterrupt in the rank's main thread; answer with `InterruptSeen` once it can act on it.
 
-    The `last` one also reaches a rank that has done its job and is packing its value.
+    A session's rank that is importing ends that first, within a bound, unless this is `at_once`. The `last`
+    one also reaches a rank that has done its job and is packing its value.
     """
 
     number: int = 0
     last: bool = False
+    at_once: bool = False
 
 
 class ReportWhere(msgspec.Struct, frozen=True, tag=True):

@@ -40,6 +40,9 @@ class StackGroup:
     headline: str
     frames: tuple[FrameRecord, ...]
 
+    importing: bool = False
+    """Whether they are inside an import."""
+
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
@@ -142,6 +145,14 @@ def is_ours(filename: str) -> bool:
     """Return whether a frame belongs to the machinery between the user's code and the process."""
     # "<string>" is the fork server's own command line.
     return filename == "<string>" or _OURS.search(filename.replace("\\", "/")) is not None
+
+
+def is_import(filename: str) -> bool:
+    """Return whether a frame is the import system's: it is on the stack until a module is whole.
+
+    Modules that are loaded already, and functions that a module's import has defined, have no such frame.
+    """
+    return filename.startswith("<frozen importlib.")
 
 
 def readable_stacks(dump: str, titles: Mapping[str, str]) -> str:

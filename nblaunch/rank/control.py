@@ -61,6 +61,10 @@ _BUNCH_MS = 20
 _SOON_MS = 5
 # How often to look whether the main thread is back from C code.
 _ATTENTION_MS = 10
+# How long an interrupt waits for the end of an import, and how often that is looked for. torch._dynamo takes
+# three seconds on an idle machine; a module whose import trains a model must not hold an interrupt for ever.
+_IMPORT_SECONDS = 30.0
+_IMPORT_MS = 20
 _MOMENTS = 200
 
 
@@ -82,9 +86,12 @@ class Link:
     Interrupts act at once; orders wait in `inbox` until the main thread takes them.
     """
 
-    def __init__(self, address: str, group: str, inspector: RankInspector) -> None:
-        """Carry messages to and from the hub at `address`, once `start` has connected to it."""
-        self._address, self._group = address, group
+    def __init__(self, address: str, group: str, inspector: RankInspector, *, keep: bool) -> None:
+        """Carry messages to and from the hub at `address`, once `start` has connected to it.
+
+        With `keep` an interrupt waits for an import: later jobs of this rank need the whole module.
+        """
+        self._address, self._group, self._keep = address, group, keep
         self._inspector, self._rank = inspector, inspector.rank
         self.inbox: queue.SimpleQueue[Prepare | Dispatch | Recover | Adopt | Preempt | Leave] = (
             queue.SimpleQueue()
@@ -101,6 +108,9 @@ class Link:
         self._attention = MainThread()
         self._unseen: int | None = None
         """The interrupt that the main thread has had no chance to handle yet."""
+        self._put_off: Interrupt | None = None
+        """An interrupt that waits for the end of an import, until then at most (monotonic):"""
+        self._put_off_until = 0.0
         self._save_until: float | None = None
         """Until when the main thread is to save, once it can (monotonic)."""
         self._lock = threading.Lock()
@@ -262,6 +272,8 @@ class Link:
                     self._looks_soon = False
             if self._waker.fileno() in ready:
                 self._waker.clear()
+            if self._put_off is not None:
+                self._deliver(self._put_off)
             if self._unseen is not None and self._attention.came_back():
                 self._seen(handled=True)
             while self._outbox:
@@ -282,6 +294,8 @@ class Link:
             return _SOON_MS
         if self._unseen is not None:
             return _ATTENTION_MS
+        if self._put_off is not None:
+            return _IMPORT_MS
         if self._switches:
             return _BUNCH_MS
         return int(LOOK_SECONDS * 1000) if self._working else None
@@ -289,7 +303,12 @@ class Link:
     def _receive(self, message: ToRank) -> None:
         match message:
             case Interrupt():
-                self._interrupt(message)
+                if self._put_off is None:
+                    self._put_off_until = time.monotonic() + _IMPORT_SECONDS
+                with self._lock:
+                    # The main thread may not have taken the job from the inbox yet.
+                    self._interrupted = True
+                self._deliver(message)
             case ReportWhere():
                 # Without an answer the hub has faulthandler dump the stacks. A question must not end a rank.
                 with contextlib.suppress(Exception):
@@ -321,6 +340,7 @@ class Link:
         match message:
             case Dispatch():
                 self.proceed.clear()
+                self._put_off = None  # it was for the job before
                 self._reaper.look(now=True)
                 with self._lock:
                     self._interrupted, self._looks_soon = False, True
@@ -334,19 +354,30 @@ class Link:
                 pass
         self.inbox.put(message)
 
-    def _interrupt(self, message: Interrupt) -> None:
+    def _deliver(self, message: Interrupt) -> None:
+        """Interrupt the main thread, or put that off while it is importing."""
         with self._lock:
-            # The main thread may not have taken the job from the inbox yet.
-            self._interrupted = True
             reaches = self._working or (message.last and self._finishing)
             # Read before the signal is sent: afterwards the program may restore another handler.
             heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+            # The look is the last step before the signal: what is between them, an import may begin in.
+            if reaches and self._waits_for_import(message):
+                self._unseen, self._put_off = None, message
+                return
             if reaches:
                 signal.pthread_kill(self._main, signal.SIGINT)
-        self._unseen = message.number
+        self._unseen, self._put_off = message.number, None
         # A rank that ignores the signal has decided already; one that packs its value must not see it.
         if not (reaches and heeded and self._attention.expect()):
             self._seen(handled=reaches and heeded)
+
+    def _waits_for_import(self, message: Interrupt) -> bool:
+        """Whether the interrupt has to wait: a module that is broken off leaves its half-made parts behind.
+
+        Not where the node is about to be taken back: then there are no later jobs, and little time to save.
+        """
+        waits = self._keep and not message.at_once and self._save_until is None
+        return waits and time.monotonic() < self._put_off_until and self._inspector.importing()
 
     def _seen(self, *, handled: bool) -> None:
         if self._unseen is not None:

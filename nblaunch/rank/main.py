@@ -175,7 +175,8 @@ class Rank:
         self._unsaved = False
         """Whether a job has run since this rank last saved."""
         stacks.dump_on_signal(orders.spill, self.rank)
-        self.link = Link(orders.address, orders.group, stacks.RankInspector(self.rank, self.titles))
+        inspector = stacks.RankInspector(self.rank, self.titles)
+        self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
         stdio.capture_descriptors()
         stdio.install(self.link.switched, lambda size: self.link.send(Unwritten(rank=self.rank, size=size)))
         shell.publisher.send, shell.publisher.rank = self.link.send, self.rank

@@ -18,7 +18,7 @@ import psutil
 from torch.distributed import distributed_c10d
 
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
-from nblaunch.protocol.reports import is_ours
+from nblaunch.protocol.reports import is_import, is_ours
 from nblaunch.rank import failure, flight_recorder, process_group
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
@@ -53,6 +53,7 @@ class RankInspector:
             inside=(groups.uses_nccl and (status.busy or known.pending is None)) or self._inside(),
             nccl=groups.uses_nccl,
             done=status.done,
+            importing=self.importing(),
         )
 
     def collectives(self) -> int | None:
@@ -62,6 +63,13 @@ class RankInspector:
             return None
         # As torch's own debug wrapper does.
         return int(default._get_sequence_number_for_group())  # type: ignore[attr-defined]  # noqa: SLF001
+
+    def importing(self) -> bool:
+        """Return whether the main thread is inside an import."""
+        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - the public way to read stacks
+        while frame is not None and not is_import(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame is not None
 
     def free(self, fds: tuple[int, ...]) -> None:
         """Abort NCCL's operations, and shut connections to other ranks: a waiting gloo collective raises."""

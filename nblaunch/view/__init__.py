@@ -23,14 +23,16 @@ Invariants:
   * What a rank prints is text. HTML that it displays is shown in a frame of its own, without scripts.
   * The cost of the panel grows with what changed since the last draw, not with the output so far.
   * A view that raises is not drawn again, except for its end; the run goes on (`GuardedView`).
-  * However many ranks there are, no view has a line for each: hosts whose ranks are alike are one line, and
-    those that differ are named. The panel has a cell for each rank, in a row for each host.
+  * However many ranks there are, no view has a line for each: ranks that are alike share a row, which can be
+    unfolded, hosts whose ranks are alike are one line, and those that differ are named. The panel has a cell
+    for each rank, in a row for each host.
   * Widgets and IPython are loaded only by the views that use them.
 
 Modules, each after those that it imports:
 
     screen         text as a terminal shows it; a screen whose lines are numbered and tracked
     markup         HTML pieces: escaping, colours, states; what text costs in a saved notebook
+    alike          ranks that are alike, in one row
     output         what ranks wrote, folded, and cut to a budget
     mime           displays as HTML that stays within its element, and as the panel draws them
     summary        how a run stands or ended, in lines; the header; torchelastic's events as a table

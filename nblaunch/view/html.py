@@ -7,8 +7,8 @@ and stay below 1 MB together with its text form, whatever 64 ranks print.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from nblaunch._help import FailureKind
@@ -16,17 +16,17 @@ from nblaunch.diagnose.failures import Blame, blame, kind_of
 from nblaunch.insight.charts import charts
 from nblaunch.insight.curves import Curves, curve_lines
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer, size
+from nblaunch.protocol.reports import format_ranks, plural, ranks_by_answer
 from nblaunch.protocol.state import RankState, RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import markup, summary
+from nblaunch.view.alike import MOST_ROWS, devices, finest, is_whole, label, levels_of, sizes
 from nblaunch.view.markup import clipped, cost_of_text, fair_limit, shortened
 from nblaunch.view.mime import balanced, embedded, kinds
 from nblaunch.view.output import (
     Folded,
     Omission,
     Written,
-    by_rank,
     cost_of_line,
     display_rows,
     fit,
@@ -45,8 +45,8 @@ LINES_BUDGET = 250_000
 CURVES_BUDGET = 120_000
 """Bytes of drawings of what ranks have logged."""
 _STACK_COST = 4_000
-_CELLS_COST = 40_000
 _CELL_COST = 300
+_NUMBERS_COST = 40_000
 _SHORT_CELL_COST = 120
 _ELEMENT_COST = 300
 _FRAME_COST = 500
@@ -54,10 +54,14 @@ _VALUE_OPEN = 4_000
 _COLUMNS = ("rank", "device", "state", "GPU peak", "last output", "value", "failure")
 _ALWAYS = (0, 2)
 _NARROW_COLUMNS = 3
+_NARROW_LABEL = 20
 _PLACES = 16
-_ROWS_OPEN = summary.RANKS_LISTED
 _ROWS = 64
-"""Of more ranks, those that are alike share a row."""
+"""Of more ranks, none has a row of its own unless it differs."""
+_ROWS_BY_LINE = 4
+_LINES_OF_VALUES = 12
+_CHARACTERS_BESIDE = 110
+"""How many are side by side in a window 1,000 pixels wide."""
 _MOST_OPEN = 8
 """Outputs, values and tracebacks of consequences that are shown in full; the others are folded away."""
 _LINES_OPEN = 40
@@ -89,6 +93,8 @@ def render_html(
     `outputs` is `folded(state)`, and `curves` are those of `state.metrics`, if the caller has them already.
     """
     found = blame(state.ranks)
+    shown = _shown(state, found)
+    rows = _rows(shown)
     what = markup.escaped(summary.headline(state, header.title, header.backend))
     parts = (
         f"<div><strong>{markup.state(state.summary)}</strong> · {what}</div>",
@@ -98,14 +104,14 @@ def render_html(
         *map(_note, (*summary.others_lines(state, found), *summary.warning_lines(state))),
         *_hang(state),
         *_curves(Curves.of(state.metrics) if curves is None else curves),
-        _table(state, found),
-        *_values(state),
+        _table(shown, rows),
+        *_values(shown, rows),
         *_profile(state),
     )
     above = "".join(parts)
-    shown = folded(state) if outputs is None else outputs
-    budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(shown), OUTPUT_BUDGET)
-    return f'<div style="{ROOT_STYLE}">{above}{_outputs(shown, budget)}</div>'
+    written = folded(state) if outputs is None else outputs
+    budget = min(HTML_BUDGET - _saved(above) - _FRAME_COST * len(written), OUTPUT_BUDGET)
+    return f'<div style="{ROOT_STYLE}">{above}{_outputs(written, budget)}</div>'
 
 
 def _failures(found: Blame) -> Iterator[str]:
@@ -215,79 +221,146 @@ def _side_by_side(drawn: Sequence[str]) -> str:
     return f'<div style="display:flex;flex-wrap:wrap;gap:4px 12px">{"".join(drawn)}</div>'
 
 
-def _table(state: RunState, found: Blame) -> str:
-    failures = summary.why_each(found)
-    limit = min(_CELL_COST, _CELLS_COST // max(len(state.ranks), 1))
-    few = len(state.ranks) <= _ROWS_OPEN
-    ranks = sorted(state.ranks.items())
-    if len(ranks) > _ROWS:
-        rows = _alike_rows(state, failures)
-    else:
-        hosts = hosts_of(state.ranks)
-        rows = [
-            _cells(known, hosts.get(rank, ""), failures.get(rank, ""), limit, few=few)
-            for rank, known in ranks
-        ]
-    shown = [index for index in range(len(_COLUMNS)) if index in _ALWAYS or any(row[index] for row in rows)]
-    head = _row("th", (_COLUMNS[index] for index in shown), few=few)
-    body = "".join(_row("td", (row[index] for index in shown), few=few) for row in rows)
-    table = f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
-    if few:
-        return table
-    counts = [(sum(known.state is word for known in state.ranks.values()), word) for word in State]
-    title = ", ".join(f"{count} {markup.state(word)}" for count, word in counts if count)
-    values = by_rank(state, lambda known: _in_one_line(known.value_text))
-    lines = [f"{format_ranks(ranks)}: {clipped(value, _CELL_COST)}" for ranks, value in values]
-    below = markup.pre(markup.escaped("\n".join(lines))) if 0 < len(lines) <= _MOST_OPEN else ""
-    return markup.details(f"{len(ranks)} ranks: {title}", table, opened=False) + below
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What the table has of a rank; only one that has failed names its host."""
+
+    known: RankState
+    why: str
+    host: str
+    last: str
+    after_failures: int
+    """0 for what failed, 1 for what failed because of it, 2 for all else."""
+
+    @property
+    def value(self) -> tuple[str, str]:
+        """Return the value as text and as HTML."""
+        return plain(self.known.value_text).rstrip("\n"), self.known.value_html
 
 
-def _alike_rows(state: RunState, failures: Mapping[int, str]) -> list[tuple[str, ...]]:
-    """Return a row for all ranks with the same end, without what differs from rank to rank."""
-    ends = {rank: (known.state, failures.get(rank, "")) for rank, known in state.ranks.items()}
-    found = list(ranks_by_answer(ends).items())
-    rows: list[tuple[str, ...]] = [
-        (
-            clipped(format_ranks(ranks), _CELL_COST),
-            "",
-            markup.state(word),
-            "",
-            "",
-            "",
-            markup.code(clipped(why, _CELL_COST), styled=False),
+def _shown(state: RunState, found: Blame) -> dict[int, _Shown]:
+    failures, hosts = summary.why_each(found), hosts_of(state.ranks)
+    # Of very many ranks the last lines stand in the output alone: drawing each takes a moment.
+    many = len(state.ranks) > _ROWS
+    caused = {rank for each in found.consequences for rank in each.ranks}
+    return {
+        rank: _Shown(
+            known,
+            why := failures.get(rank, ""),
+            plain(hosts.get(rank, "")) if why else "",
+            "" if many else clipped(last_line(known.transcript), _SHORT_CELL_COST),
+            2 if not why else 1 if rank in caused else 0,
         )
-        for (word, why), ranks in found[:_ROWS]
-    ]
-    if len(found) > _ROWS:
-        more = f"… {sum(len(ranks) for _, ranks in found[_ROWS:])} more, see result.ranks …"
-        rows.append((more, *[""] * (len(_COLUMNS) - 1)))
-    return rows
+        for rank, known in sorted(state.ranks.items())
+    }
+
+
+def _rows(shown: Mapping[int, _Shown]) -> list[tuple[int, ...]]:
+    """Return the ranks of each row: those that are alike together, by as much as there is room for.
+
+    Last lines keep ranks apart only if that takes very few rows: they stand in the output, too.
+    """
+
+    def ends(each: _Shown) -> tuple[Hashable, ...]:
+        return each.known.state, each.why
+
+    peaks = levels_of({rank: each.known.peak_gpu_memory for rank, each in shown.items()})
+
+    def differs(each: _Shown) -> tuple[Hashable, ...]:
+        return (*ends(each), each.host, peaks[each.known.rank])
+
+    levels: tuple[tuple[Callable[[_Shown], Hashable], int], ...] = (
+        (lambda each: (*differs(each), each.value, each.last), _ROWS_BY_LINE),
+        (lambda each: (*differs(each), each.value), MOST_ROWS),
+        (differs, MOST_ROWS),
+        (ends, MOST_ROWS),
+    )
+    rows = finest(({rank: key(each) for rank, each in shown.items()}, most) for key, most in levels)
+    # Where each rank has its row, they keep their order; else what failed comes first.
+    return rows if len(rows) == len(shown) else sorted(rows, key=lambda row: shown[row[0]].after_failures)
+
+
+def _table(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
+    """Return a row for ranks that are alike; below, where they differ in what it shows, one for each rank."""
+    content = _rows_of_cells([_cells([shown[rank] for rank in row]) for row in rows[:MOST_ROWS]])
+    more = rows[MOST_ROWS:]
+    if more:
+        cells = [_cells([shown[rank] for rank in row], few=False) for row in more[:_ROWS]]
+        left_out = sum(map(len, more[_ROWS:]))
+        note = f"<div>… {left_out} more, see result.ranks …</div>" if left_out else ""
+        title = f"{sum(map(len, more))} more ranks"
+        content += markup.details(title, _rows_of_cells(cells, few=False) + note, opened=False)
+    each_rank = _each_rank(shown, rows)
+    if each_rank:
+        counts = Counter(each.known.state for each in shown.values())
+        words = ", ".join(f"{counts[word]} {markup.state(word)}" for word in State if counts[word])
+        content += markup.details(f"{len(shown)} ranks: {words}", each_rank, opened=False)
+    return content
+
+
+def _each_rank(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> str:
+    """Return what the rows do not tell: a row for each rank, of many ranks only which a row stands for."""
+    if len(shown) <= _ROWS:
+        differ = any(_differs([shown[rank] for rank in row]) for row in rows)
+        every = [_cells([each], few=False) for each in shown.values()]
+        return _rows_of_cells(every, few=False) if differ else ""
+    scattered = [row for row in rows[:MOST_ROWS] if not is_whole(row)]
+    limit = _NUMBERS_COST // max(len(scattered), 1)
+    return "".join(
+        _note(f"{shown[row[0]].known.state}: {clipped(format_ranks(row), limit)}") for row in scattered
+    )
+
+
+def _rows_of_cells(rows: Sequence[tuple[str, ...]], *, few: bool = True) -> str:
+    columns = [index for index in range(len(_COLUMNS)) if index in _ALWAYS or any(row[index] for row in rows)]
+    head = _row("th", (_COLUMNS[index] for index in columns), few=few)
+    body = "".join(_row("td", (row[index] for index in columns), few=few) for row in rows)
+    return f'<table style="{_TABLE}"><thead>{head}</thead><tbody>{body}</tbody></table>'
 
 
 def _row(tag: str, cells: Iterable[str], *, few: bool) -> str:
     """Return a row; where there are many rows, with short styles."""
     content = ""
     for number, cell in enumerate(cells):
-        narrow = tag == "th" or number < _NARROW_COLUMNS
+        narrow = tag == "th" or (number < _NARROW_COLUMNS and "<wbr>" not in cell)
         style = (_NARROW_CELL if narrow else _CELL) if few else _SMALL_CELL
         content += f'<{tag} style="{style}">{cell}</{tag}>'
     return f"<tr>{content}</tr>"
 
 
-def _cells(known: RankState, host: str, failure: str, limit: int, *, few: bool) -> tuple[str, ...]:
-    """Return a rank's cells in the order of `_COLUMNS`; only one that has failed names its `host`."""
-    last = clipped(last_line(known.transcript), min(limit, _SHORT_CELL_COST))
-    value = clipped(_in_one_line(known.value_text), min(limit, _SHORT_CELL_COST))
+def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
+    """Return the cells of a row in the order of `_COLUMNS`: what its ranks have in common, else a range."""
+    known, why = [each.known for each in ranks], ranks[0].why
+    hosts = {each.host for each in ranks}
+    where = f"{len(hosts)} hosts" if len(hosts) > 1 else ranks[0].host
     # A column of its own would be empty for all others.
-    where = f"on {plain(host)}: " if host and failure else ""
+    failure = f"on {where}: {why}" if where and why else why
+    values = {each.value for each in ranks}
+    if len(values) > 1:
+        value = f"<em>{len(values)} values, below</em>"
+    elif known[0].value_html:
+        value = "(below)"
+    else:
+        value = markup.code(clipped(_in_one_line(known[0].value_text), _SHORT_CELL_COST), styled=few)
+    lines = {each.last for each in ranks}
+    last = f"<em>{len(lines)} different</em>" if len(lines) > 1 else markup.code(ranks[0].last, styled=few)
+    name = label([each.rank for each in known])
     return (
-        str(known.rank),
-        markup.escaped(clipped(plain(known.device), limit)),
-        markup.state(known.state),
-        size(known.peak_gpu_memory).replace(" ", "\u00a0") if known.peak_gpu_memory else "",
-        markup.code(last, styled=few),
-        "(below)" if known.value_html else markup.code(value, styled=few),
-        markup.code(clipped(f"{where}{failure}", limit), styled=few),
+        name if len(name) <= _NARROW_LABEL else name.replace(",", ",<wbr>"),
+        markup.escaped(clipped(devices(plain(each.device) for each in known), _CELL_COST)),
+        markup.state(known[0].state),
+        sizes(each.peak_gpu_memory for each in known).replace(" ", "\u00a0"),
+        last,
+        value,
+        markup.code(clipped(failure, _CELL_COST), styled=few),
+    )
+
+
+def _differs(ranks: Sequence[_Shown]) -> bool:
+    """Return whether a row's ranks are not all that it says of them."""
+    first = _cells([ranks[0]], few=False)[1:]
+    return not is_whole([each.known.rank for each in ranks]) or any(
+        _cells([each], few=False)[1:] != first for each in ranks[1:]
     )
 
 
@@ -296,16 +369,58 @@ def _in_one_line(text: str) -> str:
     return f"{plain(first).rstrip()} …" if newline else plain(first)
 
 
-def _values(state: RunState) -> Iterator[str]:
-    """Yield the values that a table's cell cannot hold, equal ones once."""
-    values = {
-        rank: (plain(known.value_text).rstrip("\n"), known.value_html) for rank, known in state.ranks.items()
-    }
-    groups = {
-        (text, rich): ranks
-        for (text, rich), ranks in ranks_by_answer(values).items()
-        if rich or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
-    }
+def _values(shown: Mapping[int, _Shown], rows: Sequence[tuple[int, ...]]) -> Iterator[str]:
+    """Yield the values that the table does not show, equal ones once: short ones side by side."""
+    groups = ranks_by_answer({rank: each.value for rank, each in shown.items() if any(each.value)})
+    long = {value: ranks for value, ranks in groups.items() if _is_long(value)}
+    if any(len({shown[rank].value for rank in row}) > 1 for row in rows):
+        short = [
+            (ranks, clipped(_in_one_line(text), _SHORT_CELL_COST))
+            for (text, html), ranks in groups.items()
+            if not html
+        ]
+        yield _side_by_side_values("Values", short)
+    peaks = {rank: sizes([each.known.peak_gpu_memory]) for rank, each in shown.items()}
+    if len(shown) > _ROWS and any(len({peaks[rank] for rank in row}) > 1 for row in rows):
+        found = [(ranks, peak) for peak, ranks in ranks_by_answer(peaks).items() if peak]
+        yield markup.details("GPU peak of each rank", _side_by_side_values("", found), opened=False)
+    content = "".join(_long_values(long))
+    if len(long) > _MOST_OPEN:
+        count = sum(map(len, long.values()))
+        title = f"{len(long)} values of {count} ranks in full"
+        content = markup.details(title, content, opened=False)
+    yield content
+
+
+def _is_long(value: tuple[str, str]) -> bool:
+    text, html = value
+    return bool(html) or "\n" in text or cost_of_text(text) > _SHORT_CELL_COST
+
+
+def _side_by_side_values(title: str, values: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    """Return short texts in columns, each with its ranks; what exceeds a few lines is folded away."""
+    if not values:
+        return ""
+    named = [(label(ranks), text) for ranks, text in values]
+    width = max(len(ranks) + len(text) for ranks, text in named) + 3
+    room = _LINES_OF_VALUES * max(_CHARACTERS_BESIDE // width, 1)
+    drawn, budget = [], summary.PART_BUDGET
+    for ranks, text in named:
+        drawn.append(f"<span><strong>{ranks}</strong>: {markup.code(text, styled=False)}</span> ")
+        budget -= len(drawn[-1].encode("utf-8", "replace"))
+        if budget < 0:
+            break
+    style = f"display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,{width}ch),1fr))"
+    opened, rest = (f'<div style="{style}">{"".join(part)}</div>' for part in (drawn[:room], drawn[room:]))
+    content = f"<div>{title}:</div>{opened}" if title else opened
+    if len(drawn) > room:
+        left_out = len(named) - len(drawn)
+        note = f"<div>… {left_out} more, see result.ranks …</div>" if left_out else ""
+        content += markup.details(f"{len(named) - room} more", rest + note, opened=False)
+    return f'<div style="margin:4px 0">{content}</div>'
+
+
+def _long_values(groups: Mapping[tuple[str, str], tuple[int, ...]]) -> Iterator[str]:
     costs = (cost_of_text(rich) or cost_of_text(text) for text, rich in groups)
     limit = fair_limit(costs, summary.PART_BUDGET)
     for (text, rich), ranks in groups.items():

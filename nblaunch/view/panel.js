@@ -9,6 +9,11 @@ const POINT_AT = "Point at a cell, or use the arrow keys: its rank is named here
 const KEPT_PIECES = 500;
 const FOLDED_ROWS = 600;
 const LONGEST_PREFIX = 40;
+const MOST_CAUSES = 4;
+const MOST_ROWS = 8;
+const MOST_VALUES = 8;
+const SHORT_VALUE = 40;
+const SHORT_VALUES = 64;
 const NEAR_ROWS = 60;
 const NEXT_PIECES = 8;
 const HELLO_AFTER = 200;
@@ -57,6 +62,21 @@ function formatRanks(ranks) {
   return `rank${numbers.length === 1 ? "" : "s"} ${parts.join(",")}`;
 }
 
+// Ranks as a short cell has them, and as a screen reader is to say them.
+function shortRanks(ranks) {
+  const numbers = formatRanks(ranks).split(" ")[1];
+  if (numbers.length <= LONGEST_PREFIX) return numbers;
+  const count = `${plural(ranks.length, "rank")} (`;
+  const some = numbers.slice(0, LONGEST_PREFIX - count.length);
+  return `${count}${some.slice(0, some.lastIndexOf(","))},…)`;
+}
+
+function spokenRanks(ranks) {
+  const [word, numbers] = formatRanks(ranks).split(" ");
+  if (numbers.length > LONGEST_PREFIX) return plural(ranks.length, "rank");
+  return `${word} ${numbers.replaceAll("-", " to ").replaceAll(",", ", ")}`;
+}
+
 // The prefix of a line; computed when it is drawn, not each time that one more rank has the line.
 function prefixOf(entry) {
   if (!entry.members || entry.isGap) return "";
@@ -78,6 +98,14 @@ function formatBytes(bytes) {
   const power = Math.min(Math.floor(Math.log2(Math.max(bytes, 1)) / 10), units.length - 1);
   const value = bytes / 1024 ** power;
   return `${value.toFixed(value < 10 && power > 2 ? 1 : 0)} ${units[power]}`;
+}
+
+function formatRange(least, most, format, unit) {
+  const [low, high] = [format(least), format(most)];
+  if (low === high) return `${low}${unit}`;
+  const end = low.indexOf(" ");
+  // One unit for both, if it is the same.
+  return end > 0 && high.endsWith(low.slice(end)) ? `${low.slice(0, end)}-${high}` : `${low}-${high}${unit}`;
 }
 
 function formatSeconds(seconds) {
@@ -658,7 +686,13 @@ class Failure {
     const { report } = this.store;
     if (this.drawn === report) return;
     this.drawn = report;
-    const parts = (report?.causes ?? []).map(failurePart);
+    const causes = (report?.causes ?? []).map(failurePart);
+    const parts = causes.slice(0, MOST_CAUSES);
+    if (causes.length > MOST_CAUSES) {
+      const rest = element("div", "nblaunch-indent");
+      rest.append(...causes.slice(MOST_CAUSES));
+      parts.push(folding(`${causes.length - MOST_CAUSES} more failures`, rest, false));
+    }
     if (report?.consequences.length) {
       const lines = report.consequences.map((text) => element("div", "nblaunch-code", text));
       const list = element("div", "nblaunch-indent");
@@ -1065,6 +1099,179 @@ function inOneLine(things) {
   return next < 0 ? things.length : next;
 }
 
+// What a figure of these ranks is at least and at most; nothing where no rank has it.
+function rangeOf(rows, name, format, unit = "") {
+  let [least, most] = [Infinity, -Infinity];
+  for (const row of rows) {
+    if (row[name] === undefined) continue;
+    least = Math.min(least, row[name]);
+    most = Math.max(most, row[name]);
+  }
+  return least > most ? "" : formatRange(least, most, format, unit);
+}
+
+function usageOfAll(rows) {
+  const parts = [["CPU", rangeOf(rows, "cpu", String, " %")], ["", rangeOf(rows, "memory", formatBytes)]];
+  const gpu = [rangeOf(rows, "gpu", String, " %"), rangeOf(rows, "gpu_memory", formatBytes)];
+  parts.push(["GPU", gpu.filter(Boolean).join(", ")], ["peak", rangeOf(rows, "memory_peak", formatBytes)]);
+  parts.push(["GPU peak", rangeOf(rows, "gpu_peak", formatBytes)]);
+  return parts.filter(([, text]) => text).map((part) => part.join(" ").trim()).join(" · ");
+}
+
+// A button that unfolds what it controls.
+function unfolds(className, change) {
+  const button = element("button", className);
+  button.type = "button";
+  button.setAttribute("aria-expanded", "false");
+  button.addEventListener("click", () => {
+    const isOpen = button.getAttribute("aria-expanded") !== "true";
+    setAttribute(button, "aria-expanded", String(isOpen));
+    change(isOpen);
+  });
+  return button;
+}
+
+// Ranks that are alike now: the same state, failure and remark. What differs within such a group is a range.
+function groupsOf(rows) {
+  const groups = new Map();
+  for (const row of rows.values()) {
+    // How far a rank is behind changes all the time, and is no reason to leave a group.
+    const key = JSON.stringify([row.state, row.failure ?? "", (row.mark ?? "").replace(/\d+/g, "0")]);
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(row);
+  }
+  const isCaused = ([row]) => Number(Boolean(row.failure?.startsWith("consequence")));
+  const place = ([row]) => STATES.indexOf(row.state);
+  const order = ([, one], [, other]) =>
+    place(one) - place(other) || isCaused(one) - isCaused(other) || one[0].rank - other[0].rank;
+  return new Map([...groups].sort(order));
+}
+
+// A row for all ranks that are alike; what differs comes first. A row unfolds to a line for each of its ranks.
+class Alike {
+  constructor(store) {
+    this.store = store;
+    this.element = element("div", "nblaunch-alike");
+    this.table = element("table", "nblaunch-table");
+    this.table.setAttribute("aria-label", "Ranks that are alike");
+    const head = element("tr");
+    for (const name of ["rank", "state", "now"]) {
+      const cell = element("th", "", name);
+      cell.scope = "col";
+      head.append(cell);
+    }
+    this.table.createTHead().append(head);
+    this.more = unfolds("nblaunch-button", (isOpen) => {
+      this.isWhole = isOpen;
+      this.known = null;
+      this.draw();
+    });
+    this.element.append(this.table, this.more);
+    this.groups = new Map();
+    this.isWhole = false;
+  }
+
+  draw() {
+    if (this.known === this.store.news) return;
+    this.known = this.store.news;
+    const all = groupsOf(this.store.rows);
+    const shown = new Map(this.isWhole ? all : [...all].slice(0, MOST_ROWS));
+    for (const [key, group] of this.groups) {
+      if (shown.has(key)) continue;
+      group.body.remove();
+      this.groups.delete(key);
+    }
+    let before = this.table.tHead;
+    for (const [key, rows] of shown) {
+      if (!this.groups.has(key)) this.groups.set(key, this.make());
+      const group = this.groups.get(key);
+      // Moving an element would take the focus from its button.
+      if (before.nextSibling !== group.body) before.after(group.body);
+      before = group.body;
+      this.fill(group, rows);
+    }
+    this.more.hidden = all.size <= MOST_ROWS;
+    setText(this.more, this.isWhole ? "Fewer rows" : `${all.size - MOST_ROWS} more rows`);
+  }
+
+  make() {
+    const group = { body: element("tbody"), state: element("td"), now: element("td"), rows: [], lines: new Map() };
+    group.button = unfolds("nblaunch-unfold", (isOpen) => {
+      group.isOpen = isOpen;
+      group.below.hidden = !isOpen;
+      this.list(group);
+    });
+    const row = element("tr");
+    const name = element("th");
+    name.scope = "row";
+    name.append(group.button);
+    row.append(name, group.state, group.now);
+    group.row = row;
+    group.below = element("tr");
+    group.below.hidden = true;
+    group.list = element("ul", "nblaunch-each");
+    group.list.tabIndex = 0;
+    group.list.dataset.lmSuppressShortcuts = "true";
+    const cell = element("td");
+    cell.colSpan = 3;
+    cell.append(group.list);
+    group.below.append(cell);
+    group.body.append(row, group.below);
+    return group;
+  }
+
+  fill(group, rows) {
+    const [{ state, icon, failure, mark }] = rows;
+    const ranks = rows.map((row) => row.rank);
+    const numbers = shortRanks(ranks);
+    setText(group.button, numbers);
+    // The button's own name is what it shows.
+    const spoken = `${spokenRanks(ranks)}: ${state.toLowerCase()}`;
+    setAttribute(group.row, "aria-label", spoken);
+    setAttribute(group.button, "title", spoken);
+    setAttribute(group.list, "aria-label", `Each of ${spokenRanks(ranks)}`);
+    if (group.shown !== state) {
+      group.shown = state;
+      group.state.replaceChildren(stateWord(state, icon));
+    }
+    const values = new Set(rows.map((row) => row.value).filter((value) => value !== undefined));
+    const only = values.size === 1 ? firstLineOf(this.store.values[[...values][0]]) : "";
+    const value = values.size > 1 ? `→ ${values.size} values, see below` : only;
+    const marks = mark ? `${STRAGGLER} ${mark}` : "";
+    setText(group.now, [failure, marks, usageOfAll(rows), value].filter(Boolean).join(" · "));
+    group.now.title = group.now.textContent;
+    group.rows = rows;
+    this.list(group);
+  }
+
+  list(group) {
+    if (!group.isOpen) {
+      group.list.replaceChildren();
+      group.lines.clear();
+      return;
+    }
+    const known = new Set(group.rows.map((row) => row.rank));
+    for (const [rank, line] of group.lines) {
+      if (known.has(rank)) continue;
+      line.remove();
+      group.lines.delete(rank);
+    }
+    let before = null;
+    for (const row of group.rows) {
+      if (!group.lines.has(row.rank)) group.lines.set(row.rank, element("li"));
+      const line = group.lines.get(row.rank);
+      const next = before ? before.nextSibling : group.list.firstChild;
+      if (next !== line) group.list.insertBefore(line, next);
+      before = line;
+      if (line.row === row) continue;
+      line.row = row;
+      const value = row.value === undefined ? "" : firstLineOf(this.store.values[row.value]);
+      const parts = [`rank ${row.rank}`, row.host && shortHost(row.host), row.device, row.mark, usageOf(row), value];
+      setText(line, parts.filter(Boolean).join(" · "));
+    }
+  }
+}
+
 function hasHosts(rows) {
   for (const row of rows.values()) {
     if (row.host) return true;
@@ -1083,7 +1290,8 @@ class Ranks {
     this.grid.dataset.lmSuppressShortcuts = "true";
     this.map = new HostMap((rank) => this.choice.toggle(rank));
     this.aside = element("div", "nblaunch-cards");
-    this.element.append(this.map.element, this.grid, this.aside);
+    this.alike = new Alike(store);
+    this.element.append(this.alike.element, this.map.element, this.grid, this.aside);
     this.cards = new Map();
     this.tiles = new Map();
     this.grid.addEventListener("keydown", (event) => this.move(event));
@@ -1101,6 +1309,8 @@ class Ranks {
       this.known = news;
       this.map.element.hidden = !isMap;
       this.grid.hidden = !many || isMap;
+      this.alike.element.hidden = !many;
+      if (many) this.alike.draw();
       this.element.classList.toggle("nblaunch-many", many && !isMap);
       if (isMap) this.map.draw(rows, focused, this.choice.shown);
       else if (many) this.drawTiles(rows, focused);
@@ -1362,23 +1572,33 @@ async function copied(text, place) {
   }
 }
 
-// A row per value, with all ranks that returned it.
+// A row per value, with all ranks that returned it. Many short ones stand side by side; of many others the first
+// ones are shown until the reader asks for the rest.
 class Values {
   constructor(store) {
     this.store = store;
     this.element = element("div", "nblaunch-values");
     this.body = element("tbody");
-    const table = element("table", "nblaunch-table");
+    this.table = element("table", "nblaunch-table");
     const head = element("tr");
     for (const name of ["rank", "value"]) {
       const cell = element("th", "", name);
       cell.scope = "col";
       head.append(cell);
     }
-    table.createTHead().append(head);
-    table.append(this.body);
-    this.part = folding("Values", table, true);
+    this.table.createTHead().append(head);
+    this.table.append(this.body);
+    this.beside = element("ul", "nblaunch-beside");
+    this.more = unfolds("nblaunch-button", (isOpen) => {
+      this.isWhole = isOpen;
+      this.known = this.shown = null;
+      this.draw();
+    });
+    const content = element("div");
+    content.append(this.table, this.beside, this.more);
+    this.part = folding("Values", content, true);
     this.lines = new Map();
+    this.isWhole = false;
   }
 
   draw() {
@@ -1395,28 +1615,59 @@ class Values {
     this.shown = shown;
     if (groups.size) this.element.append(this.part);
     else this.part.remove();
+    const isShort = groups.size > MOST_VALUES && [...groups.keys()].every((number) => isShortValue(this.store.values[number]));
+    if (this.isShort !== isShort) {
+      this.isShort = isShort;
+      for (const line of this.lines.values()) line.remove();
+      this.lines.clear();
+    }
+    this.table.hidden = isShort;
+    this.beside.hidden = !isShort;
+    const sorted = [...groups].sort(([, [one]], [, [other]]) => one - other);
+    const most = isShort ? SHORT_VALUES : MOST_VALUES;
+    this.drawLines(new Map(this.isWhole ? sorted : sorted.slice(0, most)));
+    this.more.hidden = groups.size <= most;
+    setText(this.more, this.isWhole ? "Fewer values" : `${groups.size - most} more values`);
+  }
+
+  drawLines(groups) {
     for (const [number, line] of this.lines) {
       if (groups.has(number)) continue;
       line.remove();
       this.lines.delete(number);
     }
-    const sorted = [...groups].sort(([, [one]], [, [other]]) => one - other);
-    for (const [index, [number, ranks]] of sorted.entries()) {
+    const place = this.isShort ? this.beside : this.body;
+    let longest = 0;
+    let before = null;
+    for (const [number, ranks] of groups) {
       if (!this.lines.has(number)) this.lines.set(number, this.makeLine(this.store.values[number]));
       const line = this.lines.get(number);
-      setText(line.cells[0], formatRanks(ranks));
+      setText(line.firstChild, this.isShort ? shortRanks(ranks) : formatRanks(ranks));
+      longest = Math.max(longest, this.isShort ? line.textContent.length : 0);
       // Moving a frame reloads it.
-      if (this.body.children[index] !== line) this.body.insertBefore(line, this.body.children[index] ?? null);
+      const next = before ? before.nextSibling : place.firstChild;
+      if (next !== line) place.insertBefore(line, next);
+      before = line;
     }
+    this.beside.style.setProperty("--nblaunch-entry", `${longest + 2}ch`);
   }
 
   makeLine(value) {
+    if (this.isShort) {
+      const item = element("li");
+      item.append(element("strong"), ": ", element("code", "", value.text));
+      return item;
+    }
     const line = element("tr");
     const cell = element("td");
     cell.append(value.html ? sandboxed(value.html) : element("pre", "nblaunch-pre", value.text));
     line.append(element("td"), cell);
     return line;
   }
+}
+
+function isShortValue(value) {
+  return !value.html && value.text.length <= SHORT_VALUE && !value.text.includes("\n");
 }
 
 // What ranks have logged: a small chart for each name, over the same steps.

@@ -16,6 +16,7 @@ from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_port
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of
+from nblaunch.view.alike import MOST_ROWS, named
 from nblaunch.view.markup import shortened
 from nblaunch.view.output import by_rank
 from nblaunch.view.screen import plain
@@ -42,7 +43,7 @@ class Header:
 # The lines.
 
 
-RANKS_LISTED = 16
+RANKS_LISTED = MOST_ROWS
 """Of more ranks, no view has a line for each unless the reader asks for it."""
 PART_BUDGET = 60_000
 """Bytes of all values together, and of all earlier attempts."""
@@ -51,6 +52,7 @@ TRACEBACK_COST = 20_000
 TRACEBACKS = 4
 _READ_CHARACTERS = 8_000
 _ATTEMPTS_SHOWN = 10
+_LONGEST_WHO = 200
 _HANG_LINES = 40
 _PLACES = re.compile(r"(?:/[^\s\"':,]+)+/(?=(?:site-packages|dist-packages|ipykernel_\d+|python3\.\d+)/)")
 # The number counts executions: it is another one each time the notebook is run.
@@ -62,7 +64,7 @@ _KERNEL_FILE = re.compile(r"ipykernel_\d+/\d+\.py")
 
 def reason_limit(found: Blame) -> int:
     """Return how many bytes each reason may take, so that 256 of them still make one readable page."""
-    return REASON_COST * 20 // max(len(found.failures), 20)
+    return REASON_COST * 20 // max(len(found.causes) + len(found.consequences), 20)
 
 
 def why(alike: Alike, limit: int = REASON_COST) -> str:
@@ -83,12 +85,17 @@ def why_each(found: Blame) -> dict[int, str]:
 
 def consequence_lines(found: Blame, limit: int = REASON_COST) -> list[str]:
     """Return `rank 0: consequence of rank 1: ...` for each consequence, equal ones folded."""
-    return [f"{each.who}: {why(each, limit)}" for each in found.consequences]
+    return [f"{who(each)}: {why(each, limit)}" for each in found.consequences]
+
+
+def who(alike: Alike) -> str:
+    """Return the ranks of a failure with their hosts; of very many that are scattered, how many."""
+    return alike.who if len(alike.who) <= _LONGEST_WHO else named(alike.ranks)
 
 
 def others_lines(state: RunState, found: Blame) -> list[str]:
     """Return a line for all stopped ranks, one for all lost ones, one for each state that is not final."""
-    return [f"{format_ranks(ranks)}: {what}" for ranks, what in by_rank(state, found.fate)]
+    return [f"{named(ranks)}: {what}" for ranks, what in by_rank(state, found.fate)]
 
 
 def traceback_text(failure: FailureRecord) -> str:

@@ -11,6 +11,7 @@ from nblaunch.protocol.reports import format_ranks
 from nblaunch.protocol.state import RunState
 from nblaunch.protocol.transcript import Display
 from nblaunch.view import summary
+from nblaunch.view.alike import beside, in_columns, named
 from nblaunch.view.markup import cost_of_text, fair_limit, shortened
 from nblaunch.view.output import (
     Folded,
@@ -28,6 +29,9 @@ from nblaunch.view.screen import Line, plain
 TEXT_BUDGET = 130_000
 """Bytes of output in the text form; it is saved beside the HTML, and both together stay below 1 MB."""
 _LONGEST_LABEL = 24
+_SHORT_VALUE = 40
+_VALUE_LINES = 40
+"""Of values side by side: those of 160 ranks and more."""
 
 
 def render_text(
@@ -100,10 +104,7 @@ def _in_text(rows: Iterable[Written]) -> Iterator[Written]:
 
 def _ending_lines(state: RunState, curves: Curves | None = None) -> Iterator[str]:
     yield from map(plain, curve_lines(Curves.of(state.metrics) if curves is None else curves))
-    values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
-    limit = fair_limit((cost_of_text(value) for _, value in values), summary.PART_BUDGET)
-    for ranks, value in values:
-        yield labelled(f"{format_ranks(ranks)}: ", shortened(value, limit))
+    yield from _value_lines(state)
     found = blame(state.ranks)
     limit = summary.reason_limit(found)
     for number, cause in enumerate(found.causes):
@@ -115,6 +116,25 @@ def _ending_lines(state: RunState, curves: Curves | None = None) -> Iterator[str
     yield from summary.warning_lines(state)
     if state.profile.text:
         yield f"{state.profile.text} (result.profile)"
+
+
+def _value_lines(state: RunState) -> Iterator[str]:
+    """Yield the values, equal ones once; of very many, the first ones, short ones side by side."""
+    values = by_rank(state, lambda rank: plain(rank.value_text).rstrip("\n"))
+    limit = fair_limit((cost_of_text(value) for _, value in values), summary.PART_BUDGET)
+    found = [(f"{named(ranks)}: ", shortened(value, limit)) for ranks, value in values]
+    if len(found) <= summary.RANKS_LISTED:
+        yield from (labelled(name, value) for name, value in found)
+        return
+    shown = summary.RANKS_LISTED
+    if all("\n" not in value and len(value) <= _SHORT_VALUE for _, value in found):
+        entries = [f"{name}{value}" for name, value in found]
+        shown = _VALUE_LINES * beside(entries)
+        yield from in_columns(entries[:shown], beside(entries))
+    else:
+        yield from (labelled(name, value) for name, value in found[:shown])
+    if shown < len(found):
+        yield f"… {len(found) - shown} more values, see result.values …"
 
 
 def _title(state: RunState, header: summary.Header) -> str:

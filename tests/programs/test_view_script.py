@@ -219,3 +219,66 @@ waiting.shift()[0]();
 say([new Set(sent).size, hellos, sent.length, waiting.length]);
 """
     assert run(code) == [1, 9, 9, 0]
+
+
+ALIKE = """
+const rowOf = (rank, more) =>
+  ({ rank, state: "RUNNING", icon: "►", cpu: 80 + rank, memory: (231 + rank) * 2 ** 20, ...more });
+const numbered = (count) => [...Array(count).keys()];
+const rowsOf = (count, more = {}) => new Map(numbered(count).map((rank) => [rank, rowOf(rank, more[rank])]));
+const groups = (rows) =>
+  [...groupsOf(rows).values()].map((some) => [shortRanks(some.map((row) => row.rank)), some[0].state]);
+"""
+
+
+def test_ranks_that_are_alike_are_one_row_and_what_differs_comes_first():
+    code = f"""{ALIKE}
+const failed = {{ state: "FAILED", failure: "ValueError: boom" }};
+const caused = {{ state: "FAILED", failure: "consequence of rank 5: closed" }};
+const late = {{ mark: "3 collectives behind the others" }};
+say([
+  groups(rowsOf(8)),
+  groups(rowsOf(8, {{ 3: {{ state: "SUCCEEDED" }} }})),
+  groups(rowsOf(8, {{ 1: caused, 2: caused, 5: failed }})),
+  groups(rowsOf(1024, {{ 9: late, 10: {{ mark: "4 collectives behind the others" }} }})),
+  [usageOfAll([...rowsOf(8).values()]), usageOfAll([rowOf(0)]), usageOfAll([{{ rank: 0 }}])],
+]);
+"""
+    assert run(code) == [
+        [["0-7", "RUNNING"]],
+        [["0-2,4-7", "RUNNING"], ["3", "SUCCEEDED"]],
+        [["5", "FAILED"], ["1-2", "FAILED"], ["0,3-4,6-7", "RUNNING"]],
+        [["0-8,11-1023", "RUNNING"], ["9-10", "RUNNING"]],
+        ["CPU 80-87 % · 231-238 MiB", "CPU 80 % · 231 MiB", ""],
+    ]
+
+
+def test_whatever_states_ranks_are_in_each_stands_in_exactly_one_row():
+    code = f"""{ALIKE}
+let seed = 1;
+const random = (below) => (seed = (seed * 48271) % 2147483647) % below;
+const wrong = [];
+for (let round = 0; round < 200; round += 1) {{
+  const rows = rowsOf(1 + random(70));
+  for (const row of rows.values()) {{
+    row.state = STATES[random(STATES.length)];
+    row.failure = [undefined, "a", "b"][random(3)];
+  }}
+  const found = [...groupsOf(rows).values()];
+  const ranks = found.flat().map((row) => row.rank);
+  const isAfter = (row, place, some) => !place || some[place - 1].rank < row.rank;
+  const isRising = found.every((some) => some.every(isAfter));
+  if (!isRising || ranks.length !== rows.size || new Set(ranks).size !== rows.size) wrong.push(round);
+}}
+say(wrong);
+"""
+    assert run(code) == []
+
+
+def test_a_screen_reader_hears_ranks_as_words():
+    code = "say([[0, 1, 2], [5], [0, 1, 2, 4, 5]].map(spokenRanks))"
+    assert run(code) == ["ranks 0 to 2", "rank 5", "ranks 0 to 2, 4 to 5"]
+    odd = (
+        "say([shortRanks, spokenRanks].map((named) => named([...Array(100).keys()].map((rank) => 2 * rank))))"
+    )
+    assert run(odd) == ["100 ranks (0,2,4,6,8,10,12,14,16,18,20,…)", "100 ranks"]

@@ -24,7 +24,6 @@ from nblaunch.protocol import client as wire
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.connections import _BEHIND_SECONDS
 
-TESTS = Path(__file__).parents[1]
 RANKS = 2
 MOST_JOBS = 50
 IN_MEMORY = 3
@@ -167,7 +166,6 @@ def few_values(monkeypatch):
 
 def runtimes_that_live(function, monkeypatch):
     monkeypatch.setattr(boot, "LIVE", f"{few_kept.__name__}:{function.__name__}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
 
 
 def test_values_are_kept_newest_first_within_their_bound(detached, few_values):  # noqa: ARG001

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -218,6 +219,114 @@ finally:
     result = session.cell("mine = dist.new_group([0, 1])")
     assert result.warnings == ()
     nothing_is_lost(session)
+
+
+# --- ranks that import -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(release: Path) -> str:
+    """Give the name of a package whose import goes on until `release` is there, and works only as a whole."""
+    name = f"package_{os.urandom(4).hex()}"
+    directory = release.parent / name
+    directory.mkdir()
+    (directory / "__init__.py").write_text(f"import {name}.first, {name}.second")
+    (directory / "first.py").write_text(f"import {name}\n{name}.parts = ['first']")
+    (directory / "second.py").write_text(
+        f"""
+import os, pathlib, time, {name}
+pathlib.Path(f"{release}-{{os.environ['RANK']}}").touch()
+while not pathlib.Path({str(release)!r}).exists():
+    time.sleep(0.01)
+{name}.parts.append("second")
+"""
+    )
+    return name
+
+
+def finding_packages(session: nblaunch.Session, release: Path) -> nblaunch.Session:
+    session.cell(f"import sys; sys.path.insert(0, {str(release.parent)!r})")
+    return session
+
+
+def is_whole(session: nblaunch.Session, package: str) -> None:
+    assert session.cell(f"import {package}; {package}.parts").values == [["first", "second"]] * 2
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(session, place, release, package):
+    finding_packages(session, release)
+    said: list[str] = []
+    watch = release_after(session, release, said, seconds=0)
+    source = f"import {package}\nimported = True\nwhile True: time.sleep(0.01)"
+    error = pressed(session, source, release)
+    watch.join()
+    assert str(error).startswith(f"the run was interrupted: [{place.named(0, 1)}] importing at ")
+    assert f"s ago, still importing at {release.parent / package}/second.py, line " in said[-1]
+    assert session.pull("imported")["imported"] == [True, True]
+    is_whole(session, package)
+    nothing_is_lost(session)
+
+
+def test_a_mistake_on_one_rank_waits_for_the_import_of_another(session, release, package):
+    finding_packages(session, release)
+    watch = release_after(session, release, [], seconds=0)
+    source = f"if rank == 1: undefined_name\nimport {package}\nwhile True: time.sleep(0.01)"
+    result = cell(session, source, release)
+    watch.join()
+    assert [str(each.state) for each in result.ranks] == ["STOPPED", "FAILED"]
+    is_whole(session, package)
+    nothing_is_lost(session)
+
+
+@pytest.mark.full
+def test_a_second_interrupt_breaks_an_import_off_and_costs_no_variable(session, release, package):
+    finding_packages(session, release)
+    error = pressed(session, f"import {package}", release, times=2)
+    assert "lost" not in str(error)
+    assert not release.exists()
+    nothing_is_lost(session)
+
+
+@pytest.mark.full
+def test_an_import_without_an_end_is_broken_off_by_the_first_interrupt(own_session, release, package):
+    session = finding_packages(own_session(), release)
+    session.cell("from nblaunch.rank import control; control._IMPORT_SECONDS = 0.5")
+    pressed(session, f"import {package}", release)
+    assert not release.exists()
+    nothing_is_lost(session)
+
+
+@pytest.mark.full
+def test_an_interrupt_of_fresh_ranks_waits_for_no_import(release, package):
+    """Nothing uses their modules later."""
+
+    def job(directory: str, package: str, released: str) -> None:
+        import sys
+
+        sys.path.insert(0, directory)
+        try:
+            importlib.import_module(package)
+        except KeyboardInterrupt:
+            Path(f"{released}-broken-off-{os.environ['RANK']}").touch()
+            raise
+
+    main = threading.main_thread().ident or 0
+
+    def press() -> None:
+        eventually(lambda: len(list(release.parent.glob("release-?"))) == 2, "the ranks import", 30)
+        signal.pthread_kill(main, signal.SIGINT)
+        broken_off = release.parent.glob
+        try:
+            eventually(lambda: len(list(broken_off("release-broken-off-?"))) == 2, "the imports have ended")
+        finally:
+            release.touch()
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        nblaunch.run(job, args=(str(release.parent), package, str(release)), nproc=2, grace=60)
+    thread.join()
+    assert len(list(release.parent.glob("release-broken-off-?"))) == 2
 
 
 # --- ranks that see the interrupt ------------------------------------------------------------------

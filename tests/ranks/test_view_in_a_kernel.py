@@ -196,10 +196,10 @@ finally:
 
 
 @pytest.mark.oldest
-def test_a_saved_notebook_holds_static_html_and_no_widget(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", REPOSITORY)
+def test_a_saved_notebook_holds_static_html_and_no_widget():
     saved = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(RUN + "\nrun(0.5)")])
-    NotebookClient(saved, timeout=60, store_widget_state=False).execute()
+    environment = {**os.environ, "PYTHONPATH": REPOSITORY}
+    NotebookClient(saved, timeout=60, store_widget_state=False).execute(env=environment)
     (output,) = saved.cells[0].outputs
     assert output["output_type"] == "display_data"
     assert set(output["data"]) == {"text/html", "text/plain"}

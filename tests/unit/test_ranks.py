@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -18,6 +19,7 @@ from nblaunch.protocol.state import Ranks, RankState, RunState, State, advance, 
 
 SOME = st.sets(st.integers(0, 200), max_size=20)
 MANY = 65_536
+TRIES = 10
 
 
 # --- sets of ranks ---------------------------------------------------------------------------------
@@ -97,9 +99,10 @@ def test_a_few_ranks_stay_in_a_dict():
 
 
 def seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    """Return the CPU time of this thread: other processes take none of it."""
+    began = time.thread_time()
     work()
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 def fold(state: RunState) -> None:
@@ -118,9 +121,14 @@ def fold(state: RunState) -> None:
 
 def test_what_a_message_costs_does_not_grow_with_the_ranks():
     few, many = (advance(RunState.fresh(size), Started(rank=0, time=1.0)) for size in (1_100, MANY))
-    quick, slow = (min(seconds(lambda: fold(state)) for _ in range(3)) for state in (few, many))  # noqa: B023
-    # 1,000 ranks each: a copy of all, or a look at all, would make it much more.
-    assert slow / quick < 3
+    quick = slow = math.inf
+    for _ in range(TRIES):
+        # In turn: a busy machine shares its caches, and then both are slow.
+        quick, slow = min(quick, seconds(lambda: fold(few))), min(slow, seconds(lambda: fold(many)))
+        # 1,000 ranks each: a copy of all, or a look at all, would make it much more, however often.
+        if slow / quick < 3:
+            return
+    pytest.fail(f"of {MANY:,} ranks a message costs {slow / quick:.1f} times as much")
 
 
 def test_how_many_have_ended_is_counted():

@@ -39,8 +39,8 @@ def many(count, text="a line of output"):
 
 
 LARGE = {
-    "output of 64 ranks": (facts(), many(64)),
-    "output of 64 ranks that print long lines": (facts(), many(64, "x" * 5000)),
+    "output of 64 of 8192 ranks": (facts(), many(64)),
+    "long lines of 64 of 8192 ranks": (facts(), many(64, "x" * 5000)),
     "output of 8192 ranks": (facts(), many(8192)),
     "consequences": (
         facts(
