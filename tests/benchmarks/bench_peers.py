@@ -267,7 +267,7 @@ def main() -> None:
     found = measure(names, options.parts.split(","), options.repeats, options.patience)
     print(f"two ranks, {os.cpu_count()} cores, medians of {options.repeats}: seconds")
     print(
-        f"  {'':16s}{'fresh ranks':>12s}{'ranks that stay':>17s}{'a rank fails':>14s}  it ends with the reason"
+        f"  {'':16s}{'fresh ranks':>12s}{'ranks that stay':>17s}{'a rank fails':>14s}  ends with the reason"
     )
     for name in names:
         cells = [found[name].get(part, "-") for part in PARTS]

@@ -56,7 +56,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the addresses of a page's headings, as MyST and repository pages make them, and those it gives."""
+    """Return the addresses of a page's headings, as MyST and repository pages make them, and its own."""
     text = prose(page.read_text())
     given = set(re.findall(r"^\(([\w-]+)\)=$", text, flags=re.MULTILINE))
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
