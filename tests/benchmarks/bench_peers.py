@@ -173,6 +173,7 @@ class Kernel:
             "PATH": path,
             "PYTHONPATH": str(ROOT),
             MARK: self._mark,
+            "TMPDIR": directory,  # others leave files there
             "NBLAUNCH_STANDBY": "0",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
