@@ -1,7 +1,7 @@
 """nblaunch beside other ways to have ranks in a notebook: fresh ranks, ranks that stay, a rank that fails.
 
     python -m venv peers && peers/bin/pip install . ipyparallel torchrunx nbdistributed accelerate
-    peers/bin/python tests/benchmarks/bench_peers.py [--ways nblaunch,accelerate] [--repeats 5]
+    peers/bin/python tests/benchmarks/bench_peers.py [--ways nblaunch,accelerate] [--parts fails]
 
 Each way has a kernel of its own, and they take turns, so that a busy machine slows all of them alike. The
 figures are seconds from request to idle, medians, for two ranks: an all_reduce on fresh ranks, a cell with
@@ -31,6 +31,8 @@ from jupyter_client.manager import KernelManager
 
 ROOT = Path(__file__).parents[2]
 MARK = "BENCH_PEERS"
+END = 1500
+"""Characters at the end of a failed cell, in which a reader looks for the reason."""
 MISTAKE = "no data for this rank"
 REDUCE = """
 import torch, torch.distributed as dist
@@ -171,6 +173,7 @@ class Kernel:
             "PATH": path,
             "PYTHONPATH": str(ROOT),
             MARK: self._mark,
+            "TMPDIR": directory,  # others leave files there
             "NBLAUNCH_STANDBY": "0",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -220,7 +223,9 @@ class Kernel:
         self._manager.cleanup_resources()
 
 
-def measure(names: list[str], repeats: int, patience: float) -> dict[str, dict[str, float | None]]:
+def measure(
+    names: list[str], parts: list[str], repeats: int, patience: float
+) -> dict[str, dict[str, float | None]]:
     """Return the seconds of each way: None where a cell was given up, nothing where there is no such cell."""
     figures: dict[str, dict[str, float | None]] = {name: {} for name in names}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as started:
@@ -228,7 +233,7 @@ def measure(names: list[str], repeats: int, patience: float) -> dict[str, dict[s
         for name, kernel in kernels.items():
             started.callback(kernel.close)
             kernel.must(WAYS[name].setup)
-        for part in PARTS[:2]:
+        for part in (each for each in PARTS[:2] if each in parts):
             having = [name for name in names if getattr(WAYS[name], part)]
             for name in having:
                 if part == "stays":
@@ -241,10 +246,11 @@ def measure(names: list[str], repeats: int, patience: float) -> dict[str, dict[s
             ]
             for name in having:
                 figures[name][part] = statistics.median(each[name] for each in rounds)
-        for name in names:
+        for name in names if "fails" in parts else ():
             seconds, shown = kernels[name].run(WAYS[name].fails, patience)
+            print(f"{name}: {seconds} s\n{shown[-1500:]}", file=sys.stderr, flush=True)
             figures[name]["fails"] = seconds
-            figures[name]["named"] = float(MISTAKE in shown)
+            figures[name]["named"] = float(MISTAKE in shown[-END:])
     return figures
 
 
@@ -254,18 +260,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--patience", type=float, default=60)
     options = parser.parse_args()
     names = [each for each in options.ways.split(",") if importlib.util.find_spec(WAYS[each].module)]
-    found = measure(names, options.repeats, options.patience)
+    found = measure(names, options.parts.split(","), options.repeats, options.patience)
     print(f"two ranks, {os.cpu_count()} cores, medians of {options.repeats}: seconds")
-    print(f"  {'':16s}{'fresh ranks':>12s}{'ranks that stay':>17s}{'a rank fails':>14s}  the reason is shown")
+    print(
+        f"  {'':16s}{'fresh ranks':>12s}{'ranks that stay':>17s}{'a rank fails':>14s}  ends with the reason"
+    )
     for name in names:
         cells = [found[name].get(part, "-") for part in PARTS]
         texts = [f"> {options.patience:.0f}" if each is None else each for each in cells]
         shown = [each if isinstance(each, str) else f"{each:.3f}" for each in texts]
-        named = "yes" if found[name]["named"] else "no"
+        named = "yes" if found[name].get("named") else "no"
         print(f"  {name:16s}{shown[0]:>12s}{shown[1]:>17s}{shown[2]:>14s}  {named}")
 
 

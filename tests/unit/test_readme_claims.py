@@ -23,9 +23,6 @@ CLAIMS = {
         "tests/ranks/test_run_function.py::test_the_result_is_a_sequence_of_values_in_rank_order",
         "tests/ranks/test_run_failures.py::test_ranks_that_wait_for_the_failed_one_are_consequences_or_stopped",
     ),
-    "A cell of a notebook, and what it shows:": (
-        "tests/ranks/test_readme_cell.py::test_the_cell_shows_the_output_that_is_written_below_it",
-    ),
     "Afterwards `res.values` is `[30.0, 30.0]`.": (
         "tests/ranks/test_readme_cell.py::test_the_cell_shows_the_output_that_is_written_below_it",
     ),
@@ -52,17 +49,26 @@ CLAIMS = {
         "pyproject.toml",
         "tests/unit/test_versions.py::test_the_documents_have_the_oldest_and_the_newest_versions_in_one_table",
     ),
-    "There is no release on PyPI yet: in a clone, run `pip install .`, or take along the wheel that "
-    "`pip wheel --no-deps -w dist .` builds there.": (
+    "There is no release on PyPI yet: in a clone, run `pip install .`, or build a wheel with "
+    "`pip wheel --no-deps -w dist .` and install that elsewhere.": (
         "CHANGELOG.md",
         ".ci/run",
         "tests/programs/test_distributions.py::test_the_wheel_is_the_package_alone_with_the_panels_files_and_the_types",
     ),
-    "In a fresh clone, this trains a small network on two ranks:": (
+    "In a fresh clone, the demo on two ranks, and the tests:": (
         ".ci/run",
         "tests/programs/test_demo.py::test_the_demo_shows_a_row_per_rank_and_reaches_95_percent_with_equal_parameters",
     ),
-    "And this runs the tests:": (".ci/run",),
+    "| two ranks | fresh | kept | rank 1 raises, rank 0 waits for it in an `all_reduce` |": (BENCHMARK,),
+    "| nblaunch | 0.28 s | 0.02 s | 0.3 s: rank 1's error, with its line in the cell |": (BENCHMARK,),
+    "| accelerate | 0.16 s | | 4 s: the root cause is rank 0's lost connection |": (BENCHMARK,),
+    "| torchrun | 8.8 s | | 9 s: rank 1's exit code, its error further up |": (BENCHMARK,),
+    "| ipyparallel | 15 s | 0.02 s | 60 s: the error is shown, the cell still runs |": (BENCHMARK,),
+    "| torchrunx | 7.1 s | | 60 s: no error, the cell still runs |": (BENCHMARK,),
+    '| nbdistributed | | 0.13 s | 60 s: "Timeout waiting for responses", no error |': (BENCHMARK,),
+    "These are medians of `tests/benchmarks/bench_peers.py`: an `all_reduce` from a notebook, on fresh and "
+    "on kept ranks.": (BENCHMARK,),
+    "The two cores had other work as well, so compare the rows, not the seconds.": (BENCHMARK,),
 }
 """Each sentence, list item or row of a table, and where it is shown: a test, or a file that is run."""
 
