@@ -18,6 +18,7 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
+from sphinx.util.osutil import relative_uri
 
 import nblaunch
 from nblaunch.options.line import options_on_a_screen
@@ -85,6 +86,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 _CONSTRUCTED = ("nblaunch.Session",)
 """Classes that callers make themselves; others are made for them, and their fields are listed below."""
 _TYPE_VARIABLES = ("Saving",)
+_FAILURES = "docs/failures"
 _PARAMETERS = re.compile(r"<dl>\s*((?:<dd>(?:(?!<d[dlt]>).)*</dd>\s*)+)</dl>", re.DOTALL)
 _PARAMETER, _LINE = re.compile(r"<dd>(.*?)</dd>\s*", re.DOTALL), r"<span>\1</span>"
 """Sphinx writes the parameters of a long signature as a list of definitions without terms."""
@@ -161,6 +163,9 @@ def resolved(
     if node.get("refdomain") != "py" or not node.get("refexplicit", True):
         return content if node.get("refdomain") == "py" else None
     public = target.rpartition(".")[2]
+    if public == "FailureKind":  # an enumeration of strings: the page has them all
+        here, there = map(_app.builder.get_target_uri, (node["refdoc"], _FAILURES))
+        return nodes.reference("", "", content, refuri=relative_uri(here, there), internal=True)
     if public in _TYPE_VARIABLES or not (target.startswith("nblaunch") or public in nblaunch.__all__):
         return content
     return environment.domains["py"].resolve_xref(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 
 from .front import DARK, Front, Locator, expect
 from .test_host_map import MADE_UP
 
+if TYPE_CHECKING:
+    from playwright.sync_api import ViewportSize
+
 pytestmark = pytest.mark.once
 
-SCREEN = {"width": 1000, "height": 800}
-USUAL = {"width": 1200, "height": 1000}
+SCREEN: ViewportSize = {"width": 1000, "height": 800}
+USUAL: ViewportSize = {"width": 1200, "height": 1000}
 NARROW = {"width": 400, "height": 800}
 # There is no machine for so many here: the ranks are made up, the view and the page are real.
 RANKS = """
