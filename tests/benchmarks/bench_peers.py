@@ -6,7 +6,8 @@
 Each way has a kernel of its own, and they take turns, so that a busy machine slows all of them alike. The
 figures are seconds from request to idle, medians, for two ranks: an all_reduce on fresh ranks, a cell with
 an all_reduce on ranks that stay, and a cell of which rank 1 raises while rank 0 waits for it. What is not
-over after `--patience` seconds is given up. Ways that are not installed are left out.
+over after `--patience` seconds is given up. Ways that are not installed are left out. nblaunch has the next
+cell's ranks ready, as it does unless told not to; `nblaunch-cold` is without (`NBLAUNCH_STANDBY=0`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -96,6 +97,7 @@ class Way:
     fails: str
     start: str = ""
     stays: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 WAYS = {
@@ -149,6 +151,9 @@ WAYS = {
         f"%%distributed{REDUCE}{PRINT}",
     ),
 }
+WAYS["nblaunch-cold"] = replace(
+    WAYS["nblaunch"], start="", stays="", environment={"NBLAUNCH_STANDBY": "0"}
+)
 """By name. What nbdistributed leaves behind, and what it ends by name, stays in a PID namespace (root)."""
 
 
@@ -167,16 +172,15 @@ class Kernel:
         self._manager = KernelManager(ip="127.0.0.1")
         self._manager._kernel_spec = KernelSpec(argv=command, display_name=name, language="python")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        # Of nblaunch's launches each is as cold as the others'.
         environment = {
             **os.environ,
             "PATH": path,
             "PYTHONPATH": str(ROOT),
             MARK: self._mark,
             "TMPDIR": directory,  # others leave files there
-            "NBLAUNCH_STANDBY": "0",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
+            **WAYS[name].environment,
         }
         quiet = subprocess.DEVNULL
         self._manager.start_kernel(env=environment, cwd=str(place), stdout=quiet, stderr=quiet)
