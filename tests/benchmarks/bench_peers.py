@@ -151,9 +151,7 @@ WAYS = {
         f"%%distributed{REDUCE}{PRINT}",
     ),
 }
-WAYS["nblaunch-cold"] = replace(
-    WAYS["nblaunch"], start="", stays="", environment={"NBLAUNCH_STANDBY": "0"}
-)
+WAYS["nblaunch-cold"] = replace(WAYS["nblaunch"], start="", stays="", environment={"NBLAUNCH_STANDBY": "0"})
 """By name. What nbdistributed leaves behind, and what it ends by name, stays in a PID namespace (root)."""
 
 
