@@ -83,6 +83,9 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
+# --- links to other hosts: `sphinx-build -b linkcheck` ---
+linkcheck_ignore = [r"https://nblaunch\.github\.io/"]  # this site: tests/programs/test_site_addresses.py
+
 _CONSTRUCTED = ("nblaunch.Session",)
 """Classes that callers make themselves; others are made for them, and their fields are listed below."""
 _TYPE_VARIABLES = ("Saving",)

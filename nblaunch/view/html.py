@@ -150,8 +150,9 @@ def _help(kind: FailureKind | None) -> str:
 
 
 def _link(kind: FailureKind, text: str) -> str:
-    # The text is no address: the error below the run shows that, and once is enough.
-    return f'<a href="{markup.escaped(kind.address)}">{text}</a>'
+    # The text is no address: the error below the run shows that, and once is enough. JupyterLab tells a link
+    # apart by its colour alone.
+    return f'<a href="{markup.escaped(kind.address)}" style="text-decoration:underline">{text}</a>'
 
 
 def _traceback(failure: FailureRecord, limit: int) -> str:

@@ -51,7 +51,8 @@ def listen(kernel, code, seconds=100):
     """Run a cell and receive all that the kernel sends meanwhile, as jupyter_server does."""
     wire = Wire()
     began = time.monotonic()
-    message_id = kernel.client.execute(code)
+    # Without input, as programs that execute notebooks: they take updates of a display.
+    message_id = kernel.client.execute(code, allow_stdin=False)
     while True:
         try:
             message = kernel.client.get_iopub_msg(timeout=seconds)

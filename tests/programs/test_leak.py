@@ -60,13 +60,15 @@ PROGRAM = """
     run(warm_up)
     gc.collect()
     before, used = counted(), [memory()]
+    # The runtime's pool has a thread more once two requests have overlapped.
+    allowed = before | {"runtime": [before["runtime"][0] + 2, *before["runtime"][1:]]}
     for _ in range(windows):
         run(runs)
         gc.collect()
         used.append(memory())
     def grown():
         now = counted()
-        return [name for name in processes() if any(a > b for a, b in zip(now[name], before[name]))]
+        return [name for name in processes() if any(a > b for a, b in zip(now[name], allowed[name]))]
 
     # What ZMQ still has open of ranks that are gone, it closes in its own time.
     deadline = time.monotonic() + 10

@@ -21,6 +21,7 @@ HOSTS = {
         "download.pytorch.org",
     ),
     *("github.com", "huggingface.co", "jupyter.org", "jupyter-server.readthedocs.io", "keepachangelog.com"),
+    "nblaunch.github.io",
     *("kaggle.com", "mybinder.org", "pypi.org", "pytorch.org", "semver.org", "slurm.schedmd.com"),
     *("ui.perfetto.dev", "www.kaggle.com", "www.sphinx-doc.org"),
 }

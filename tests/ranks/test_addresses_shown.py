@@ -82,7 +82,7 @@ def test_a_cell_shows_the_address_once_links_to_it_and_says_the_words_of_the_pag
     texts = [ran.error.traceback, ran.stdout, ran.stderr]
     texts += [each.get("text/plain", "") for each in ran.displays] + [re.sub(r"<[^>]*>", "", html)]
     assert "".join(texts).count("nblaunch.github.io") == 1
-    assert html.count(f'<a href="{address}">') == bool(html)
+    assert html.count(f'<a href="{address}" ') == bool(html)
     # What the page has pasted is what is shown, but for what the system counts.
     # Which of two ranks is the first to find a difference, the clock decides.
     first = re.sub(r"\(.*?\)", "", ran.error.evalue.splitlines()[0]).rpartition(" failed: ")[2]

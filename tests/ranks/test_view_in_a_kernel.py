@@ -69,8 +69,8 @@ class Kernel:
         self.client.wait_for_ready(timeout=60)
         self.execute(RUN)
 
-    def execute(self, code):
-        identifier = self.client.execute(code)
+    def execute(self, code, **options):
+        identifier = self.client.execute(code, **options)
         messages: list[tuple[str, dict[str, Any]]] = []
         while True:
             message = self.client.get_iopub_msg(timeout=60)
@@ -119,7 +119,8 @@ def test_a_short_run_makes_exactly_one_display_and_no_widget(kernel):
 @pytest.mark.full
 @pytest.mark.oldest
 def test_a_long_run_shows_a_panel_and_leaves_static_html(kernel):
-    messages = kernel.execute("run(2.0)")
+    # As programs that execute notebooks ask: they take updates of a display.
+    messages = kernel.execute("run(2.0)", allow_stdin=False)
     ((shown),) = [content for kind, content in messages if kind == "display_data"]
     assert set(shown["data"]) == {WIDGET, "text/html", "text/plain"}
     ((updated),) = [content for kind, content in messages if kind == "update_display_data"]

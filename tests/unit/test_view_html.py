@@ -258,7 +258,7 @@ def test_a_root_cause_of_ours_links_to_the_page_about_it_and_the_users_own_error
     killed = FailureRecord(type="ProcessExited", message="was killed by SIGKILL", exitcode=-9)
     page = page_of(2, Raised(rank=1, failure=killed))
     assert [values for tag, values in page.attributes if tag == "a"] == [
-        {"href": "https://nblaunch.github.io/e/killed"}
+        {"href": "https://nblaunch.github.io/e/killed", "style": "text-decoration:underline"}
     ]
     assert "was killed by SIGKILL · what to do" in words(page)
     assert "nblaunch.github.io" not in words(page) + render_text(
