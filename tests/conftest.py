@@ -117,11 +117,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         alone = _STARTS_ITS_OWN.intersection(getattr(item, "fixturenames", ()))
         if (left_to_ci or alone) and not item.get_closest_marker("quick"):
             item.add_marker("full")
-        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        case, params = (item.callspec.id, item.callspec.params) if hasattr(item, "callspec") else ("", {})
+        named = {case, *case.split("-"), *(each for each in params.values() if isinstance(each, str))}
         places = {each for mark in item.iter_markers("slow_at") for each in mark.args}
         if item.get_closest_marker("once"):
             places |= _OTHER_PLACES
-        if not places.isdisjoint(each for each in params if isinstance(each, str)):
+        if not places.isdisjoint(named):
             item.add_marker("slow")
 
 

@@ -49,6 +49,7 @@ def test_nothing_serious_is_wrong_with_what_held_the_memory(front, looks_well):
     looks_well(shown.locator(".jp-RenderedHTMLCommon").first, "memory")
 
 
+@pytest.mark.slow_at("lab-2", "2")
 @pytest.mark.parametrize("ranks", [2, 10])
 def test_nothing_serious_is_wrong_with_the_live_panel(front, looks_well, gate, ranks):
     front.start(waiting(ranks, gate.wait()))

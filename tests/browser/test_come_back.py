@@ -113,6 +113,7 @@ def outputs_in(path) -> list[set[str]]:
     return [set(each.data) for each in nbformat.read(path, as_version=4).cells[0].outputs]
 
 
+@pytest.mark.slow_at("notebook7")
 @notices_pages
 @pytest.mark.quick
 def test_a_page_that_is_loaded_again_is_live_and_then_has_the_result(front, gate):
@@ -147,6 +148,7 @@ def test_a_second_tab_is_live_too_and_both_have_the_result(front, gate, server):
         other.screenshot("end")
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @notices_pages
 def test_a_page_that_is_opened_after_the_end_has_the_result(front, gate, server, eventually):
@@ -160,6 +162,7 @@ def test_a_page_that_is_opened_after_the_end_has_the_result(front, gate, server,
     assert outputs_in(front.save()) == [{"text/html", "text/plain"}]
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @notices_pages
 def test_the_result_of_a_run_before_the_present_one_is_there_too(front, gate):
@@ -294,6 +297,7 @@ def test_the_kernel_is_restarted_in_mid_cell_and_a_new_one_has_all_of_it(front, 
     expect(ended).not_to_contain_text("train")
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_the_cell_of_a_kernel_that_was_restarted_keeps_what_it_had(front, detached):
     restarted_in_mid_cell(front, detached)

@@ -34,6 +34,7 @@ def test_lines_of_all_ranks_stand_between_those_of_single_ranks(front, gate, the
     front.screenshot(f"kept {theme}")
 
 
+@pytest.mark.slow
 def test_64_ranks_that_share_lines_are_one_part(front):
     kept = front.run(f"%%distributed -n 64\n{EPOCHS.format(epochs=4)}")
     kept.get_by_text("Output of ranks 0-63 (261 lines)").click()

@@ -14,6 +14,7 @@ def cell(ranks: int, body: str) -> str:
     return f"%%distributed -n {ranks}\n{body}"
 
 
+@pytest.mark.slow_at("notebook7")
 @pytest.mark.quick
 def test_output_is_there_while_the_cell_still_blocks(front, gate):
     front.start(cell(2, f"print('one from', rank)\n{gate.wait('first')}\nprint('two')\n{gate.wait()}\nrank"))
@@ -302,6 +303,7 @@ sys.stdout.writelines(f"line {{number}} of rank {{rank}}\\n" for number in range
 """
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_200_000_lines_of_each_rank_cost_neither_the_page_nor_the_result_nor_the_file(front):
     front.page.evaluate(

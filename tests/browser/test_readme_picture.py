@@ -80,6 +80,7 @@ def front(chromium, server, gates):
     context.close()
 
 
+@pytest.mark.slow
 def test_the_pictures_of_the_readme_show_ranks_progress_folded_output_and_values(front, gates):
     gates.wait()
     front.start(CELL)

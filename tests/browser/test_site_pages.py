@@ -28,6 +28,7 @@ def site(tmp_path_factory, chromium):  # noqa: ARG001 - without a browser there 
     return build(tmp_path_factory.mktemp("pages") / "site")
 
 
+@pytest.mark.slow_at("light-400", "dark-1000")
 @pytest.mark.parametrize("width", [WIDE, 400])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_serious_is_wrong_with_a_page_and_it_fits_the_window(

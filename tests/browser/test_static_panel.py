@@ -69,6 +69,7 @@ def test_the_end_is_readable_in_a_dark_theme(front):
     expect(shown).to_contain_text("green from 1")
 
 
+@pytest.mark.slow_at("notebook7")
 def test_a_saved_notebook_of_somebody_else_shows_its_runs_without_a_kernel(front):
     front.run(EVERYTHING)
     path = front.save()

@@ -151,6 +151,7 @@ def running(name: str) -> str:
     return next((each.running for each in directory.sessions() if each.name == name), "")
 
 
+@pytest.mark.slow
 def test_a_session_that_was_taken_over_can_be_taken_back(detached_kernels):
     first, second = detached_kernels(), detached_kernels()
     first.ok("%distributed start -n 1 --detach --session train")
@@ -163,6 +164,7 @@ def test_a_session_that_was_taken_over_can_be_taken_back(detached_kernels):
     assert first.run("%distributed pull kept --session train\nkept").result == "[3]"
 
 
+@pytest.mark.slow
 def test_who_has_lost_a_session_may_give_jobs_again_once_nobody_has_it(detached_kernels, eventually):
     """What it knew of the ranks is not so any more: what the other one has changed counts."""
     first, second = detached_kernels(), detached_kernels()
@@ -217,6 +219,7 @@ def test_a_second_notebook_is_told_who_has_the_session_and_takes_it_over(detache
     assert "the ranks of session 'train' have ended" in one.fails("%%distributed\nx").evalue
 
 
+@pytest.mark.slow
 def test_a_notebook_goes_on_where_the_one_that_took_over_has_gone(detached_kernels, eventually):
     one, two = detached_kernels(), detached_kernels()
     one.ok("%distributed start -n 2 --detach --session train\nx = [1]")
@@ -236,6 +239,7 @@ def test_a_notebook_goes_on_where_the_one_that_took_over_has_gone(detached_kerne
     assert running("train") == ""
 
 
+@pytest.mark.slow
 def test_one_process_may_attach_twice(detached_kernels):
     kernel = detached_kernels()
     kernel.ok("import nblaunch\none = nblaunch.Session(nproc=2, name='train', detach=True)")
@@ -493,6 +497,7 @@ def test_a_fork_of_the_notebook_does_no_harm_to_what_it_is_attached_to(left):
     assert two.value("[each.state for each in session.jobs]") == ["SUCCEEDED"] * 2
 
 
+@pytest.mark.slow
 def test_a_fork_that_outlives_the_notebook_does_not_keep_the_session_for_it(left, eventually, free):
     two = left(waiting(free))
     two.ok(

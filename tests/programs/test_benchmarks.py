@@ -52,6 +52,7 @@ def panel_costs(*arguments: str) -> dict[str, tuple[float, float, float]]:
     return {name: (float(share), float(messages), float(size)) for name, share, messages, size in found}
 
 
+@pytest.mark.slow
 def test_the_panel_benchmark_prints_what_drawing_costs():
     found = panel_costs("--seconds", "0.3", "--lines", "100")
     assert {"8 ranks", "64 ranks", "256 ranks"} <= found.keys()

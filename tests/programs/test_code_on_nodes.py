@@ -159,6 +159,7 @@ def test_a_session_names_what_it_has_loaded_and_loads_it_again_when_asked(projec
     assert cell(session, "import package.later; package.later.NEW").values == [3, 3]
 
 
+@pytest.mark.slow
 def test_what_is_pickled_by_reference_finds_its_module(session):
     import helpers
 
@@ -186,6 +187,7 @@ def test_a_traceback_shows_the_notebooks_own_path(project, session):
     assert f'"{project}/helpers.py"' in root.traceback
 
 
+@pytest.mark.slow
 def test_a_script_travels_with_what_it_imports(project, elsewhere):
     found = nblaunch.run(str(project / "train.py"), pull=("result",), **ON, node_python=elsewhere)
     assert found.values == [{"result": (1, "train.py")}] * 2

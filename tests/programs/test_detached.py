@@ -163,6 +163,9 @@ STOPS = {
 }
 
 
+@pytest.mark.slow_at(
+    "by Session.close()", "by a program that ends its with block", "by the notebook that has started it"
+)
 @pytest.mark.parametrize("how", STOPS)
 def test_nothing_is_left_of_a_session_that_is_stopped(detached_kernels, eventually, free, how):
     """Neither of what it has kept: a large value, and files of a job that took a while."""
@@ -183,6 +186,7 @@ def test_nothing_is_left_of_a_session_that_is_stopped(detached_kernels, eventual
     assert directory.sessions() == ()
 
 
+@pytest.mark.slow
 def test_a_session_whose_runtime_does_not_answer_is_listed_and_can_be_stopped(detached_kernels, eventually):
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train")
@@ -277,6 +281,7 @@ def test_a_terminal_reads_what_runs_detached_when_it_loads_the_extension_and_att
     assert terminal(["%load_ext nblaunch"]).stdout == ""
 
 
+@pytest.mark.slow
 def test_an_entry_of_a_pid_that_is_another_process_by_now_is_removed(detached_kernels, tmp_path):
     """Nothing is sent to that process, and what the dead runtime has left goes too."""
     kernel = detached_kernels()

@@ -270,6 +270,7 @@ def test_a_program_runs_on_each_host_and_has_its_key_and_its_place(notebook, pla
         assert by_place == [(0, "alpha"), (1, "beta")], "the order in which they were given"
 
 
+@pytest.mark.slow_at("ssh")
 @of_each()
 def test_what_is_said_before_while_and_after(notebook, place):
     meeting = notebook().start()
@@ -304,7 +305,7 @@ def test_a_python_that_a_host_has_not_is_named(notebook):
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
 
 
-@pytest.mark.slow_at("slurm-inside")
+@pytest.mark.slow_at("ssh", "slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
     meeting = notebook().start()
@@ -316,7 +317,7 @@ def test_a_program_that_dies_before_it_has_joined_is_named(notebook, place):
     assert "killed there" in why if place.name == "ssh" else "SIGKILL" in why
 
 
-@pytest.mark.slow_at("slurm-inside")
+@pytest.mark.slow_at("ssh", "slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook):
     meeting = notebook().start()
@@ -329,7 +330,7 @@ def test_a_node_that_has_joined_may_end_and_another_one_takes_its_place(notebook
     assert (new["place"], new["host"], meeting.ended) == (1, lost["host"], [])
 
 
-@pytest.mark.slow_at("slurm-inside")
+@pytest.mark.slow_at("ssh", "slurm-inside")
 @of_each(but=("join",), quick=1)
 def test_enough_hosts_are_enough(notebook):
     """One host of a range may fail: it is the reason for a wait, and no end."""

@@ -104,6 +104,7 @@ def ours() -> set[int]:
     return found
 
 
+@pytest.mark.slow
 def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp_path):
     bomb = tmp_path / "went-off"
     options: dict[str, Any] = {"nproc": 2, "nnodes": 2, "on": "process", "grace": 1, "timeout": 100}

@@ -376,6 +376,7 @@ def lane_of(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.quick) if name == "a collective" else name
 
 
+@pytest.mark.slow_at("arithmetic")
 @pytest.mark.parametrize(
     "name",
     [lane_of(each) for each in ROUND_TRIPS],
@@ -673,6 +674,7 @@ def test_variables_of_a_sessions_ranks_are_exported_with_the_cells_that_made_the
         kernel.ok("%distributed stop")
 
 
+@pytest.mark.slow
 def test_terminal_ipython_exports_as_a_notebook_does(terminal, tmp_path):
     cells = [
         "%load_ext nblaunch",

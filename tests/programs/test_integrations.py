@@ -118,6 +118,7 @@ def test_accelerate_trains_in_a_cell(notebook):
     assert [value["everyone"] for value in values] == [[0, 1], [0, 1]]
 
 
+@pytest.mark.slow
 def test_what_accelerate_has_prepared_stays_in_a_session(notebook):
     needs("accelerate")
     notebook.ok("%distributed start -n 2")
@@ -189,6 +190,7 @@ def test_lightning_finds_the_ranks_and_starts_none(notebook, tmp_path, strategy)
     assert len(list((tmp_path / "root").rglob("*.ckpt"))) == 1
 
 
+@pytest.mark.slow
 def test_lightning_fabric_finds_the_ranks_in_a_function():
     needs("lightning")
 
@@ -453,6 +455,7 @@ def test_a_sharded_checkpoint_is_loaded_by_other_ranks_and_by_the_notebook(noteb
         ] * (ranks - 2)
 
 
+@pytest.mark.slow
 def test_torchmetrics_reduces_over_the_ranks(notebook):
     needs("torchmetrics")
     notebook.ok(

@@ -270,6 +270,7 @@ print(json.dumps(looks))
     assert third == second
 
 
+@pytest.mark.slow
 def test_a_failed_run_leaves_the_process_as_it_was(finished):
     before, after = finished(f"""
 {LOOK}
@@ -553,6 +554,12 @@ def host(request, world, program, start_kernel):
     return start
 
 
+@pytest.mark.slow_at(
+    "script-while it receives large values",
+    "script-while its ranks are stuck in a collective",
+    "script-while its ranks start",
+    "kernel-while its ranks have children",
+)
 @pytest.mark.parametrize(
     "phase", [pytest.param(each, marks=[pytest.mark.quick] if "stuck" in each else []) for each in PHASES]
 )
@@ -576,6 +583,7 @@ def test_kill_9_while_the_fork_server_starts_leaves_nothing(host, world):
     world.must_be_clean()
 
 
+@pytest.mark.slow_at("SIGTERM", "SIGHUP")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
 def test_a_signal_that_ends_a_script_during_a_run_leaves_nothing(number, program, world, tmp_path):
     started = program(HEARS + STUCK)
@@ -607,6 +615,12 @@ while not all(pathlib.Path(f"at-{rank}").exists() for rank in range(2)):
 }
 
 
+@pytest.mark.slow_at(
+    "aborts",
+    "ends while a daemon thread waits for a run",
+    "runs another program in its place",
+    "comes to its end",
+)
 @pytest.mark.parametrize("end", ENDS)
 def test_nothing_is_left_of_a_script_that(end, program, world):
     statement, code = ENDS[end]
@@ -635,6 +649,7 @@ started.clear()
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_with_a_session_starts_nothing_anew(program, world):
     """Whatever was imported first: an agent whose fork server ends before it would start others."""
     assert program(ENDS_WITH_A_SESSION).finish() == (0, "[]\n", "")
@@ -879,6 +894,7 @@ print(json.dumps(outcome))
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_kernel_removes_nothing_of_its_parent(finished, world):
     actions = ["os._exit(0)", "pass", "del kept; gc.collect()", "del kept; gc.collect(); os._exit(0)"]
     outcome = finished(FORK.format(JOB=JOB, ACTIONS=actions), PYTHONWARNINGS="ignore")

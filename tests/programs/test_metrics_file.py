@@ -64,6 +64,7 @@ def test_lines_are_there_while_the_run_lasts_in_a_session_and_in_the_background(
         assert len(lines(file)) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_the_file_is_complete_when_the_kernel_of_a_detached_session_dies(
     tmp_path, detached_kernels, eventually, free

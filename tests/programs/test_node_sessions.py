@@ -290,6 +290,7 @@ def holds_the_interpreter(rank):
         sum(range(2 * 10**8))
 
 
+@pytest.mark.slow
 def test_the_stack_of_a_rank_that_holds_its_interpreter_comes_from_its_node(shared):
     handle = shared.session.submit(holds_the_interpreter, ("1",))
     eventually(lambda: 1 in shared.session.stacks().silent, "rank 1 does not answer")
@@ -300,6 +301,7 @@ def test_the_stack_of_a_rank_that_holds_its_interpreter_comes_from_its_node(shar
     assert handle.result(PATIENCE * 3).values == [None, None]
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_node_that_is_stopped_is_named_as_such(shared):
     pid = shared.pids()[1]
     handle = shared.session.submit(sleeps, (4,))
@@ -377,6 +379,7 @@ def notes_its_pid(directory):
     return rank
 
 
+@pytest.mark.slow_at("1")
 @pytest.mark.parametrize("restarts", [slow(0), 1])
 def test_a_node_that_is_killed_is_named_by_a_run_or_replaced(tmp_path, restarts):
     def kill() -> None:
@@ -417,6 +420,7 @@ def test_a_node_that_is_killed_ends_a_session_by_name(start):
         nodes.cell("1")
 
 
+@pytest.mark.slow_at("0")
 @pytest.mark.parametrize("lost", [0, slow(1)])
 def test_a_session_that_may_have_one_node_keeps_its_variables_without_the_other(start, lost):
     nodes = start(nnodes="1:2")
@@ -548,6 +552,7 @@ def test_a_node_comes_in_place_of_one_that_was_lost(start):
     assert second not in there
 
 
+@pytest.mark.slow_at("1")
 @pytest.mark.parametrize("restarts", [slow(0), 1])
 def test_a_node_that_is_lost_while_ranks_start_is_replaced_or_named(start, restarts):
     nodes = start(max_restarts=restarts)

@@ -334,6 +334,7 @@ def fails_once(directory):
     return distributed.get_world_size()
 
 
+@pytest.mark.slow
 def test_all_nodes_start_again_when_a_rank_of_one_fails(meeting, tmp_path):
     node = meeting.join()
     result = nblaunch.run(fails_once, args=(str(tmp_path),), max_restarts=1, **meeting.options)
@@ -396,6 +397,7 @@ def test_a_late_joiner_and_a_leaver_change_the_world_and_are_no_failures(meeting
     assert "left after SIGTERM" in said
 
 
+@pytest.mark.slow
 def test_an_elastic_run_goes_on_without_a_node_that_is_killed(meeting, tmp_path, eventually):
     conf = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=2"
     options = {**meeting.options, "nnodes": "1:2", "rdzv_conf": conf, "timeout": 100}
@@ -602,6 +604,7 @@ def test_nothing_listens_beyond_the_endpoints_host(meeting, tmp_path):
     assert "127.0.0.1" in addresses
 
 
+@pytest.mark.slow
 def test_no_key_is_on_a_command_line(meeting, tmp_path):
     node = meeting.join()
     seen: list[str] = []

@@ -267,6 +267,7 @@ def cell_outcome(session: nblaunch.Session, source: str) -> Any:
     return Outcome(session.cell(source, namespace={}), None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_run_nothing_since_it_saved_does_not_save_again(session, tmp_path):
     pids = cell(session, REGISTER % str(tmp_path))
     saved = tmp_path / "saved-0"
@@ -295,6 +296,7 @@ os.getpid()
 """
 
 
+@pytest.mark.slow
 def test_functions_are_called_in_their_order_and_one_that_fails_keeps_no_other(session, tmp_path):
     pids = cell(session, SEVERAL % str(tmp_path))
     node_of(pids[0]).send_signal(signal.SIGUSR1)
@@ -309,6 +311,7 @@ def test_it_is_for_ranks():
         nblaunch.on_preempt(print)
 
 
+@pytest.mark.slow
 def test_it_takes_what_can_be_called(session):
     with pytest.raises(nblaunch.RunFailedError, match="on_preempt takes a function"):
         cell(session, "import nblaunch; nblaunch.on_preempt(7)")

@@ -94,6 +94,7 @@ def test_a_cell_that_loses_its(part, notebook, eventually):
     assert not Path(root).exists()
 
 
+@pytest.mark.slow_at("keeper", "server")
 @pytest.mark.parametrize("part", ["runtime", "keeper", "server"])
 def test_an_idle_session_that_loses_its(part, notebook, eventually):
     notebook.kernel.ok("%distributed start -n 2")

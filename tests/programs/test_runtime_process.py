@@ -132,6 +132,7 @@ def start():
 # --- what each process is --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_runtime_is_the_keepers_child_and_not_the_fork_servers(start):
     tree = start()
     runtime, (rank, _) = tree.runtime, tree.ask("fork()")
@@ -152,6 +153,7 @@ def test_the_runtime_has_torch_and_no_shell_and_ranks_have_no_worker_group(start
     assert [name for name in in_rank if name.startswith(("nblaunch.group", "nblaunch.runtime"))] == []
 
 
+@pytest.mark.slow
 def test_each_process_has_its_own_descriptors_alone(start):
     """A copy of the link or of a socket pair elsewhere would hide the end of the process that has it."""
     tree = start()
@@ -176,6 +178,7 @@ def test_the_private_directory_and_its_socket_are_open_to_nobody_else(start):
     assert [name for name in ("client", "notes", "hub") if found[name]] == []
 
 
+@pytest.mark.slow
 def test_a_runtime_whose_owner_is_gone_before_it_opened_a_session_ends(start, eventually):
     """One that has a session goes on: test_attach.py kills its owner a hundred times."""
     tree = start(live="", detached=True)
@@ -208,6 +211,7 @@ def test_nothing_outlives_a_kernel_that_is_killed_before_the_runtime_is_there(st
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_child_of_the_kernels_that_holds_the_link_keeps_nothing_alive(start, eventually):
     tree = start()
     tree.ask("fork()")
@@ -333,6 +337,7 @@ def test_a_fork_server_that_has_just_been_killed_is_noticed_by_the_next_fork(sta
     assert first not in tree.alive()
 
 
+@pytest.mark.slow
 def test_the_runtime_can_end_a_fork_server_that_does_not_answer(start):
     tree = start()
     tree.ask("fork()")
@@ -357,6 +362,7 @@ def test_commands_for_the_end_run_once_all_is_gone(start, eventually, tmp_path):
     assert (kept.exists(), forgotten.exists()) == (True, False)
 
 
+@pytest.mark.slow
 def test_a_slow_command_for_the_end_delays_nothing_and_ends(start, eventually, tmp_path):
     """What gives a job back may wait for a controller that does not answer at once."""
     answers, given_back = tmp_path / "answers", tmp_path / "given back"
@@ -455,6 +461,7 @@ if "nblaunch.elastic.keeper" in str(sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_the_system_refuses_is_an_error_and_the_next_one_comes(start, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(REFUSED_ONCE)
     tree = start(PYTHONPATH=str(tmp_path))

@@ -240,6 +240,7 @@ def test_a_node_program_that_is_killed_is_named(start, two, tmp_path):
         cell(session, "1")
 
 
+@pytest.mark.slow
 def test_a_link_that_is_down_is_named_after_the_nodes_timeout(start, two, tmp_path):
     """Slurm itself learns of it much later."""
     session = start(node_timeout=3)

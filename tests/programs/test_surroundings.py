@@ -87,6 +87,7 @@ with nblaunch.Session(nproc=2) as session:
     eventually(lambda: not list(temporary.iterdir()), "the runtime directory is gone")
 
 
+@pytest.mark.slow
 def test_a_session_outlives_a_cleaned_temporary_directory(found, temporary):
     """Its socket goes, then all there is; a cleaner that goes by age does not come that far."""
     shown = found(

@@ -131,6 +131,7 @@ print("after")
 """
 
 
+@pytest.mark.slow_at("30-3")
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (30, 3)])
 def test_lines_come_live_above_a_status_line_that_is_gone_in_the_end(terminal_of, tmp_path, columns, lines):
     end = tmp_path / "end"

@@ -118,6 +118,7 @@ with session:
 """
 
 
+@pytest.mark.slow
 def test_a_script_watches_too_and_its_end_ends_nothing(giver):
     ran = subprocess.run([sys.executable, "-c", FAST], capture_output=True, text=True, check=True)
     ok, refused = ran.stdout.splitlines()
@@ -134,6 +135,7 @@ def test_a_script_watches_too_and_its_end_ends_nothing(giver):
 UNAWARE = "nblaunch.client.session.LiveSession._look_at_events = lambda _: None"
 
 
+@pytest.mark.slow
 def test_who_does_not_know_yet_that_it_has_lost_the_session_is_refused(giver, detached_kernels):
     giver.ok(f"import nblaunch\nsession = nblaunch.Session.attach('train')\n{UNAWARE}")
     taker = detached_kernels()
@@ -190,6 +192,7 @@ slow = Slow()
 """
 
 
+@pytest.mark.slow
 def test_a_look_of_one_that_watches_holds_no_job_up_for_long(giver, detached_kernels, eventually):
     watcher = detached_kernels()
     giver.ok(SLOW)
@@ -213,6 +216,7 @@ threading.Timer(0.3, lambda: globals().pop("kept")).start()
 """
 
 
+@pytest.mark.slow
 def test_a_look_of_one_that_watches_leaves_what_the_ranks_know_as_it_is(giver, detached_kernels, eventually):
     """An object that the next job refers to stays until that has found it, also if its variable is gone."""
     watcher = detached_kernels()
@@ -232,6 +236,7 @@ for each in [each for each in gc.get_objects() if isinstance(each, archive.Archi
 """
 
 
+@pytest.mark.slow
 def test_values_that_one_that_watches_has_got_are_there_for_the_giver(detached_kernels, eventually, free):
     """Where older values are dropped for newer ones, its own wait until the giver has mapped them."""
     giver, watcher = detached_kernels(), detached_kernels()
@@ -274,6 +279,7 @@ def asked(kernel, text: str) -> str:
     return str(prompt)
 
 
+@pytest.mark.slow
 def test_a_question_is_listed_and_asked_where_the_jobs_are_given(giver, detached_kernels, eventually, free):
     free.touch()
     giver.client.execute(ASKS.replace("FILE", repr(str(free))), allow_stdin=True)
@@ -359,6 +365,7 @@ def test_ranks_forget_the_objects_of_a_client_that_was_taken_over(giver, detache
     assert known_by(giver) > MANY
 
 
+@pytest.mark.slow
 def test_ranks_forget_the_objects_of_a_client_that_is_gone(giver, detached_kernels, eventually):
     giver.ok(f"many = [[each] for each in range({MANY})]\n%distributed push many")
     assert known_by(giver) > MANY

@@ -40,6 +40,7 @@ def running_of(kernel) -> list[str]:
     return [each.running for each in sessions() if each.kernel == kernel.pid]
 
 
+@pytest.mark.slow_at("fresh")
 @pytest.mark.parametrize("session", [False, True], ids=["fresh", "session"])
 def test_a_cell_in_the_background_ends_while_the_kernel_holds_the_gil(
     start_kernel, tmp_path, eventually, session

@@ -175,6 +175,7 @@ def differ_in_dtype():
     distributed.barrier()
 
 
+@pytest.mark.slow_at("dtype-4", "operation-4", "shape-4")
 @SIZES
 @pytest.mark.parametrize(
     ("job", "what", "first", "second"),

@@ -225,6 +225,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow_at("falls behind after the end")
 @pytest.mark.parametrize("megabytes", [3, 12], ids=["falls behind after the end", "is behind at the end"])
 def test_a_client_that_was_stopped_at_the_end_has_the_whole_result(tmp_path, megabytes):
     program = tmp_path / "client.py"

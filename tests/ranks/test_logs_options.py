@@ -59,6 +59,7 @@ def test_a_cell_shows_what_the_options_say_and_the_result_has_all(kernel, option
     assert kernel.value("[each.stderr for each in res.ranks]") == ["err 0\n", "err 1\n"]
 
 
+@pytest.mark.slow_at("html")
 @pytest.mark.parametrize("display", ["html", "widget"])
 def test_the_panel_shows_no_more_than_the_text_does(start_kernel, display):
     kernel = start_kernel(NBLAUNCH_DISPLAY=display)

@@ -100,6 +100,7 @@ def test_no_secret_is_on_a_spawned_ranks_command_line_and_no_file_of_orders_stay
     assert [[exists for _, exists in each] for each in result] == [[False], [False]]
 
 
+@pytest.mark.slow_at("is gone", "exits", "raises")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "exitcode", "reason"),

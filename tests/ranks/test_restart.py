@@ -111,6 +111,7 @@ def fail():
     raise ConnectionAbortedError("the data went away")
 
 
+@pytest.mark.slow_at("4")
 # DDP puts gradients into one buffer in the order of their first use: of more than two ranks the sums are then
 # rounded otherwise after a restart, in this program as in any.
 @pytest.mark.full

@@ -247,6 +247,7 @@ def test_completion_of_what_lives_on_the_ranks(kernel):
     assert kernel.complete("%%distributed --ti") == ["--timeout"]
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_completion_in_a_terminal(terminal, place):
     program = terminal(
@@ -508,6 +509,12 @@ def test_a_rank_that_dies_takes_all_variables_along_and_the_next_cell_works(star
     assert kernel.value("[res.values, res.ranks[0].stdout]") == [[False, False], "again\n"]
 
 
+@pytest.mark.slow_at(
+    "machine-SIGKILL-nothing",
+    "machine-shutdown-nothing",
+    "machine-shutdown-a cell in the background",
+    "machine-SIGKILL-a cell in the background",
+)
 @pytest.mark.once
 @pytest.mark.parametrize("doing", ["nothing", "a cell", "a cell in the background"])
 @pytest.mark.parametrize("end", ["shutdown", "SIGKILL"])

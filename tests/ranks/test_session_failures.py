@@ -269,6 +269,7 @@ def test_a_group_that_the_user_has_made_anew_is_formed_again_too(session):
     nothing_is_lost(session)
 
 
+@pytest.mark.slow_at("2 ranks-machine-10")
 @pytest.mark.full
 @pytest.mark.parametrize("times", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_many_heals_in_a_row(session, times):
@@ -394,6 +395,7 @@ print("done")
 )
 
 
+@pytest.mark.slow_at("machine-0-25-/nblaunch/", "machine-0-6-/nblaunch/")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
@@ -601,6 +603,7 @@ ENDS = """
 """
 
 
+@pytest.mark.slow_at("keeper")
 @pytest.mark.parametrize("who", ["server", "keeper"])
 def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, who):
     """In a program of its own: all sessions of a process share them. The keeper takes the session along."""
@@ -618,6 +621,7 @@ def test_a_session_survives_the_death_of_the_fork_server_or_its_keeper(script, w
     assert third == "[0, 0]"
 
 
+@pytest.mark.slow_at("agent")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("blow", "said"),
@@ -726,6 +730,7 @@ GROWTH = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_heals_let_nothing_grow_in_the_ranks(session):
     def heal(times: int) -> list[tuple[int, int]]:

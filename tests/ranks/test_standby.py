@@ -66,6 +66,7 @@ def test_a_run_takes_the_group_that_waits_and_another_one_follows(watched, waiti
     assert {each.pid for each in waiting()}.isdisjoint(first)
 
 
+@pytest.mark.slow
 def test_it_sees_the_notebook_as_it_is_when_it_is_used(watched, waiting, tmp_path):
     (tmp_path / "changed_meanwhile.py").write_text("VALUE = 'first'\n")
     watched.kernel.ok(f"import os, sys\nsys.path.insert(0, {str(tmp_path)!r})")
@@ -87,6 +88,7 @@ def test_a_group_of_another_shape_takes_its_place(watched, waiting):
     assert before.isdisjoint({each.pid for each in after})
 
 
+@pytest.mark.slow
 def test_what_runs_in_between_is_not_disturbed(watched, waiting):
     waiting()
     watched.kernel.ok("%distributed start -n 2\n")
@@ -97,6 +99,7 @@ def test_what_runs_in_between_is_not_disturbed(watched, waiting):
     watched.kernel.ok("%distributed stop")
 
 
+@pytest.mark.slow_at("one rank")
 @pytest.mark.parametrize("who", ["one rank", slow("all ranks"), "the fork server"])
 def test_a_group_that_has_died_is_passed_over(watched, waiting, who):
     ranks = waiting()
@@ -135,6 +138,7 @@ def test_it_goes_when_nobody_uses_it(watched, waiting, eventually):
     assert watched.run(body="rank") == [0, 1]
 
 
+@pytest.mark.slow
 def test_it_goes_where_memory_is_short(watched, waiting, eventually):
     waiting()
     watched.poke(
