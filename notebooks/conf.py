@@ -83,7 +83,7 @@ copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
 
-# --- links to other hosts: `sphinx-build -b linkcheck` ---
+# --- links to other hosts, which the linkcheck builder follows ---
 linkcheck_ignore = [r"https://nblaunch\.github\.io/"]  # this site: tests/programs/test_site_addresses.py
 
 _CONSTRUCTED = ("nblaunch.Session",)
