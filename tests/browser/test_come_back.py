@@ -174,6 +174,7 @@ def test_the_result_of_a_run_before_the_present_one_is_there_too(front, gate):
     expect_the_result(front.outputs.first)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @notices_pages
 def test_a_page_that_is_loaded_again_can_stop_the_run_or_says_how(front, gate):
@@ -312,6 +313,7 @@ def test_the_cell_of_a_kernel_that_was_restarted_keeps_what_it_had(front, detach
         load_again(front)
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_the_stop_button_of_the_notebook_stops_watching_and_the_job_goes_on(front, detached):
     restarted_in_mid_cell(front, detached)

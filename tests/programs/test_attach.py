@@ -250,6 +250,7 @@ def test_one_process_may_attach_twice(detached_kernels):
     assert kernel.value("[one.pull('x'), res.values]") == [{"x": [5, 5]}, [5, 5]]
 
 
+@pytest.mark.slow
 def test_a_cell_whose_session_was_taken_over_is_only_watched(detached_kernels, eventually, free):
     one, two = detached_kernels(), detached_kernels()
     one.ok("%distributed start -n 2 --detach --session train")
@@ -269,6 +270,7 @@ def test_a_cell_whose_session_was_taken_over_is_only_watched(detached_kernels, e
     assert f"(pid {two.pid} on " in one.fails("%%distributed\nx").evalue
 
 
+@pytest.mark.slow
 def test_one_that_watches_to_the_end_has_the_whole_result(detached_kernels, eventually, free):
     one, two = detached_kernels(), detached_kernels()
     one.ok("%distributed start -n 2 --detach --session train")
@@ -488,6 +490,7 @@ values = session.pull("x")["x"]
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_notebook_does_no_harm_to_what_it_is_attached_to(left):
     two = left("%%distributed\nx = 5", "%%distributed\nimport time\ntime.sleep(2)\nx")
     two.ok("session.jobs[-1].result()\ndel session")

@@ -193,6 +193,7 @@ def test_a_script_travels_with_what_it_imports(project, elsewhere):
     assert found.values == [{"result": (1, "train.py")}] * 2
 
 
+@pytest.mark.slow
 def test_nodes_that_see_the_same_files_use_them_as_they_are(project):
     with nblaunch.Session(**ON) as session:
         before = {each.name for each in project.iterdir()}

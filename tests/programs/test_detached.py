@@ -112,6 +112,7 @@ def test_a_session_ends_once_nobody_has_used_it_for_its_linger_time(detached_ker
     assert directory.sessions() == ()
 
 
+@pytest.mark.slow
 def test_a_client_that_comes_in_time_keeps_the_session(detached_kernels, eventually):
     one, two = detached_kernels(), detached_kernels()
     one.ok("%distributed start -n 2 --detach --session train --linger 20s")

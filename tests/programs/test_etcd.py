@@ -108,6 +108,10 @@ NONE = (
 )
 
 
+@pytest.mark.slow_at(
+    "etcd-v2-test_strangers_at_every_port_of_a_joined_run_change_nothing",
+    "etcd-v2-test_nothing_listens_beyond_the_endpoints_host",
+)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("meeting", "body"),

@@ -902,6 +902,7 @@ def test_a_fork_of_the_kernel_removes_nothing_of_its_parent(finished, world):
     world.must_be_clean()
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_kernel_runs_ranks_with_things_of_its_own(finished, world):
     action = (
         "values = nblaunch.run(job, nproc=2).values\n"
@@ -913,6 +914,7 @@ def test_a_fork_of_the_kernel_runs_ranks_with_things_of_its_own(finished, world)
     world.must_be_clean()
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_kernel_with_a_session_ends_at_once_and_takes_nothing_along(finished, world):
     seconds, status, values = finished(
         """
@@ -1020,6 +1022,7 @@ print(json.dumps(values))
     world.must_be_clean()
 
 
+@pytest.mark.slow_at("runtime")
 @of_each
 def test_a_run_ends_when_it_loses_its(who, finished, world):
     error, states, again = finished(f"""

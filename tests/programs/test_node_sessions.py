@@ -168,6 +168,7 @@ def fails_once():
     return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
+@pytest.mark.slow
 def test_a_run_starts_again_on_the_same_nodes():
     result = nblaunch.run(fails_once, **ON, max_restarts=1, timeout=60)
     assert [attempt.reason for attempt in result.attempts] == ["started", "failure"]
@@ -189,6 +190,7 @@ def test_a_session_on_two_nodes_keeps_its_variables(shared):
     assert [each.state for each in status.ranks] == ["idle", "idle"]
 
 
+@pytest.mark.slow
 def test_what_ranks_of_nodes_use_is_measured_there(shared):
     status = shared.session.status()
     assert all((each.memory or 0) > 1_000_000 for each in status.ranks)
@@ -541,6 +543,7 @@ def test_a_node_comes_in_place_of_one_while_the_others_go_on(start):
     assert list(nodes.cell(SUM).values) == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_node_comes_in_place_of_one_that_was_lost(start):
     nodes = start(max_restarts=1)
     first, second = nodes.programs()

@@ -286,6 +286,7 @@ def test_a_notebook_shows_nothing_of_rays_and_leaves_nothing_when_it_is_killed(o
     cluster.eventually(lambda: not (ours.groups or ours.actors), "nothing is left", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_cluster")
 def test_an_interrupt_withdraws_a_cell_that_waits(ours, start_kernel):
     kernel = start_kernel(**ours.environ, CUDA_VISIBLE_DEVICES="")

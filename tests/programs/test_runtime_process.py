@@ -225,6 +225,7 @@ def test_a_child_of_the_kernels_that_holds_the_link_keeps_nothing_alive(start, e
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_stopped_keeps_its_runtime(start):
     tree = start()
     runtime = tree.runtime
@@ -328,6 +329,7 @@ def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_has_just_been_killed_is_noticed_by_the_next_fork(start):
     tree = start()
     first, _ = tree.ask("fork()")

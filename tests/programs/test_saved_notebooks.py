@@ -159,7 +159,7 @@ def test_what_is_saved_is_small_and_holds_no_widget_in_its_outputs(executed):
     assert len(written) < 210_000
 
 
-@pytest.mark.slow_at("papermill")
+@pytest.mark.slow_at("jupyter execute")
 @pytest.mark.parametrize("tool", ["jupyter execute", "papermill"])
 def test_other_tools_save_the_same_as_nbclient(executed, tmp_path, tool):
     nbformat.write(notebook_of(*RUNS), tmp_path / "in.ipynb")

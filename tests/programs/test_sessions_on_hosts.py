@@ -156,6 +156,7 @@ def test_the_doctor_looks_at_hosts_and_gives_them_back(two):
     assert "2 ranks on 2 nodes over gloo" in report.findings[-1].summary
 
 
+@pytest.mark.slow
 def test_a_payload_that_cannot_go_on_ends_the_session_by_name(two):
     """The nodes are there, and reach the notebook: only what is between them has broken."""
     need_hosts("iptables")

@@ -228,6 +228,7 @@ def of_ours(two: Hosts, host: str) -> list[psutil.Process]:
     return [each for each in found if "slurm" not in each.name()]
 
 
+@pytest.mark.slow
 def test_a_node_program_that_is_killed_is_named(start, two, tmp_path):
     session = start()
     going_on = at_work(session, tmp_path)

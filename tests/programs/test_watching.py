@@ -338,6 +338,7 @@ def known_by(kernel) -> int:
     return int(first)
 
 
+@pytest.mark.slow
 def test_ranks_forget_the_objects_of_a_client_that_was_taken_over(giver, detached_kernels):
     giver.ok(f"many = [[each] for each in range({MANY})]\nlast = many[-1]")
     giver.ok("%distributed push many last")

@@ -71,6 +71,7 @@ def test_the_panel_shows_no_more_than_the_text_does(start_kernel, display):
     assert "kept" not in everything
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_is_the_same(terminal):
     ran = terminal(
         [

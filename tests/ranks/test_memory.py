@@ -55,7 +55,6 @@ def write_to_own_part(tensor):
     return tensor[:5].tolist()
 
 
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.skipif(
     psutil.virtual_memory().available < 3.5 * GIGABYTE,

@@ -649,6 +649,7 @@ def test_a_session_that_cannot_go_on_says_so_and_the_next_one_works(poke, blow, 
     session.close()
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_group_that_cannot_be_formed_again_is_replaced(poke, open_session):
     session = open_session(2, grace=0.2)

@@ -565,6 +565,7 @@ print("done")
 )
 
 
+@pytest.mark.slow_at("machine-/nblaunch/_results.py")
 @pytest.mark.full
 @pytest.mark.parametrize("file", ["/nblaunch/_results.py", "/nblaunch/_api.py"])
 def test_an_interrupt_while_a_job_is_submitted_leaves_no_session_busy(file, tmp_path, place):

@@ -118,6 +118,7 @@ def test_an_error_of_a_run_that_takes_it_is_told_as_ever(watched, waiting):
     assert watched.run(body="rank") == [0, 1]
 
 
+@pytest.mark.slow
 def test_while_it_waits_it_takes_next_to_no_memory_and_no_time(waiting):
     ranks = waiting()
     for rank in ranks:

@@ -130,6 +130,7 @@ def late(path):
     torch.distributed.all_reduce(torch.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_a_rank_that_hangs_is_found_although_others_are_measured_all_the_time(tmp_path):
     end = tmp_path / "end"
@@ -198,6 +199,7 @@ def test_a_process_that_is_gone_or_never_was_is_not_measured(process):
     assert meter.measure(1 << 22) is None
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_64_ranks_cost_about_a_twentieth_of_one_core_at_most(process):
     state = RunState(

@@ -27,6 +27,7 @@ def memory():
     return psutil.Process().memory_info().rss >> 20
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_what_ranks_print_is_not_kept_in_memory():
     nblaunch.run(talk, (1,), nproc=2, display=False)
