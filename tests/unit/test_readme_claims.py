@@ -66,10 +66,10 @@ CLAIMS = {
     "| ipyparallel | 11 s | 0.02 s | 60 s: the error is shown, the cell still runs |": (BENCHMARK,),
     "| torchrunx | 6.3 s | | 60 s: no error, the cell still runs |": (BENCHMARK,),
     '| nbdistributed | | 0.13 s | 60 s: "Timeout waiting for responses", no error |': (BENCHMARK,),
-    "These are medians of `tests/benchmarks/bench_peers.py` on two cores: an `all_reduce` from a notebook, on "
-    "fresh and on kept ranks.": (BENCHMARK,),
-    "The next cell's ranks are made ready ahead; without that (`NBLAUNCH_STANDBY=0`) nblaunch takes 0.15 s for a "
-    "fresh cell.": (
+    "These are medians of `tests/benchmarks/bench_peers.py` on two cores: an `all_reduce` from a "
+    "notebook, on fresh and on kept ranks.": (BENCHMARK,),
+    "The next cell's ranks are made ready ahead; without that (`NBLAUNCH_STANDBY=0`) nblaunch takes "
+    "0.15 s for a fresh cell.": (
         BENCHMARK,
         "tests/ranks/test_standby.py::test_a_run_takes_the_group_that_waits_and_another_one_follows",
         "tests/ranks/test_standby.py::test_it_can_be_turned_off",
