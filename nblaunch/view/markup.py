@@ -43,8 +43,10 @@ STATE_COLORS = {
 }
 
 MONOSPACE = "font-family:var(--jp-code-font-family,ui-monospace,Menlo,Consolas,monospace)"
-_PRE = f"margin:2px 0;padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
-_CODE = f"padding:0;background:none;white-space:pre-wrap;overflow-wrap:anywhere;{MONOSPACE}"
+_WRAPPED = "white-space:pre-wrap;overflow-wrap:anywhere"
+# JupyterLab breaks lines of `pre` within words.
+_PRE = f"margin:2px 0;padding:0;background:none;{_WRAPPED};word-break:normal;{MONOSPACE}"
+_CODE = f"padding:0;background:none;{_WRAPPED};{MONOSPACE}"
 _STDERR = f"font-style:normal;background:rgba(220,64,59,.12);border-left:3px solid {RED};padding-left:4px"
 
 

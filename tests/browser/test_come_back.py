@@ -115,7 +115,6 @@ def outputs_in(path) -> list[set[str]]:
 
 @pytest.mark.slow_at("notebook7")
 @notices_pages
-@pytest.mark.quick
 def test_a_page_that_is_loaded_again_is_live_and_then_has_the_result(front, gate):
     start_and_save(front, steps(gate, "first", "second"))
     load_again(front)
@@ -266,7 +265,6 @@ def attach(front: Front) -> Locator:
 
 
 @pytest.mark.once
-@pytest.mark.quick
 def test_the_kernel_is_restarted_in_mid_cell_and_a_new_one_has_all_of_it(front, detached):
     restarted_in_mid_cell(front, detached)
     shown = attach(front)
