@@ -130,6 +130,7 @@ def test_a_page_that_is_loaded_again_is_live_and_then_has_the_result(front, gate
     assert outputs_in(front.save()) == [{"text/html", "text/plain"}]
 
 
+@pytest.mark.slow
 @pytest.mark.once
 @notices_pages
 def test_a_second_tab_is_live_too_and_both_have_the_result(front, gate, server):

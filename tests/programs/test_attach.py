@@ -282,6 +282,7 @@ def test_one_that_watches_to_the_end_has_the_whole_result(detached_kernels, even
     assert two.value("session.jobs[-1].result().values") == ["freed", "freed"]
 
 
+@pytest.mark.slow
 def test_who_has_attached_is_told_when_the_runtime_dies(detached_kernels, eventually, free):
     one = detached_kernels()
     one.ok("%distributed start -n 1 --detach --session train")

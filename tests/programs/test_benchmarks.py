@@ -127,6 +127,7 @@ def node_figures(*arguments: str) -> dict[str, float]:
     return {name: float(figure) for name, figure in found}
 
 
+@pytest.mark.slow
 def test_what_a_node_costs_the_runtime_does_not_depend_on_how_many_there_are():
     figures = node_figures("--nodes", "16,64", "--ranks", "8", "--repeats", "5")
     for who in ("runtime", "client"):

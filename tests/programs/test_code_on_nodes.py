@@ -168,6 +168,7 @@ def test_what_is_pickled_by_reference_finds_its_module(session):
     assert cell(session, "given()").values == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_data_file_that_is_missing_is_named_with_the_reason(project, session):
     for source in ("import helpers; helpers.table()", "open('table.csv')", f"open('{project}/table.csv')"):
         with pytest.raises(RunFailedError) as failed:

@@ -165,7 +165,10 @@ STOPS = {
 
 
 @pytest.mark.slow_at(
-    "by Session.close()", "by a program that ends its with block", "by the notebook that has started it"
+    "by another notebook",
+    "by Session.close()",
+    "by a program that ends its with block",
+    "by the notebook that has started it",
 )
 @pytest.mark.parametrize("how", STOPS)
 def test_nothing_is_left_of_a_session_that_is_stopped(detached_kernels, eventually, free, how):

@@ -376,7 +376,7 @@ def lane_of(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.quick) if name == "a collective" else name
 
 
-@pytest.mark.slow_at("arithmetic")
+@pytest.mark.slow_at("settings and models", "arithmetic")
 @pytest.mark.parametrize(
     "name",
     [lane_of(each) for each in ROUND_TRIPS],

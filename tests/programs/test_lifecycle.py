@@ -555,6 +555,7 @@ def host(request, world, program, start_kernel):
 
 
 @pytest.mark.slow_at(
+    "script-while its ranks have children",
     "script-while it receives large values",
     "script-while its ranks are stuck in a collective",
     "script-while its ranks start",
@@ -1002,6 +1003,7 @@ def pids():
 of_each = pytest.mark.parametrize("who", [slow("keeper"), slow("server"), "runtime"])
 
 
+@pytest.mark.slow_at("runtime")
 @of_each
 def test_the_next_run_works_after_the_death_of_the(who, finished, world):
     """At once, when its end may not have been noticed yet, and later."""

@@ -407,6 +407,7 @@ def test_a_node_that_is_killed_is_named_by_a_run_or_replaced(tmp_path, restarts)
     killer.join()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_ends_a_session_by_name(start):
     nodes = start()
     program = nodes.programs()[1]

@@ -155,7 +155,7 @@ def lane_of(engine: str, end: str) -> Any:
     return full((engine, end)) if (engine, end) in IN_CI else slow((engine, end))
 
 
-@pytest.mark.slow_at("ssh-failure", "process-failure")
+@pytest.mark.slow_at("process-node lost", "ssh-failure", "process-failure")
 @pytest.mark.parametrize(
     ("engine", "end"), [lane_of(engine, end) for engine in ENGINES for end in SAID], indirect=["engine"]
 )

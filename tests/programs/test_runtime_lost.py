@@ -119,6 +119,7 @@ def test_an_idle_session_that_loses_its(part, notebook, eventually):
     assert "on rank 0 False" in ran.text
 
 
+@pytest.mark.slow
 def test_a_cell_whose_runtime_is_stopped_is_left_at_the_third_interrupt(notebook, eventually):
     """Once the runtime goes on, it ends the ranks, and serves the next cell."""
     before = notebook.parts()

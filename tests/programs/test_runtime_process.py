@@ -253,6 +253,7 @@ def test_a_detached_runtime_outlives_its_kernel(start, eventually):
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
+@pytest.mark.slow
 def test_a_bound_runtime_is_detached_on_request(start, eventually):
     tree = start()
     runtime = tree.runtime

@@ -146,6 +146,7 @@ def test_who_does_not_know_yet_that_it_has_lost_the_session_is_refused(giver, de
     assert taker.value("res.values") == [7, 7]
 
 
+@pytest.mark.slow
 def test_the_first_that_gives_a_job_once_nobody_has_the_session_has_it(detached_kernels, eventually):
     """Those that watch keep it from ending, as every client does."""
     giver, first, second = detached_kernels(), detached_kernels(), detached_kernels()
@@ -304,6 +305,7 @@ def test_a_question_is_listed_and_asked_where_the_jobs_are_given(giver, detached
     assert session().asking == ()
 
 
+@pytest.mark.slow
 def test_a_question_that_is_open_while_nobody_is_attached_waits_for_who_attaches(
     giver, detached_kernels, eventually, free
 ):

@@ -118,6 +118,7 @@ print("done")
 )
 
 
+@pytest.mark.slow_at("0-15-/nblaunch/client/wait.py")
 @pytest.mark.parametrize(
     ("seed", "lines", "file"),
     [

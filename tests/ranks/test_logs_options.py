@@ -259,6 +259,7 @@ def test_each_attempt_has_its_own_filtered_lines_and_the_files_grow_while_the_ru
     assert not list(tmp_path.glob("*/attempt_*/filtered_stderr.log"))
 
 
+@pytest.mark.slow
 @needs_line_filters
 def test_a_program_with_filters_ends_by_itself(script):
     """torch's own tail of a log keeps Python from ending while its ranks are there."""

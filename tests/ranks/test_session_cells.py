@@ -473,6 +473,7 @@ def test_auto_needs_a_session(start_kernel, place):
 # --- ends ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_at("nodes")
 def test_restart_and_stop(start_kernel, place):
     kernel = start_kernel()
     kernel.ok(f"%distributed start {place.line(2)}")
