@@ -166,7 +166,6 @@ STOPS = {
 
 @pytest.mark.slow_at(
     "by another notebook",
-    "by Session.close()",
     "by a program that ends its with block",
     "by the notebook that has started it",
 )

@@ -117,7 +117,7 @@ def test_a_run_with_a_restart_left_survives_the_fork_server(tmp_path):
     assert ["was lost with the fork server" in each.reason for each in first.failures] == [True, True]
 
 
-@pytest.mark.slow_at("later-keeper", "later-fork server", "at once-keeper", "at once-fork server")
+@pytest.mark.slow_at("later-fork server", "at once-keeper", "at once-fork server")
 @pytest.mark.full
 @pytest.mark.parametrize("who", sampled(["fork server", "keeper"]))
 @pytest.mark.parametrize("noticed", [False, True], ids=["at once", "later"])
