@@ -443,6 +443,15 @@ def poke(monkeypatch):
     local().close()
 
 
+@pytest.fixture(scope="module")
+def own_runtime():
+    """End this process's runtime behind a file: its fork server was started under the file's environment."""
+    from nblaunch.client.local import local
+
+    yield
+    local().close()
+
+
 @pytest.fixture(scope="session")
 def leftovers():
     """Give the check itself, to be tested."""

@@ -21,7 +21,7 @@ import nblaunch
 from nblaunch import LaunchError, NblaunchError, RunPreemptedError
 from nblaunch._results import Handle
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("own_runtime")]
 
 ON: dict[str, Any] = {"nproc": 1, "nnodes": 2, "on": "process", "timeout": 60, "grace": 5}
 HOSTS = [f"{platform.node()}-{number}" for number in (1, 2)]

@@ -25,7 +25,7 @@ import nblaunch
 from nblaunch import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._results import Handle, Outcome, time_is_short
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full, pytest.mark.usefixtures("own_runtime")]
 
 SHOWN, NAMED, WITHDRAWN = 2.0, 5.0, 0.5
 """Seconds: until the reason for the wait is shown, until an end is named, until a request is withdrawn."""
