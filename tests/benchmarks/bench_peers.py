@@ -217,11 +217,19 @@ class Kernel:
     def close(self) -> None:
         """End the kernel, and all that it has started: who else leaves something, leaves it for ever."""
         self._client.stop_channels()
-        self._manager.shutdown_kernel(now=True)
+        trackers = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark:
+                if process.environ().get(MARK) != self._mark:
+                    continue
+                if "resource_tracker" in " ".join(process.cmdline()):
+                    trackers.append(process)
+                else:
                     process.kill()
+        # Those of multiprocessing's remove the semaphores of who was killed, and end.
+        for process in psutil.wait_procs(trackers, 10)[1]:
+            process.kill()
+        self._manager.shutdown_kernel(now=True)
         self._manager.cleanup_resources()
 
 
