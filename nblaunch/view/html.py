@@ -75,8 +75,8 @@ ROOT_STYLE = (
 _TABLE = "border-collapse:collapse;margin:4px 0;font-size:inherit"
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0"
 _NARROW_CELL = f"{_CELL};white-space:nowrap"
-_WIDE = "min-width:16em"
-"""Of what may be long: a table that is as wide as a narrow page would leave it one character a line."""
+_LEAST_WIDTH = "min-width:16em"
+"""Of a failure: on a narrow page its column would be one character wide."""
 _SMALL_CELL = "text-align:left;padding:1px 8px"
 _FAILURE = f"border-left:3px solid {markup.RED};padding-left:8px;margin:6px 0"
 
@@ -356,7 +356,7 @@ def _cells(ranks: Sequence[_Shown], *, few: bool = True) -> tuple[str, ...]:
         sizes(each.peak_gpu_memory for each in known).replace(" ", "\u00a0"),
         last,
         value,
-        f'<div style="{_WIDE}">{text}</div>' if few and failure else text,
+        f'<div style="{_LEAST_WIDTH}">{text}</div>' if few and failure else text,
     )
 
 
