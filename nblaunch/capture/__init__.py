@@ -12,9 +12,8 @@ Large buffers (arrays, tensors) are not copied into the pickle. They are written
 which every rank maps. A small payload travels inside its message.
 
 For a session both ends keep an object table (`identity`): a key for each object that has been sent. What the
-ranks have is sent as its key (`persistent_id`), so one object stays one object under any name. `changes`
-keeps a print of what was sent, to notice a change in place, and replaces the content of an object that is
-pushed.
+ranks have is sent as its key (`persistent_id`), so one object stays one object under any name. `walk` keeps a
+digest of each object as it was sent, to notice a change in place; `push` replaces the content of an object.
 
 Invariants:
   * Capturing runs no code of the user's, but for what pickling runs anyway (`__reduce__`, `__getstate__`).
@@ -28,10 +27,11 @@ Modules, each after those that it imports:
     identity       keys of objects; the tables at both ends
     tensors        torch storages as buffers: once for each storage, never as a CUDA handle
     unpicklable    the parts of an object as pickle sees them; the path to the one that cannot be sent
-    changes        prints of objects, to notice changes in place; the content of a push
+    push           the content of an object, which fills the one that a rank has
     modules        the notebook's own files that a job may import
     names          the names of the notebook that a cell needs, magics and shell commands included
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
+    walk           objects as they were sent, and whether they would be sent otherwise now
     capture        a cell, a call, a push: what is sent for it, ready to be written
     shared_memory  payloads in memory files (or files), written once, held and mapped
 """

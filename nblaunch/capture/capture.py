@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,30 @@ from nblaunch.capture.pickling import Known, Packed
 if TYPE_CHECKING:
     from nblaunch.capture.unpicklable import Culprit
 
-# These are the rank's own; IPython puts `open`, `exit` and `quit` into the namespace.
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
-SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open", "__name__", "__builtins__", "__builtin__"})
+"""These are the rank's own."""
+_MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__"})
+_SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open"})
+SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
+
+
+def notebook_names(namespace: Mapping[str, Any]) -> AbstractSet[str]:
+    """Return the names of the notebook's own variables, not of those that each rank or its shell has.
+
+    IPython puts `open`, `exit` and `quit` into the namespace; where the notebook has bound such a name
+    itself, that is what its code means.
+    """
+    shells = {name for name in _SHELL_NAMES & namespace.keys() if _is_shells_own(namespace[name])}
+    return namespace.keys() - RANK_NAMES - _MODULE_NAMES - shells
+
+
+def _is_shells_own(value: object) -> bool:
+    function = value.__func__ if type(value) is types.MethodType else value
+    if type(function) is types.FunctionType:
+        module = function.__globals__.get("__name__")  # `__module__` of its `open` is io's
+    else:
+        module = type.__dict__["__module__"].__get__(type(function))
+    return isinstance(module, str) and module.partition(".")[0] in {"IPython", "ipykernel"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +75,26 @@ def capture_cell(
     """
     names = cell_names(source, transform=transform)
     used = names.needed | names.maybe
-    available = namespace.keys() - RANK_NAMES - SHELL_NAMES
+    available = notebook_names(namespace)
     lacking = (used if known is None else known.needs(used)) & available
-    packed, sent = _packed_cell(lacking, names.needed, namespace, known)
-    return Captured(packed, _submodules_in(names.dotted, namespace), _sources(packed), sent, used)
+    while True:
+        packed, sent = _packed_cell(lacking, names.needed, namespace, known)
+        more = _more(packed, lacking, available, known)
+        if not more:
+            return Captured(packed, _submodules_in(names.dotted, namespace), _sources(packed), sent, used)
+        lacking |= more
+
+
+def _more(
+    packed: Packed, lacking: frozenset[str], available: AbstractSet[str], known: Known | None
+) -> frozenset[str]:
+    """Return the variables that functions read to which a pickle leads by key, and that the ranks lack.
+
+    The pickle takes along what the functions read that are in it.
+    """
+    if known is None:
+        return frozenset()
+    return (known.needs((), packed.keys) & available) - lacking - packed.carried.keys()
 
 
 def _packed_cell(
@@ -97,15 +136,17 @@ def capture_call(
     roots = {getattr(function, "__name__", type(function).__name__): function}
     roots |= {f"args[{position}]": value for position, value in enumerate(args)}
     roots |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
-    available, lacking = namespace or {}, frozenset[str]()
-    if known is not None:
-        # Variables that only functions use which the ranks have already: nothing else would bring them.
-        lacking = known.needs(frozenset(), function, args, kwargs) & available.keys()
-    variables = tuple((name, available[name]) for name in sorted(lacking))
-    call = (function, tuple(args), tuple(kwargs.items()), variables)
+    available = namespace or {}
+    lacking: frozenset[str] = frozenset()
     with _explained(roots, namespace, "the call uses"):
-        packed = pickling.dumps(call, namespace, known, trim=known is None)
-    return Captured(packed, (), _sources(packed), lacking)
+        while True:
+            variables = tuple((name, available[name]) for name in sorted(lacking))
+            call = (function, tuple(args), tuple(kwargs.items()), variables)
+            packed = pickling.dumps(call, namespace, known, trim=known is None)
+            more = _more(packed, lacking, notebook_names(available), known)
+            if not more:
+                return Captured(packed, (), _sources(packed), lacking)
+            lacking |= more
 
 
 @contextmanager

@@ -31,7 +31,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made the class, no
 _VALUE_TYPES = frozenset(
     {int, float, complex, bool, str, bytes, tuple, frozenset, range, slice}
     | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
-    | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType, types.CellType}
+    | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
@@ -62,13 +62,26 @@ def has_identity(obj: object) -> bool:
 
 def is_by_value(obj: type | types.FunctionType) -> bool:
     """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
-    if isinstance(obj, type):
-        if not obj.__flags__ & _HEAP_TYPE:
-            return False
-        known = sys.modules.get(obj.__module__)
-        if known is not None and getattr(known, obj.__name__, None) is obj:
-            return False  # as for most classes that a walk meets
-    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - by value, or by name
+    if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
+        return False
+    return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
+
+
+# `type`'s own descriptors: with a metaclass these may be properties.
+_namespace_of = type.__dict__["__dict__"].__get__
+_mro_of = type.__dict__["__mro__"].__get__
+_C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+def attributes_of(obj: object) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object, None if it has none of its own; runs no code of the user's."""
+    for each in _mro_of(type(obj)):
+        descriptor = _namespace_of(each).get("__dict__")
+        if descriptor is not None:
+            # Code of the user's may have put anything there.
+            stored = descriptor.__get__(obj) if type(descriptor) in _C_DESCRIPTORS else None
+            return stored if type(stored) is dict else None
+    return None
 
 
 class _Weak(weakref.ref[Any]):
@@ -248,6 +261,8 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     held = list(memo.values())
     # The pickler refers to each object, and so does its entry in the copy.
     addresses = {id(obj) for _, obj in held}
+    # An object's own dictionary fills another one on the rank.
+    attributes = {id(found) for _, obj in held if (found := attributes_of(obj)) is not None}
     temporary = {
         place
         for place, _ in _orphans(
@@ -257,6 +272,9 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     found = (
         entry
         for entry in held
-        if entry[0] not in temporary and entry[1] is not root and has_identity(entry[1])
+        if entry[0] not in temporary
+        and entry[1] is not root
+        and id(entry[1]) not in attributes
+        and has_identity(entry[1])
     )
     return list(itertools.islice(found, MOST_OBJECTS))

@@ -27,7 +27,7 @@ import traceback
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.capture import changes, identity, tensors
+from nblaunch.capture import identity, push, tensors
 from nblaunch.capture.unpicklable import global_names
 
 OUT_OF_BAND = 4096
@@ -52,6 +52,10 @@ class Packed:
     """The file names under which its code was compiled."""
     carried: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the notebook that its functions take along."""
+    reads: frozenset[str] = frozenset()
+    """The global names that these functions read, also those that do not travel."""
+    detached: tuple[Any, ...] = ()
+    """Tensors that arrive as leaves, without the graph that they have in the notebook."""
     keys: frozenset[int] = frozenset()
     """The objects that it refers to by key: the ranks have them."""
     places: Sequence[tuple[int, Any]] = ()
@@ -108,6 +112,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
+        self.reads: set[str] = set()
+        self.detached: list[Any] = []
         self.keys: set[int] = set()
 
     def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - sessions need it
@@ -117,11 +123,15 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is types.CodeType:
             self.filenames.add(obj.co_filename)
+        if tensors.is_tensor(obj):
+            return self._tensor_with_parts(obj)
         reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
             reduced = reduce_notebook_type(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
+            if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
+                reduced = _with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
             if slots := vars(obj).get("__slots__"):
                 _make_with_slots(slots, reduced)
@@ -129,9 +139,37 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
                 reduced = _named_class(reduced, name)
         return reduced
 
+    def _tensor_with_parts(self, tensor: Any) -> Any:
+        if tensor.grad_fn is not None:
+            self.detached.append(tensor)
+        parts = tensors.parts_of(tensor)
+        reduced = self._reduce_tensor(tensor)
+        if parts is None:
+            return super().reducer_override(tensor) if reduced is NotImplemented else reduced
+        return tensors.with_parts(tensor, reduced, parts)
+
     def _name_of(self, obj: type) -> str:
         """Return the name of a class that ranks have made, empty for any other."""
         return _names.get(obj, "")
+
+
+def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Have a function be made with its cells, which are objects: functions share them.
+
+    cloudpickle makes new cells for each function, and copies what is in them.
+    """
+    make, arguments, (attributes, slots), *others = reduced
+    return (make, (*arguments[:-1], cells), (attributes, {**slots, "__closure__": None}), *others)
+
+
+def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
+    # Its content, which may lead back to the cell, comes after it.
+    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
+    try:
+        content = cell.cell_contents
+    except ValueError:  # the variable is not defined yet
+        return make, ()
+    return make, (), (content,), None, None, push.fill_cell
 
 
 def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
@@ -153,14 +191,15 @@ class Known(Protocol):
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
 
-    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
-        """Return which variables the ranks lack: of `names`, and of those that functions use.
+    def needs(self, names: Iterable[str], keys: Iterable[int] = ()) -> frozenset[str]:
+        """Return which variables the ranks lack: of `names`, and of those that functions read.
 
-        The functions are those that the variables and `roots` lead to.
+        The functions are those to which the variables that the ranks have, and the objects with these keys,
+        led when they were sent.
         """
 
 
-class _Outbound(_ValuePickler):
+class Outbound(_ValuePickler):
     """From the notebook to the ranks."""
 
     def __init__(
@@ -175,17 +214,19 @@ class _Outbound(_ValuePickler):
             self.globals_ref[each] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
             reduced = super().reducer_override(obj)
-            return self._with_offered_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
+            return self.with_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
         reduced = super().reducer_override(obj)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
-    def _with_offered_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
+    def with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
-        names = (name for name in global_names(function) if name in function.__globals__)
-        needed = {name: function.__globals__[name] for name in [*slots["__globals__"], *names]}
+        names = set(global_names(function))
+        self.reads |= names
+        needed = {name: function.__globals__[name] for name in names if name in function.__globals__}
         if self._known is not None:
             needed = {name: value for name, value in needed.items() if self._known.lacks(name, value)}
         self.carried.update(needed)
@@ -193,12 +234,12 @@ class _Outbound(_ValuePickler):
         return make, arguments, state, None, None, _set_function
 
 
-class _Identifying(_Outbound):
+class _Identifying(Outbound):
     """To the ranks of a session: objects that they have are sent as keys."""
 
     _known: Known
 
-    # Not in `_Outbound`: pickle calls it for every single object.
+    # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
         key = self._known.key_of(obj)
         if key is not None:
@@ -214,7 +255,7 @@ class _Refreshing(_Identifying):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._contents: list[tuple[int, changes.Content]] = []
+        self._contents: list[tuple[int, push.Content]] = []
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -222,7 +263,7 @@ class _Refreshing(_Identifying):
         if key is None or key in self._new:
             return None
         if key not in self.keys:
-            content = changes.content_of(obj)
+            content = push.content_of(obj)
             if content is None:
                 self._new.add(key)
                 return None
@@ -386,7 +427,7 @@ def dumps(
     Raises whatever the objects raise.
     """
     if known is None:
-        kind: type[_Outbound] = _Outbound
+        kind: type[Outbound] = Outbound
     else:
         kind = _Refreshing if push else _Identifying
     return _packed(value, functools.partial(kind, namespace=namespace, known=known), trim=trim)
@@ -424,6 +465,8 @@ def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) ->
         tuple(each if isinstance(each, memoryview) else each() for each in buffers),
         frozenset(pickler.filenames),
         pickler.carried,
+        frozenset(pickler.reads),
+        tuple(pickler.detached),
         frozenset(pickler.keys),
         pickler.places(value),
     )
@@ -489,7 +532,7 @@ def loads_known(
     """
     stream, *buffers = parts
     loader = _Loader(io.BytesIO(stream), buffers=buffers, found=found)
-    contents: list[tuple[int, changes.Content]] = []
+    contents: list[tuple[int, push.Content]] = []
     _loading.offer = offer
     try:
         with _loading_on(device):
@@ -498,7 +541,7 @@ def loads_known(
                 contents += more
     finally:
         del _loading.offer
-    fills = [changes.fill(found(key), content) for key, content in contents]
+    fills = [push.fill(found(key), content) for key, content in contents]
     return Loaded(value, loader.memo.copy, fills)
 
 
@@ -559,6 +602,7 @@ def _new_type(name: str, supertype: Any, module: str) -> Any:
 
 _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(functools.cache(id)): _reduce_cached_function,
+    types.CellType: _reduce_cell,
     functools.cached_property: lambda obj: (_cached_property, (obj.func, obj.attrname)),
     typing.NewType: _reduce_new_type,
     # `functools.singledispatch` keeps a weak dictionary and a proxy in the function that it makes.

@@ -14,8 +14,9 @@ import ctypes
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 ACCELERATORS = ("cuda", "xpu")
@@ -143,6 +144,17 @@ def _own_device(kind: str, index: int | None) -> Any:
     return torch.device(kind) if index is None and device.type == kind else device
 
 
+def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+    """Return what tells whether a tensor was changed, and the objects that belong to it, None if none do."""
+    version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented, under this name only
+    address = None
+    with suppress(RuntimeError):  # a sparse tensor, or one without storage
+        address = tensor.data_ptr()
+    facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    parts = (parts_of(tensor), tensor.__dict__ or None)
+    return facts, None if parts == (None, None) else parts
+
+
 def is_tensor(obj: Any) -> bool:
     """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
@@ -228,6 +240,61 @@ def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
 
 def _plain(torch: Any) -> tuple[type, type]:
     return torch.Tensor, torch.nn.Parameter
+
+
+# What torch leaves out of a tensor's pickle, and what is part of the tensor for its user.
+
+
+def parts_of(tensor: Any) -> tuple[Any, Any, Any] | None:
+    """Return a leaf's gradient, its hooks, and those for when the gradient is there; None if it has none.
+
+    A tensor with a graph arrives as a leaf; its gradient and its hooks belong to the graph.
+    """
+    if not tensor.is_leaf:
+        return None
+    gradient = tensor.grad
+    hooks, later = _hooks(tensor._backward_hooks), _hooks(tensor._post_accumulate_grad_hooks)  # noqa: SLF001 - torch has no public way
+    return None if gradient is hooks is later is None else (gradient, hooks, later)
+
+
+def _hooks(hooks: Any) -> Any:
+    """Return a tensor's hooks, None if it has none; those of torch's wrappers belong to a process group."""
+    if not hooks or any(_is_torchs(hook) for hook in hooks.values()):
+        return None
+    return hooks
+
+
+def _is_torchs(hook: Any) -> bool:
+    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
+    return isinstance(module, str) and module.startswith("torch.")
+
+
+def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:
+    """Return the reduction of a tensor with its gradient and its hooks, which come after the tensor."""
+    if reduced is NotImplemented:
+        with warnings.catch_warnings(action="ignore"):  # that hooks are left out
+            reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    make, arguments, *state = reduced
+    return make, arguments, (state[0] if state else None, parts), None, None, _set_state
+
+
+def _set_state(tensor: Any, state: tuple[Any, Any]) -> None:
+    attributes, parts = state
+    if attributes is not None:
+        import torch
+
+        torch._utils._set_obj_state(tensor, attributes)  # noqa: SLF001 - what torch itself calls
+    set_parts(tensor, parts)
+
+
+def set_parts(tensor: Any, parts: tuple[Any, Any, Any] | None) -> None:
+    """Give a leaf its gradient and its hooks."""
+    gradient, hooks, later = parts or (None, None, None)
+    tensor.grad = gradient
+    if hooks or tensor._backward_hooks:  # noqa: SLF001 - where `register_hook` keeps them
+        tensor._backward_hooks = hooks  # noqa: SLF001 - see above
+    if later or tensor._post_accumulate_grad_hooks:  # noqa: SLF001 - likewise
+        tensor._post_accumulate_grad_hooks = later  # noqa: SLF001 - see above
 
 
 # Which part of each storage a pickle takes along.

@@ -1,8 +1,8 @@
 """What a session's ranks know of the notebook: which objects they have, and under which names.
 
-An object is known by its key (`nblaunch.capture.identity`), a variable by the object that was sent under its
-name. Ranks that took part in the same jobs know the same and share one record; a cell on a subset of ranks
-splits it.
+An object is known by its key (`nblaunch.capture.identity`), with its frame as it was sent
+(`nblaunch.capture.walk`), and a variable by the object that was sent under its name. Ranks that took part in
+the same jobs know the same and share one record; a cell on a subset of ranks splits it.
 
 A record changes at the moment at which the ranks do: when the payload has arrived on all of them.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-import types
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nblaunch.capture.capture import RANK_NAMES, SHELL_NAMES, Captured
-from nblaunch.capture.changes import Prints
-from nblaunch.capture.identity import ObjectTable
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture.capture import RANK_NAMES, Captured, notebook_names
+from nblaunch.capture.identity import ObjectTable, has_identity
+from nblaunch.capture.walk import ObjectFrame, SentFrames, Inspection
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
@@ -32,6 +30,8 @@ class _Binding:
     """A name that ranks have from the notebook: the key of its object, None until a job compares it."""
 
     key: int | None
+    frame: ObjectFrame | None = None
+    """Of a value without identity (a tuple, a bound method): what it led to when it was sent."""
 
 
 class _Record:
@@ -40,26 +40,18 @@ class _Record:
     def __init__(self, ranks: frozenset[int], table: ObjectTable) -> None:
         self.ranks = ranks
         self.table = table
-        self.keys: set[int] = set()
+        self.frames = SentFrames(table)
+        """Of every object that the ranks have."""
         self.bound: dict[str, _Binding] = {}
-        self.prints = Prints(table)
         self.gone: set[int] = set()
         """Keys that the next payload lets the ranks forget."""
 
     def split(self, ranks: frozenset[int]) -> _Record:
         """Move these ranks to a record of their own, and return it."""
         other = _Record(ranks, self.table)
-        other.keys, other.bound, other.gone = set(self.keys), dict(self.bound), set(self.gone)
-        other.prints = self.prints.copy()
+        other.frames, other.bound, other.gone = self.frames.copy(), dict(self.bound), set(self.gone)
         self.ranks -= ranks
         return other
-
-    def forget(self, keys: Iterable[int]) -> set[int]:
-        """Drop these keys; return those that were known."""
-        found = self.keys.intersection(keys)
-        self.keys -= found
-        self.prints.discard(found)
-        return found
 
 
 class Knowledge:
@@ -116,12 +108,12 @@ class Knowledge:
         with self._lock:
             for rank, each in keys.items():
                 record = next((known for known in self._records if rank in known.ranks), None)
-                if record is None or not record.keys.intersection(each):
+                if record is None or not any(key in record.frames for key in each):
                     continue
                 others = {other for other in record.ranks if set(keys.get(other, ())) != set(each)}
                 if others:
                     record = self._apart(record, frozenset(record.ranks - others))
-                record.forget(each)
+                record.frames.discard(each)
 
     def views(
         self, chosen: Sequence[int], names: Mapping[int, Names], namespace: dict[str, Any] | None
@@ -132,7 +124,7 @@ class Knowledge:
                 self._namespace = self.key_for(namespace)
             dead = self._table.lost()
             for record in self._records:
-                record.gone |= record.forget(dead)
+                record.gone |= record.frames.discard(dead)
             parts = [(record, record.ranks.intersection(chosen)) for record in self._records]
             return [KnowledgeView(self, record, ranks, names, namespace) for record, ranks in parts if ranks]
 
@@ -149,12 +141,11 @@ class Knowledge:
         with self._lock:
             if view.record not in self._records:
                 return  # of an attempt that is over
-            if not (delivery.bound or delivery.prints or delivery.gone):
+            if not (delivery.bound or delivery.frames or delivery.gone):
                 return  # ranks that were sent nothing still know what the others know
             record = view.record if view.ranks == view.record.ranks else self._apart(view.record, view.ranks)
             record.gone -= set(delivery.gone)
-            record.keys.update(delivery.prints)
-            record.prints.update(delivery.prints)
+            record.frames.update(delivery.frames)
             record.bound |= delivery.bound
 
     def _apart(self, record: _Record, ranks: frozenset[int]) -> _Record:
@@ -168,7 +159,7 @@ class Delivery:
     """What the ranks will know once a payload has arrived; holds no object."""
 
     bound: dict[str, _Binding]
-    prints: dict[int, object]
+    frames: dict[int, ObjectFrame]
     gone: tuple[int, ...]
     objects: Objects | None
     """None for a payload that binds nothing, and neither gives, refers to nor drops a key."""
@@ -200,15 +191,16 @@ class KnowledgeView:
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
         self._declined: dict[str, _Binding] = {}
         self._reached: set[str] = set()
+        self._shared = notebook_names(self._namespace)
 
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that these ranks have."""
         key = self.record.table.key_of(obj)
-        return key if key is not None and key in self.record.keys else None
+        return key if key is not None and key in self.record.frames else None
 
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether these ranks need the notebook's variable: one has none, or it was assigned again."""
-        if name in RANK_NAMES or name in SHELL_NAMES:
+        if name not in self._shared:
             return False
         everywhere = all(name in names for names in self._names.values())
         binding = self.record.bound.get(name)
@@ -217,69 +209,79 @@ class KnowledgeView:
         if binding.key is None:
             # Pushed under a name that the notebook did not have, or that no job has compared.
             binding.key = self._knowledge.key_for(value)
-        if self.record.table.get(binding.key) is value:
+        if self.record.table.key_of(value) == binding.key:
             return not everywhere
         own = [rank for rank, names in self._rebound.items() if name in names]
         if own:
-            self._declined[name] = _Binding(self._knowledge.key_for(value))
+            self._declined[name] = self._binding(value)
             self.kept[name] = frozenset(own)
         return len(own) < len(self.ranks)
 
-    def needs(self, names: frozenset[str], *roots: Any) -> frozenset[str]:
-        """Return the variables that these ranks lack, of `names` and of those that functions use."""
-        self._reached = self._reach(names, roots)
-        return frozenset(name for name in self._reached if self.lacks(name, self._namespace[name]))
+    def _binding(self, value: Any, inspection: Inspection | None = None) -> _Binding:
+        frame = None
+        if not has_identity(value):
+            frame = (inspection or self._inspect()).frame(value)
+        return _Binding(self._knowledge.key_for(value), frame)
 
-    def _reach(self, names: Iterable[str], roots: Iterable[Any]) -> set[str]:
-        """Follow variables and objects to functions, and these to the variables that they use."""
-        reached: set[str] = set()
-        waiting, objects = set(names), list(roots)
-        functions: set[int] = set()
-        while waiting or objects:
-            fresh = {name for name in waiting - reached if name in self._namespace}
-            reached |= fresh
-            objects += [self._namespace[name] for name in fresh]
-            waiting = set()
-            for obj in self.record.prints.walk(*objects):
-                if type(obj) is types.FunctionType and id(obj) not in functions:
-                    functions.add(id(obj))
-                    if obj.__globals__ is self._namespace:
-                        waiting.update(global_names(obj))
-            objects = []
-        return reached
+    def needs(self, names: Iterable[str], keys: Iterable[int] = ()) -> frozenset[str]:
+        """Return the variables that these ranks lack, of `names` and of those that functions read.
+
+        The functions are those to which the variables, and the objects with these keys, led when they were
+        sent: a change in place does not travel.
+        """
+        waiting, reached = set(names) | self.record.frames.names(keys), set[str]()
+        while waiting:
+            reached |= waiting
+            read: set[str] = set()
+            for name in waiting & self._namespace.keys():
+                binding = self.record.bound.get(name)
+                if binding is not None and self.record.table.key_of(self._namespace[name]) == binding.key:
+                    read |= binding.frame.names if binding.frame is not None else set()
+                    led_to = binding.frame.children if binding.frame is not None else (binding.key,)
+                    read |= self.record.frames.names(key for key in led_to if key is not None)
+            waiting = read - reached
+        reached &= self._namespace.keys()
+        self._reached |= reached
+        return frozenset(name for name in reached if self.lacks(name, self._namespace[name]))
+
+    def _inspect(self) -> Inspection:
+        return Inspection(self.record.table, self.record.frames, self._namespace)
 
     def delivery(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Delivery:
         """Return what these ranks will know once `captured` has arrived."""
-        key_for, packed = self._knowledge.key_for, captured.packed
+        key_for, packed, inspection = self._knowledge.key_for, captured.packed, self._inspect()
         keys = [key_for(obj) for _, obj in packed.places]
-        prints = {key: self.record.prints.of(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
+        frames = {key: inspection.frame(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
         if pushed is not None:
-            prints |= {key: self.record.prints.of(self.record.table.get(key)) for key in packed.keys}
+            frames |= {key: inspection.frame(self.record.table.get(key)) for key in packed.keys}
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
-        bound = {name: _Binding(key_for(value)) for name, value in {**packed.carried, **variables}.items()}
+        bound = {name: self._binding(value, inspection) for name, value in {**packed.carried, **variables}.items()}
         for name in pushed or ():
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace
-            bound[name] = _Binding(key_for(self._namespace[name]) if known else None)
+            bound[name] = self._binding(self._namespace[name], inspection) if known else _Binding(None)
         gone = tuple(self.record.gone)
         objects = Objects(
-            wait=bool(bound or prints),
+            wait=bool(bound or frames),
             places=array("I", (place for place, _ in packed.places)).tobytes(),
             keys=array("Q", keys).tobytes(),
             gone=array("Q", gone).tobytes(),
         )
+        self._reached |= packed.reads & self._namespace.keys()
         plain = not (packed.keys or keys or gone or objects.wait)
-        return Delivery({**self._declined, **bound}, prints, gone, None if plain else objects)
+        return Delivery({**self._declined, **bound}, frames, gone, None if plain else objects)
 
     def look_for_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""
+        inspection = self._inspect()
         for name in sorted(self._reached):
             if name in RANK_NAMES:
                 self.ranks_own.add(name)
-            elif not all(self._is_own(name, rank) for rank in self.ranks) and (
-                self.record.prints.changed(self._namespace[name])
-            ):
-                self.changed.add(name)
+            elif not all(self._is_own(name, rank) for rank in self.ranks):
+                value, binding = self._namespace[name], self.record.bound.get(name)
+                same = binding is not None and binding.key == self.record.table.key_of(value)
+                if inspection.changed(value, binding.frame if binding is not None and same else None):
+                    self.changed.add(name)
 
     def _is_own(self, name: str, rank: int) -> bool:
         """Return whether a rank has bound this variable itself."""

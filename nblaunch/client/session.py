@@ -27,12 +27,11 @@ from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
 from nblaunch._results import Outcome, Perform, RankStatus, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import (
-    RANK_NAMES,
-    SHELL_NAMES,
     Captured,
     capture_call,
     capture_cell,
     capture_values,
+    notebook_names,
 )
 from nblaunch.client.inherited import prepare_of
 from nblaunch.client.knowledge import Delivery, Knowledge, KnowledgeView, notices
@@ -348,7 +347,7 @@ class LiveSession:
             if not str(name).isidentifier() or keyword.iskeyword(name):
                 msg = f"push: {name!r:.100} is not a valid Python identifier."
                 raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-            if name in RANK_NAMES or name in SHELL_NAMES:
+            if name not in notebook_names(variables):
                 msg = f"push: each rank has its own {name}. Use another name."
                 raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
         namespace = _notebook.namespace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nblaunch.capture.walk import ObjectFrame
 from nblaunch.client.knowledge import Delivery, Knowledge
 
 
@@ -13,7 +14,7 @@ def given(knowledge: Knowledge, thing: Thing, *ranks: int) -> None:
     """Let these ranks know of a thing."""
     for view in knowledge.views(ranks, {}, {}):
         key = knowledge.key_for(thing)
-        knowledge.remember(view, Delivery({}, {key: None}, (), None))
+        knowledge.remember(view, Delivery({}, {key: ObjectFrame(None)}, (), None))
 
 
 def knows(knowledge: Knowledge, thing: Thing, world_size: int) -> list[int]:
