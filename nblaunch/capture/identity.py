@@ -73,15 +73,21 @@ _mro_of = type.__dict__["__mro__"].__get__
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
-def attributes_of(obj: object) -> dict[str, Any] | None:
-    """Return the `__dict__` of an object, None if it has none of its own; runs no code of the user's."""
-    for each in _mro_of(type(obj)):
+def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
+    """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
+    for each in _mro_of(kind):
         descriptor = _namespace_of(each).get("__dict__")
         if descriptor is not None:
             # Code of the user's may have put anything there.
-            stored = descriptor.__get__(obj) if type(descriptor) in _C_DESCRIPTORS else None
-            return stored if type(stored) is dict else None
+            return descriptor.__get__ if type(descriptor) in _C_DESCRIPTORS else None
     return None
+
+
+def attributes_of(obj: object) -> dict[str, Any] | None:
+    """Return the `__dict__` of an object, None if it has none of its own; runs no code of the user's."""
+    getter = attributes_getter(type(obj))
+    stored = None if getter is None else getter(obj)
+    return stored if type(stored) is dict else None
 
 
 class _Weak(weakref.ref[Any]):

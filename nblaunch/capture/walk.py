@@ -14,13 +14,17 @@ but for a sample, and what pickles differently each time.
 
 from __future__ import annotations
 
+import copyreg
+import inspect
 import pickle
 import types
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
 from nblaunch.capture import identity, tensors
@@ -31,6 +35,8 @@ MOST_BYTES = 16 << 20
 MOST_ELEMENTS = 200_000
 """Of a container; beyond it, one is compared by its length and a sample."""
 _SAMPLE = 4096
+_SMALL = 1024
+"""Characters or elements of a value that is kept to be compared."""
 _MOST_VISITED = 20_000
 _STATE = 2
 """Where a reduction has the state of the object."""
@@ -59,17 +65,24 @@ class SentFrames:
     def __init__(self, table: identity.ObjectTable) -> None:
         self._table = table
         self._frames: dict[int, ObjectFrame] = {}
+        self._names: dict[int, frozenset[str]] = {}
+        """What `names` has found for one object."""
+        self.shortcuts: dict[int, _Shortcut] = {}
+        """For objects that were found unchanged."""
 
     def __contains__(self, key: int) -> bool:
         """Return whether an object with this key was sent."""
         return key in self._frames
 
-    def keys(self) -> set[int]:
-        """Return the keys of all objects that have a frame."""
-        return set(self._frames)
+    def get(self, key: int) -> ObjectFrame | None:
+        """Return the frame of an object, None if it was not sent."""
+        return self._frames.get(key)
 
     def update(self, frames: Mapping[int, ObjectFrame]) -> None:
         """Keep frames, by key."""
+        if not self._frames.keys().isdisjoint(frames):
+            self._names.clear()
+            self.shortcuts.clear()
         self._frames |= frames
 
     def copy(self) -> SentFrames:
@@ -82,18 +95,25 @@ class SentFrames:
         """Forget frames; return the keys that were known."""
         return {key for key in keys if self._frames.pop(key, None) is not None}
 
-    def names(self, keys: Iterable[int]) -> set[str]:
+    def names(self, keys: Iterable[int]) -> frozenset[str]:
         """Return the global names that functions read to which these objects led when they were sent."""
-        found: set[str] = set()
-        waiting, seen = list(keys), set(keys)
+        found: frozenset[str] = frozenset()
+        for key in keys:
+            if key not in self._names:
+                frames = (self._frames.get(each) for each in self._reached_from(key))
+                self._names[key] = frozenset().union(*(frame.names for frame in frames if frame is not None))
+            found |= self._names[key]
+        return found
+
+    def _reached_from(self, key: int) -> set[int]:
+        waiting, reached = [key], {key}
         while waiting:
             frame = self._frames.get(waiting.pop())
-            if frame is not None:
-                found |= frame.names
-                new = seen.symmetric_difference(seen.union(frame.children))
-                seen |= new
-                waiting += new
-        return found
+            for child in () if frame is None else frame.children:
+                if child not in reached:
+                    reached.add(child)
+                    waiting.append(child)
+        return reached
 
 
 class Inspection:
@@ -104,7 +124,7 @@ class Inspection:
     ) -> None:
         """Functions of `namespace` are the notebook's, as those of `__main__` are."""
         self._table = table
-        self._sent = frames._frames  # noqa: SLF001 - of this module
+        self._sent = frames
         self._pickler = _FramePickler(self._key_of, namespace)
         self._verdicts: dict[int, tuple[bool, tuple[int, ...]]] = {}
 
@@ -132,15 +152,23 @@ class Inspection:
             waiting = list(now.children)
         else:
             waiting = [key]
-        seen = set(waiting)
-        while waiting and len(seen) < _MOST_VISITED:
-            changed, children = self._verdict(waiting.pop())
-            if changed:
-                return True
-            for child in children:
-                if child not in seen:
-                    seen.add(child)
-                    waiting.append(child)
+        return any([self._changed_within(each) for each in waiting])
+
+    def _changed_within(self, root: int) -> bool:
+        """Return whether an object with a key, or one to which it leads, has changed."""
+        shortcut = self._sent.shortcuts.pop(root, None)
+        if shortcut is None or not shortcut.holds(self._table, self._judged):
+            waiting, seen = [root], {root}
+            while waiting and len(seen) < _MOST_VISITED:
+                changed, children = self._verdict(waiting.pop())
+                if changed:
+                    return True
+                for child in children:
+                    if child not in seen:
+                        seen.add(child)
+                        waiting.append(child)
+            shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
+        self._sent.shortcuts[root] = shortcut
         return False
 
     def _verdict(self, key: int) -> tuple[bool, tuple[int, ...]]:
@@ -165,6 +193,145 @@ class Inspection:
 
 def _differs(sent: ObjectFrame, now: ObjectFrame) -> bool:
     return sent.digest is not None and sent.digest != now.digest
+
+
+class _Shortcut:
+    """What to compare, mostly in C code, to know that objects are as they were when a whole look found no change.
+
+    An object whose parts are its attributes or elements is compared by the identity of these. That is sound
+    for parts that have a key, as they are alive, and for values, which are held here: a freed object's address
+    is used again.
+    """
+
+    def __init__(
+        self,
+        table: identity.ObjectTable,
+        sent: SentFrames,
+        keys: Iterable[int],
+        key_of: Callable[[Any], int | None],
+    ) -> None:
+        self._shallow: list[tuple[int, Callable[[Any], Any] | None]] = []
+        self._lists: list[int] = []
+        self._tensors: list[int] = []
+        self._whole: list[int] = []
+        self._held: dict[int, Any] = {}
+        empty: set[int] = set()
+        for key in keys:
+            obj = table.get(key)
+            frame = sent.get(key)
+            if obj is None or frame is None:
+                continue
+            if type(obj) in _CONTAINERS and not obj:
+                empty.add(id(obj))
+            elif tensors.is_plain_tensor(obj) and not obj.__dict__:
+                self._tensors.append(key)
+            elif not self._add_shallow(key, obj, key_of):
+                self._whole.append(key)
+        self._facts = [_tensor_facts(obj) for obj in self._living(table, self._tensors)]
+        names, values = self._parts(table)
+        self._names, self._values = names, list(map(id, values))
+        places = [place for place, each in enumerate(self._values) if each in empty]
+        self._empty = itemgetter(*places, *places[:1]) if places else None
+        # An empty container of which no part here is a holder: the root.
+        found = {self._values[place] for place in places}
+        self._whole += [key for key in keys if id(table.get(key)) in empty - found]
+
+    def _add_shallow(self, key: int, obj: Any, key_of: Callable[[Any], int | None]) -> bool:
+        """Note an object that its attributes or elements make up; return whether it is one."""
+        kind = type(obj)
+        if kind is dict:
+            getter, parts = None, obj.values()
+        elif kind is list:
+            getter, parts = None, obj
+        else:
+            getter = _attributes_getter(kind)
+            attributes = None if getter is None else getter(obj)
+            if type(attributes) is not dict:
+                return False
+            parts = attributes.values()
+        held = {}
+        for part in parts:
+            if type(part) in _ATOMS or key_of(part) is None:
+                if not _is_small_value(part):
+                    return False
+                held[id(part)] = part
+        if kind is dict and not all(type(name) is str for name in obj):
+            return False
+        self._held |= held
+        if kind is list:
+            self._lists.append(key)
+        else:
+            self._shallow.append((key, getter))
+        return True
+
+    @staticmethod
+    def _living(table: identity.ObjectTable, keys: list[int]) -> list[Any]:
+        return [table.get(key) for key in keys]
+
+    def _parts(self, table: identity.ObjectTable) -> tuple[list[str], list[Any]]:
+        """Return the names and the values of all attributes and elements."""
+        get = table.get
+        found = [get(key) if getter is None else getter(get(key)) for key, getter in self._shallow]
+        lists = [get(key) for key in self._lists]
+        sizes = [*map(len, found), *map(len, lists)]
+        values = chain(chain.from_iterable(map(dict.values, found)), chain.from_iterable(lists))
+        return [*sizes, *chain.from_iterable(found)], list(values)
+
+    def holds(
+        self, table: identity.ObjectTable, judged: Callable[[int], tuple[bool, tuple[int, ...]]]
+    ) -> bool:
+        """Return whether nothing has changed; if not, only a whole look can tell."""
+        try:
+            names, values = self._parts(table)
+            if names != self._names or list(map(id, values)) != self._values:
+                return False
+            if self._empty is not None and any(map(len, self._empty(values))):
+                return False
+            if [_tensor_facts(obj) for obj in self._living(table, self._tensors)] != self._facts:
+                return False
+        except (AttributeError, TypeError):
+            return False  # an object is gone
+        return not any(judged(key)[0] for key in self._whole)
+
+
+def _tensor_facts(tensor: Any) -> tuple[Any, ...]:
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001 - where torch keeps them
+    gradient = tensor.grad if tensor.is_leaf else None
+    version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented, under this name only
+    return version, tensor.data_ptr(), tensor.requires_grad, id(gradient), *map(id, hooks)
+
+
+def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
+    """Return what gives the attributes of an object that pickle takes apart into these; else None."""
+    if kind in _getters:
+        return _getters[kind]
+    getter = None
+    plain = not issubclass(kind, type | types.FunctionType | dict | list | set | tuple | str | bytes | int | float)
+    usual = all(
+        inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__")
+    )
+    if plain and usual and kind not in copyreg.dispatch_table and not copyreg._slotnames(kind):  # noqa: SLF001 - what pickle asks
+        getter = identity.attributes_getter(kind)
+    _getters[kind] = getter
+    return getter
+
+
+_getters: weakref.WeakKeyDictionary[type, Callable[[Any], Any] | None] = weakref.WeakKeyDictionary()
+
+
+def _is_small_value(obj: Any, depth: int = 3) -> bool:
+    """Return whether an object never changes, leads to nothing large, and can be kept alive."""
+    kind = type(obj)
+    if kind in (str, bytes):
+        return len(obj) <= _SMALL
+    if kind is tuple:
+        return depth > 0 and len(obj) <= _SMALL and all(_is_small_value(each, depth - 1) for each in obj)
+    if issubclass(kind, type | types.FunctionType):
+        return not identity.has_identity(obj)
+    return kind in _ATOMS or kind in (types.ModuleType, types.BuiltinFunctionType) or (
+        kind.__module__ == "torch" and not identity.has_identity(obj)
+    )
 
 
 class _Leaf(tuple[Any, ...]):
