@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 """These are the rank's own."""
-_MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__"})
-_SHELL_NAMES = frozenset({"get_ipython", "exit", "quit", "open"})
+_MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__", "get_ipython"})
+_SHELL_NAMES = frozenset({"exit", "quit", "open"})
 SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
 
 
