@@ -215,13 +215,16 @@ class Outbound(_ValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
-        if type(obj) is types.FunctionType and id(obj.__globals__) in self._notebook:
-            reduced = super().reducer_override(obj)
-            return self.with_globals(obj, reduced) if isinstance(reduced, tuple) else reduced
         reduced = super().reducer_override(obj)
+        if type(obj) is types.FunctionType and isinstance(reduced, tuple) and self.is_notebooks(obj):
+            return self._with_globals(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
-    def with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
+    def is_notebooks(self, function: types.FunctionType) -> bool:
+        """Return whether a function reads its globals in the notebook."""
+        return id(function.__globals__) in self._notebook
+
+    def _with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
         make, arguments, (attributes, slots), *_ = reduced
         names = set(global_names(function))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import array
 import copyreg
 import ctypes
+import inspect
+import operator
 import pickle
 import sys
 import threading
@@ -153,6 +155,38 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     parts = (parts_of(tensor), tensor.__dict__ or None)
     return facts, None if parts == (None, None) else parts
+
+
+_quick_facts = operator.attrgetter(
+    "_version", "requires_grad", "shape", "dtype", "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+
+
+def is_plain_leaf(obj: Any) -> bool:
+    """Return whether `obj` is a tensor without a graph and without attributes of its own."""
+    if not is_plain_tensor(obj) or obj.__dict__ or obj.is_inference() or not obj.is_leaf:
+        return False
+    return obj.layout is sys.modules["torch"].strided
+
+
+def quick_facts(leaves: list[Any]) -> list[Any]:
+    """Return what is the same as before for tensors, all of them plain leaves, that were not changed."""
+    if not leaves:
+        return []
+    import torch
+
+    # In place, a leaf becomes another tensor's result only with another version: hence the gradient last.
+    facts = [*map(_quick_facts, leaves), *map(torch.Tensor.data_ptr, leaves)]
+    return facts + [id(tensor.grad) if tensor.is_leaf else None for tensor in leaves]
+
+
+def has_usual_state(kind: type) -> bool:
+    """Return whether the state of objects of this class is their attributes."""
+    found = inspect.getattr_static(kind, "__getstate__", None)
+    torch = sys.modules.get("torch")
+    # A module leaves out what `module.compile()` has made.
+    modules = None if torch is None or not hasattr(torch, "nn") else torch.nn.Module.__dict__.get("__getstate__")
+    return found is object.__dict__.get("__getstate__") or found is modules is not None
 
 
 def is_tensor(obj: Any) -> bool:

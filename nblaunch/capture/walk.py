@@ -41,6 +41,15 @@ _MOST_VISITED = 20_000
 _STATE = 2
 """Where a reduction has the state of the object."""
 _CONTAINERS = frozenset({dict, list, set, frozenset, OrderedDict})
+_FUNCTION_ATTRIBUTES = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+    "__annotations__",
+)
 _NO_FRAME = frozenset({int, float, complex, bool, str, bytes, type(None), types.CodeType, types.ModuleType})
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
@@ -157,7 +166,7 @@ class Inspection:
     def _changed_within(self, root: int) -> bool:
         """Return whether an object with a key, or one to which it leads, has changed."""
         shortcut = self._sent.shortcuts.pop(root, None)
-        if shortcut is None or not shortcut.holds(self._table, self._judged):
+        if shortcut is None or not shortcut.holds(self._judged):
             waiting, seen = [root], {root}
             while waiting and len(seen) < _MOST_VISITED:
                 changed, children = self._verdict(waiting.pop())
@@ -199,8 +208,8 @@ class _Shortcut:
     """What to compare, mostly in C code, to know that objects are as they were when a whole look found no change.
 
     An object whose parts are its attributes or elements is compared by the identity of these. That is sound
-    for parts that have a key, as they are alive, and for values, which are held here: a freed object's address
-    is used again.
+    for parts that have a key, as they are alive, and for small values, which are held here: a freed object's
+    address is used again.
     """
 
     def __init__(
@@ -210,111 +219,95 @@ class _Shortcut:
         keys: Iterable[int],
         key_of: Callable[[Any], int | None],
     ) -> None:
-        self._shallow: list[tuple[int, Callable[[Any], Any] | None]] = []
+        self._key_of = key_of
+        self._get = table.get
+        self._shallow: list[tuple[int, Callable[[Any], Any]]] = []
         self._lists: list[int] = []
         self._tensors: list[int] = []
         self._whole: list[int] = []
         self._held: dict[int, Any] = {}
-        empty: set[int] = set()
+        empty: dict[int, int] = {}
         for key in keys:
-            obj = table.get(key)
-            frame = sent.get(key)
+            obj, frame = table.get(key), sent.get(key)
             if obj is None or frame is None:
                 continue
             if type(obj) in _CONTAINERS and not obj:
-                empty.add(id(obj))
-            elif tensors.is_plain_tensor(obj) and not obj.__dict__:
+                empty[id(obj)] = key
+            elif tensors.is_plain_leaf(obj):
                 self._tensors.append(key)
-            elif not self._add_shallow(key, obj, key_of):
+            elif type(frame.digest) is _Leaf or not self._add_shallow(key, obj):
                 self._whole.append(key)
-        self._facts = [_tensor_facts(obj) for obj in self._living(table, self._tensors)]
-        names, values = self._parts(table)
+        self._facts = tensors.quick_facts(list(map(self._get, self._tensors)))
+        names, values = self._parts()
         self._names, self._values = names, list(map(id, values))
         places = [place for place, each in enumerate(self._values) if each in empty]
         self._empty = itemgetter(*places, *places[:1]) if places else None
-        # An empty container of which no part here is a holder: the root.
-        found = {self._values[place] for place in places}
-        self._whole += [key for key in keys if id(table.get(key)) in empty - found]
+        held = {self._values[place] for place in places}
+        self._whole += [key for address, key in empty.items() if address not in held]
 
-    def _add_shallow(self, key: int, obj: Any, key_of: Callable[[Any], int | None]) -> bool:
+    def _add_shallow(self, key: int, obj: Any) -> bool:
         """Note an object that its attributes or elements make up; return whether it is one."""
         kind = type(obj)
-        if kind is dict:
-            getter, parts = None, obj.values()
-        elif kind is list:
-            getter, parts = None, obj
-        else:
-            getter = _attributes_getter(kind)
-            attributes = None if getter is None else getter(obj)
-            if type(attributes) is not dict:
-                return False
-            parts = attributes.values()
-        held = {}
-        for part in parts:
-            if type(part) in _ATOMS or key_of(part) is None:
-                if not _is_small_value(part):
-                    return False
-                held[id(part)] = part
-        if kind is dict and not all(type(name) is str for name in obj):
-            return False
-        self._held |= held
         if kind is list:
+            if not self._can_hold(obj):
+                return False
             self._lists.append(key)
-        else:
-            self._shallow.append((key, getter))
+            return True
+        getter = _itself if kind is dict else _attributes_getter(kind)
+        attributes = None if getter is None else getter(obj)
+        if type(attributes) is not dict or not self._can_hold(attributes.values()):
+            return False
+        if getter is None or not all(type(name) is str for name in attributes):
+            return False
+        self._shallow.append((key, getter))
         return True
 
-    @staticmethod
-    def _living(table: identity.ObjectTable, keys: list[int]) -> list[Any]:
-        return [table.get(key) for key in keys]
+    def _can_hold(self, parts: Iterable[Any]) -> bool:
+        """Return whether all parts have a key or are small values, which are held from here on."""
+        held = {id(part): part for part in parts if type(part) in _ATOMS or self._key_of(part) is None}
+        if len(held) > _SMALL or not all(map(_is_small_value, held.values())):
+            return False
+        self._held |= held
+        return True
 
-    def _parts(self, table: identity.ObjectTable) -> tuple[list[str], list[Any]]:
-        """Return the names and the values of all attributes and elements."""
-        get = table.get
-        found = [get(key) if getter is None else getter(get(key)) for key, getter in self._shallow]
-        lists = [get(key) for key in self._lists]
-        sizes = [*map(len, found), *map(len, lists)]
+    def _parts(self) -> tuple[list[Any], list[Any]]:
+        """Return the sizes and names, and the values, of all attributes and elements."""
+        found = [getter(self._get(key)) for key, getter in self._shallow]
+        lists = list(map(self._get, self._lists))
         values = chain(chain.from_iterable(map(dict.values, found)), chain.from_iterable(lists))
-        return [*sizes, *chain.from_iterable(found)], list(values)
+        return [*map(len, found), *map(len, lists), *chain.from_iterable(found)], list(values)
 
-    def holds(
-        self, table: identity.ObjectTable, judged: Callable[[int], tuple[bool, tuple[int, ...]]]
-    ) -> bool:
+    def holds(self, judged: Callable[[int], tuple[bool, tuple[int, ...]]]) -> bool:
         """Return whether nothing has changed; if not, only a whole look can tell."""
         try:
-            names, values = self._parts(table)
+            names, values = self._parts()
             if names != self._names or list(map(id, values)) != self._values:
                 return False
             if self._empty is not None and any(map(len, self._empty(values))):
                 return False
-            if [_tensor_facts(obj) for obj in self._living(table, self._tensors)] != self._facts:
+            if tensors.quick_facts(list(map(self._get, self._tensors))) != self._facts:
                 return False
         except (AttributeError, TypeError):
             return False  # an object is gone
         return not any(judged(key)[0] for key in self._whole)
 
 
-def _tensor_facts(tensor: Any) -> tuple[Any, ...]:
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001 - where torch keeps them
-    gradient = tensor.grad if tensor.is_leaf else None
-    version = None if tensor.is_inference() else tensor._version  # noqa: SLF001 - documented, under this name only
-    return version, tensor.data_ptr(), tensor.requires_grad, id(gradient), *map(id, hooks)
+def _itself(obj: Any) -> Any:
+    return obj
 
 
 def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the attributes of an object that pickle takes apart into these; else None."""
-    if kind in _getters:
-        return _getters[kind]
-    getter = None
-    plain = not issubclass(kind, type | types.FunctionType | dict | list | set | tuple | str | bytes | int | float)
-    usual = all(
-        inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
-        for name in ("__reduce__", "__reduce_ex__", "__getstate__")
-    )
-    if plain and usual and kind not in copyreg.dispatch_table and not copyreg._slotnames(kind):  # noqa: SLF001 - what pickle asks
-        getter = identity.attributes_getter(kind)
-    _getters[kind] = getter
-    return getter
+    if kind not in _getters:
+        built_in = type | types.FunctionType | dict | list | set | tuple | str | bytes | int | float
+        usual = all(
+            inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
+            for name in ("__reduce__", "__reduce_ex__")
+        )
+        usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
+        plain = usual and not issubclass(kind, built_in) and not copyreg._slotnames(kind)  # noqa: SLF001 - what pickle asks
+        _getters[kind] = identity.attributes_getter(kind) if plain else None
+    return _getters[kind]
 
 
 _getters: weakref.WeakKeyDictionary[type, Callable[[Any], Any] | None] = weakref.WeakKeyDictionary()
@@ -469,16 +462,22 @@ class _FramePickler(Outbound):
         if tensors.is_tensor(obj):
             # It has no key: pickling has made it for this.
             return tuple, ((str(obj.dtype), *obj.shape),)
+        if type(obj) is types.FunctionType and self.is_notebooks(obj):
+            return self._reduced_function(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             _drop_bookkeeping(reduced[_STATE][0])
         return reduced
 
-    def with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
-        """Leave the globals of a function out: they are variables of their own, known by name."""
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function of the notebook to all that is sent of it but its globals.
+
+        These are variables of their own, known by name. cloudpickle's reduction looks through all modules for
+        those that the function may use, which takes a millisecond.
+        """
         self._names.update(global_names(function))
-        make, arguments, (attributes, slots), *_ = reduced
-        return make, arguments, (attributes, {**slots, "__globals__": None, "_cloudpickle_submodules": None})
+        attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
+        return tuple, ((function.__code__, attributes, function.__closure__, function.__dict__),)
 
     def _add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
         try:
