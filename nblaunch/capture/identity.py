@@ -268,7 +268,7 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     # The pickler refers to each object, and so does its entry in the copy.
     addresses = {id(obj) for _, obj in held}
     # An object's own dictionary fills another one on the rank.
-    attributes = {id(found) for _, obj in held if (found := attributes_of(obj)) is not None}
+    attributes = {id(stored) for _, obj in held if (stored := attributes_of(obj)) is not None}
     temporary = {
         place
         for place, _ in _orphans(

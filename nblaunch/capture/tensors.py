@@ -185,7 +185,9 @@ def has_usual_state(kind: type) -> bool:
     found = inspect.getattr_static(kind, "__getstate__", None)
     torch = sys.modules.get("torch")
     # A module leaves out what `module.compile()` has made.
-    modules = None if torch is None or not hasattr(torch, "nn") else torch.nn.Module.__dict__.get("__getstate__")
+    modules = (
+        None if torch is None or not hasattr(torch, "nn") else torch.nn.Module.__dict__.get("__getstate__")
+    )
     return found is object.__dict__.get("__getstate__") or found is modules is not None
 
 

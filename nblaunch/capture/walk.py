@@ -28,7 +28,8 @@ from operator import itemgetter
 from typing import Any
 
 from nblaunch.capture import identity, tensors
-from nblaunch.capture.pickling import Outbound, global_names
+from nblaunch.capture.pickling import Outbound
+from nblaunch.capture.unpicklable import global_names
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -50,6 +51,7 @@ _FUNCTION_ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
+_BUILT_IN = (type, types.FunctionType, dict, list, set, frozenset, tuple, str, bytes, int, float, complex)
 _NO_FRAME = frozenset({int, float, complex, bool, str, bytes, type(None), types.CodeType, types.ModuleType})
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
@@ -299,13 +301,13 @@ def _itself(obj: Any) -> Any:
 def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the attributes of an object that pickle takes apart into these; else None."""
     if kind not in _getters:
-        built_in = type | types.FunctionType | dict | list | set | tuple | str | bytes | int | float
         usual = all(
             inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
             for name in ("__reduce__", "__reduce_ex__")
         )
         usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
-        plain = usual and not issubclass(kind, built_in) and not copyreg._slotnames(kind)  # noqa: SLF001 - what pickle asks
+        plain = usual and not issubclass(kind, _BUILT_IN)
+        plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
         _getters[kind] = identity.attributes_getter(kind) if plain else None
     return _getters[kind]
 
@@ -322,8 +324,10 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
         return depth > 0 and len(obj) <= _SMALL and all(_is_small_value(each, depth - 1) for each in obj)
     if issubclass(kind, type | types.FunctionType):
         return not identity.has_identity(obj)
-    return kind in _ATOMS or kind in (types.ModuleType, types.BuiltinFunctionType) or (
-        kind.__module__ == "torch" and not identity.has_identity(obj)
+    return (
+        kind in _ATOMS
+        or kind in (types.ModuleType, types.BuiltinFunctionType)
+        or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
 
 
@@ -403,9 +407,7 @@ class _FramePickler(Outbound):
     In pickle's fast mode: without a memo it does not matter which equal texts are one object.
     """
 
-    def __init__(
-        self, key_of: Callable[[Any], int | None], namespace: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, key_of: Callable[[Any], int | None], namespace: dict[str, Any] | None) -> None:
         self._digest = _Digest()
         add = self._add_buffer
         super().__init__(self._digest, protocol=5, buffer_callback=add, namespace=namespace, known=None)
@@ -488,7 +490,7 @@ class _FramePickler(Outbound):
             self._digest.write(raw)
         else:
             numbers = memoryview(raw)
-            step = raw.nbytes // _SAMPLE | 1    # odd: not always the same byte of a number
+            step = raw.nbytes // _SAMPLE | 1  # odd: not always the same byte of a number
             self._digest.write(bytes(numbers[::step]) + bytes(numbers[-_SAMPLE:]))
         return False
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from nblaunch.capture.capture import RANK_NAMES, Captured, notebook_names
 from nblaunch.capture.identity import ObjectTable, has_identity
-from nblaunch.capture.walk import ObjectFrame, SentFrames, Inspection
+from nblaunch.capture.walk import Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
@@ -255,7 +255,9 @@ class KnowledgeView:
         if pushed is not None:
             frames |= {key: inspection.frame(self.record.table.get(key)) for key in packed.keys}
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
-        bound = {name: self._binding(value, inspection) for name, value in {**packed.carried, **variables}.items()}
+        bound = {
+            name: self._binding(value, inspection) for name, value in {**packed.carried, **variables}.items()
+        }
         for name in pushed or ():
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace

@@ -353,6 +353,12 @@ class Raised(_OfRank, frozen=True):
     memory: MemoryUse | None = None
 
 
+class Finishing(_OfRank, frozen=True):
+    """The job is done, and the rank still works, as a script does at its end: in threads, in exit functions."""
+
+    what: str
+
+
 class Colored(_OfRank, frozen=True):
     """The traceback of a rank that has `Raised`, as IPython shows it: it takes longer than the failure."""
 
@@ -692,7 +698,7 @@ class JobSent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
-_Progress = Hello | Entered | Started | Arrived | Returned | Raised | Colored | Names
+_Progress = Hello | Entered | Started | Arrived | Finishing | Returned | Raised | Colored | Names
 _Outputs = Displayed | Cleared | Switched | Unwritten | Asked | Logged | Remarked
 _Answers = Where | Reached | InterruptSeen | Recovered | Aborted | Preempting | Preempted
 _Insights = Profiled | ClockAsked

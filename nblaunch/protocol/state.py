@@ -24,6 +24,7 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     Entered,
     Exited,
+    Finishing,
     FailureRecord,
     FromRank,
     GivenTo,
@@ -125,6 +126,8 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     """What it has recorded, with `--profile`; see `Profiled`."""
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
+    finishing: str = ""
+    """What it still does after its job."""
 
     @property
     def used(self) -> MemoryUse | None:
@@ -496,11 +499,15 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case Started() | Reached() | Unwritten() | Returned() | Raised() | Profiled() if known.state.final:
+        case Started() | Reached() | Unwritten() | Finishing() | Returned() | Raised() | Profiled() if (
+            known.state.final
+        ):
             return known
         case Started():
             warning = _LATE if message.late else known.warning
             return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
+        case Finishing():
+            return replace(known, finishing=message.what)
         case Printed() | Displayed() | Cleared():
             return replace(known, transcript=_written(known.transcript, message))
         case Reached() | Unwritten() | Profiled():

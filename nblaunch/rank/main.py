@@ -48,6 +48,7 @@ from nblaunch.protocol.messages import (
     Colored,
     Dispatch,
     Entered,
+    Finishing,
     FailureRecord,
     FunctionJob,
     Hello,
@@ -333,7 +334,7 @@ class Rank:
         del parts
         pickling.remember_received_classes()
         with self._seen_inside(dispatch):
-            value = self._do(job, loaded)
+            value = self._do(job, loaded) if self.orders.keep else self._do_and_end(job, loaded)
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
         self.link.finish_job()
@@ -462,6 +463,20 @@ class Rank:
             case ScriptJob():
                 return self._run_script(job)
 
+    def _do_and_end(self, job: AnyJob, loaded: Any) -> object:
+        """Do the only job of this rank, and end as a script ends: the run is over when all its work is."""
+        try:
+            value = self._do(job, loaded)
+        except SystemExit as leaving:
+            if not leaving.code:
+                script.end(self._tell_finishing)
+            raise
+        script.end(self._tell_finishing)
+        return value
+
+    def _tell_finishing(self, what: str) -> None:
+        self.link.send(Finishing(rank=self.rank, what=failure.encodable(what)))
+
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
             self.variables.bring(captured)
@@ -489,7 +504,6 @@ class Rank:
             self.titles[self.modules.path_here(job.file)] = job.title
         script.run(msgspec.structs.replace(job, path=self.modules.path_here(job.path)))
         pulled = dict(zip(job.pull, self.variables.pull(job.pull), strict=True))
-        script.end()
         return pulled if job.pull else 0
 
     def _returned(self, value: object, *, seen: bool = True, cell: CellJob | None = None) -> None:
@@ -597,7 +611,10 @@ class Rank:
         self.phase = Phase.LEAVE
         try:
             stdio.output.begin_job()
+            if not self.orders.keep:
+                script.end(lambda _: None)  # of a rank that failed; any other has done it
             atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
+            shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
                 process_group.leave(abort=abort)

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,10 @@ from string import Template
 from typing import Any
 
 from nblaunch.protocol.messages import ScriptJob
+
+_MOST_NAMED = 3
+_GIVEN_NAME = re.compile(r"Thread-\d+ \((.+)\)")
+"""The name that Python gives a thread without one: its function is what the user knows."""
 
 
 class ProgramEndedError(Exception):
@@ -54,20 +59,31 @@ def run(job: ScriptJob) -> None:
             raise
 
 
-def end() -> None:
+def end(tell: Callable[[str], None]) -> None:
     """Do what Python does after the last line of a script: wait for its threads, call its exit functions.
 
-    Here, while their output still belongs to the run.
+    Here, while their output still belongs to the run. `tell` is told what the rank still does.
     """
+    _tell_threads(tell)
     # Private: executors end their idle threads with these, which the loop below would otherwise join forever.
     shutdowns: tuple[Callable[[], object], ...] = tuple(getattr(threading, "_threading_atexits", ()))
     for shut_down in reversed(shutdowns):
         shut_down()
-    main = threading.main_thread()
-    while threads := [each for each in threading.enumerate() if not each.daemon and each is not main]:
-        for thread in threads:
-            thread.join()
+    while threads := _tell_threads(tell):
+        threads[0].join()
+    tell("exit functions")
     atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+
+
+def _tell_threads(tell: Callable[[str], None]) -> list[threading.Thread]:
+    """Return the threads that Python waits for, and tell their names."""
+    main = threading.main_thread()
+    threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
+    if threads:
+        names = [_GIVEN_NAME.sub(r"\1", each.name) for each in threads]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        tell(f"thread{'s' * (len(names) > 1)} {', '.join(names[:_MOST_NAMED])}{more}")
+    return threads
 
 
 def _file(path: str, main: types.ModuleType) -> types.CodeType:

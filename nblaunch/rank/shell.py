@@ -316,11 +316,19 @@ def prepare(private: str | None = None) -> RankShell:
         _prepared = RankShell.instance(
             config=config, user_module=main, ipython_dir=_ipython_directory(private)
         )
+        # It empties the namespace. That comes after the program's own exit functions, and its threads.
+        atexit.unregister(_prepared.atexit_operations)
         _warm_up(_prepared)
         install_progress_bars()
         # IPython's advice on sys.exit() is for a prompt.
         warnings.filterwarnings("ignore", message="To exit: use", category=UserWarning)
     return _prepared
+
+
+def end() -> None:
+    """Do what IPython does when Python ends: remove its temporary files, empty the namespace."""
+    if _prepared is not None:
+        _prepared.atexit_operations()
 
 
 def _ipython_directory(private: str | None) -> str:

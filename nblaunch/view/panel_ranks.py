@@ -282,6 +282,7 @@ class Rows:
         """Return what differs from the state seen last, or None; `now` is in seconds."""
         why, marks, hosts = self._failures(state), self._stragglers.marks(state, now), hosts_of(state.ranks)
         waits = summary.waits(state).items()
+        marks |= summary.finishing(state)
         marks |= {rank: what if state.doing else f"{what}; {summary.AGAIN}" for rank, what in waits}
         rows: dict[str, Row] = {}
         values: dict[str, Value] = {}

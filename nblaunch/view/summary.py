@@ -186,6 +186,15 @@ def waits(state: RunState) -> dict[int, str]:
     }
 
 
+def finishing(state: RunState) -> dict[int, str]:
+    """Return what each rank still does whose job is done."""
+    return {
+        rank: f"is finishing: {shortened(plain(known.finishing), REASON_COST)}"
+        for rank, known in sorted(state.ranks.items())
+        if known.finishing and not known.state.final
+    }
+
+
 def warning_lines(state: RunState) -> list[str]:
     """Return notes, and warnings of what went wrong without failing the run."""
     warnings = [plain(warning) for warning in state.warnings]

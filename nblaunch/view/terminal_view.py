@@ -19,7 +19,7 @@ from nblaunch.protocol.state import RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display, Transcript
 from nblaunch.view.output import display_text, latest, size_of
 from nblaunch.view.screen import Screen, plain
-from nblaunch.view.summary import AGAIN, RANKS_LISTED, attempt_lines, hang_lines, waits
+from nblaunch.view.summary import AGAIN, RANKS_LISTED, attempt_lines, finishing, hang_lines, waits
 from nblaunch.view.text import prefixed
 
 # Standard streams that erase the status line first: what the program's threads print stays whole.
@@ -216,7 +216,7 @@ class Terminal:
             line = plain(nodes_line(state.engine, time.time()))
             # What is awaited comes first: a narrow terminal cuts the end off.
             parts = [line] if state.awaits_nodes else [*parts, line]
-        parts += [f"rank {rank} {what}" for rank, what in waits(state).items()]
+        parts += [f"rank {rank} {what}" for rank, what in (finishing(state) | waits(state)).items()]
         status = f"[nblaunch] {', '.join(parts)}, {elapsed(self._clock() - self._began)}"
         bar = self._lines.unfinished
         return f"{status} | {bar}" if bar else status

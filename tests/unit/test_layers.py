@@ -452,7 +452,7 @@ SPEAKERS = {
 
 TORCHS_PRIVATE = {
     "nblaunch._devices": "which CPUs are near a GPU",
-    "nblaunch.capture.tensors": "storages that are shared, how tensors are rebuilt, hooks, a count of changes in place",
+    "nblaunch.capture.tensors": "storages that are shared, how tensors are rebuilt, hooks, counts of changes",
     "nblaunch.elastic.agent": "the steps of the agent, and its processes",
     "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",
     "nblaunch.elastic.placement": "devices as NVML counts them, without CUDA",
