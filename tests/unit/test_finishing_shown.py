@@ -46,7 +46,9 @@ def mark(rows: Rows, state: RunState) -> str | None:
 def test_the_panel_marks_the_rank_until_it_has_finished():
     rows = Rows(HEADER)
     assert mark(rows, after(SAVES)) == "is finishing: thread save"
-    assert mark(rows, after(SAVES, Finishing(rank=1, what="exit functions"))) == "is finishing: exit functions"
+    assert (
+        mark(rows, after(SAVES, Finishing(rank=1, what="exit functions"))) == "is finishing: exit functions"
+    )
     assert mark(rows, after(SAVES, RETURNED)) is None
 
 
