@@ -28,8 +28,8 @@ from operator import itemgetter
 from typing import Any
 
 from nblaunch.capture import identity, tensors
+from nblaunch.capture.parts import attributes_getter, global_names
 from nblaunch.capture.pickling import Outbound
-from nblaunch.capture.unpicklable import global_names
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -308,7 +308,7 @@ def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
         usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
         plain = usual and not issubclass(kind, _BUILT_IN)
         plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
-        _getters[kind] = identity.attributes_getter(kind) if plain else None
+        _getters[kind] = attributes_getter(kind) if plain else None
     return _getters[kind]
 
 

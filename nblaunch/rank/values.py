@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from nblaunch._results import NotSent
-from nblaunch.capture import pickling, shared_memory
-from nblaunch.capture.unpicklable import find_culprit, type_name
+from nblaunch.capture import pickling, shared_memory, tensors
+from nblaunch.capture.parts import type_name
+from nblaunch.capture.unpicklable import find_culprit
 
 _SEARCH_SECONDS = 2.0
 _INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
@@ -74,7 +75,9 @@ def _is_machinery(value: object) -> bool:
 
 def _why(value: object, error: BaseException) -> str:
     """Return which part of a value cannot be pickled, and why."""
-    culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
+    culprit = find_culprit(
+        {"value": value}, error, pickling.Homebound, seconds=_SEARCH_SECONDS, storages=tensors.WholeStorages()
+    )
     if culprit is None:
         return f"{type_name(value)} cannot be sent: {_text(error)}"
     part = f"{culprit.path}, {culprit.type_name}," if culprit.path != "value" else culprit.type_name
