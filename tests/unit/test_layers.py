@@ -81,7 +81,6 @@ STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
 OTHER_STATE = {
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
-    "nblaunch.capture.walk": "of which classes the objects are their attributes: it is asked for each object",
     "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
     "nblaunch.elastic.keeper": "a program of its own: the queues that it waits on",
     "nblaunch.view.panel": "how many pages came to this kernel, and the last panels for those that come back",
