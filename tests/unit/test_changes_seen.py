@@ -1,4 +1,4 @@
-"""What the ranks have is compared with what the notebook has, also at a third look, which takes a short way."""
+"""What the ranks have is compared with what the notebook has, also at a third look: a short way."""
 
 from __future__ import annotations
 
