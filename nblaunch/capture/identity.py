@@ -21,18 +21,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from nblaunch.capture.parts import attributes_of, is_by_value
+from nblaunch.capture.parts import LEAVES, attributes_of, is_by_value
 
 MOST_OBJECTS = 200_000
 """How many objects of one payload get a key: in a larger structure, those found first."""
 
-_VALUE_TYPES = frozenset(
-    {int, float, complex, bool, str, bytes, tuple, frozenset, range, slice}
-    | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
+_VALUE_TYPES = LEAVES | frozenset(
+    {tuple, frozenset, range, slice}
+    | {types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
-LEAVES = frozenset({int, float, complex, bool, str, bytes, types.NoneType})
-"""Values that refer to nothing."""
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,

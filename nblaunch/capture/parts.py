@@ -22,10 +22,8 @@ from nblaunch.capture import tensors
 Part: TypeAlias = tuple[str, object]
 """How the step from the whole to the part is written, and the part."""
 
-ATOMS: frozenset[type] = frozenset(
-    {types.NoneType, bool, int, float, complex, str, bytes, types.EllipsisType, types.NotImplementedType}
-)
-"""Types without parts."""
+LEAVES = frozenset({int, float, complex, bool, str, bytes, types.NoneType})
+"""Values that refer to nothing."""
 
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, deque)
 _SETS: tuple[type[Any], ...] = (set, frozenset)
@@ -67,8 +65,14 @@ def parts_of(whole: Any) -> Iterator[Part]:
         yield from _array_elements(whole)
     yield from _parts_in_c(whole)
     yield from named_parts(whole, attributes(whole))
-    if kind not in ATOMS and is_by_value(kind):
+    if kind not in LEAVES and is_by_value(kind):
         yield ".__class__", kind
+
+
+def is_leaf(container: Any) -> bool:
+    """Return whether a container holds numbers and texts only."""
+    values = container.values() if isinstance(container, dict) else ()
+    return LEAVES.issuperset(map(type, container)) and LEAVES.issuperset(map(type, values))
 
 
 def type_name(value: object) -> str:
@@ -173,7 +177,7 @@ def _parts_in_c(whole: object) -> Iterator[Part]:
 def _items(whole: dict[object, object]) -> Iterator[Part]:
     for key, value in list(dict.items(whole)):
         yield f"[{_written_key(key)}]", value
-        if type(key) not in ATOMS:
+        if type(key) not in LEAVES:
             yield f" (key {_written_key(key)})", key
 
 
@@ -198,7 +202,7 @@ def _array_elements(array: Any) -> Iterator[Part]:
 
 def _written_key(key: object) -> str:
     """Return how a dict's key is written, in a few characters and without its own `__repr__`."""
-    if type(key) in ATOMS or (type(key) is tuple and ATOMS.issuperset(map(type, key))):
+    if type(key) in LEAVES or (type(key) is tuple and LEAVES.issuperset(map(type, key))):
         text = repr(key)
         return text if len(text) <= _KEY_LIMIT else text[: _KEY_LIMIT - 1] + "…"
     return f"<{type_name(key)}>"

@@ -36,7 +36,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import identity, push, tensors
-from nblaunch.capture.parts import global_names
+from nblaunch.capture.parts import LEAVES, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -244,7 +244,7 @@ class _Identifying(Outbound):
 
     # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is not None:
@@ -264,7 +264,7 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:

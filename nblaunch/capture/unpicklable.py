@@ -18,11 +18,11 @@ from itertools import chain
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.parts import ATOMS, Part, named_parts, parts_of, size_of, type_name
+from nblaunch.capture.parts import LEAVES, Part, is_leaf, named_parts, parts_of, size_of, type_name
 
 _DEPTH_LIMIT = 50
 _REASON_LIMIT = 500
-_PASSED_OVER = ATOMS | {bytearray, pickle.PickleBuffer}
+_PASSED_OVER = LEAVES | {bytearray, pickle.PickleBuffer}
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
 _STATES_WITH_SLOTS = ([types.NoneType, dict], [dict, dict])
 
@@ -67,7 +67,7 @@ def find_culprit(
             size = 0
             with suppress(Exception):
                 size = size_of(part)
-            return Culprit(name, name + step, type_name(part), size, _reason(told))
+            return Culprit(name, name + step, type_name(part), size, reason_of(told))
     return None
 
 
@@ -100,7 +100,7 @@ class _Tracing(pickle._Pickler):  # noqa: SLF001 - the C pickler does not tell w
         pickle._Pickler.__init__(self, io.BytesIO(), **given)  # noqa: SLF001 - see above
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's
-        if type(obj) in _PASSED_OVER or (type(obj) in _CONTAINERS and _is_leaf(obj)):
+        if type(obj) in _PASSED_OVER or (type(obj) in _CONTAINERS and is_leaf(obj)):
             return
         if tensors.is_storage(obj) and obj.device.type == "cpu":
             return
@@ -116,11 +116,6 @@ class _Tracing(pickle._Pickler):  # noqa: SLF001 - the C pickler does not tell w
         if obj is not None:
             self.stack[-1].arguments, self.stack[-1].state = args, state
         super().save_reduce(func, args, state, *others, obj=obj, **keywords)  # type: ignore[misc] # see above
-
-
-def _is_leaf(container: Any) -> bool:
-    values = container.values() if type(container) is dict else ()
-    return ATOMS.issuperset(map(type, container)) and ATOMS.issuperset(map(type, values))
 
 
 def _way(stack: Sequence[_StackEntry]) -> tuple[str, object]:
@@ -164,7 +159,8 @@ def _made_parts(entry: _StackEntry) -> Iterator[Part]:
             yield " (its state)", state
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return an exception's text in one line, or its type if it has none."""
     text = ""
     with suppress(Exception):
         text = " ".join(str(error).split())
