@@ -36,7 +36,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch.capture import identity, push, tensors
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture.parts import LEAVES, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -244,7 +244,7 @@ class _Identifying(Outbound):
 
     # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is not None:
@@ -264,7 +264,7 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
@@ -302,7 +302,7 @@ def _offer_to_main(offered: Mapping[str, Any]) -> None:
 _loading = threading.local()
 
 
-class _Homebound(_ValuePickler):
+class Homebound(_ValuePickler):
     """From a rank to the notebook: classes that came from there go back by name.
 
     A class that a rank has made is sent by value, under a digest of its definition: classes of several ranks
@@ -310,6 +310,7 @@ class _Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -328,7 +329,7 @@ class _Homebound(_ValuePickler):
         return name
 
 
-class _Defining(_Homebound):
+class _Defining(Homebound):
     """Pickles a class to be compared: with all it refers to, and without names that are random."""
 
     def _name_of(self, obj: type) -> str:  # noqa: ARG002 - its definition alone is compared
@@ -442,7 +443,7 @@ def dumps(
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _packed(value, _Homebound, trim=True)
+    return _packed(value, Homebound, trim=True)
 
 
 def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) -> Packed:
@@ -555,7 +556,7 @@ def loads_known(
 def dumps_plain(value: object) -> bytes:
     """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
-    _Homebound(stream, protocol=5).dump(value)
+    Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()
 
 

@@ -198,7 +198,14 @@ def has_usual_state(kind: type) -> bool:
 def is_tensor(obj: Any) -> bool:
     """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.Tensor)
+    # Not `isinstance`, which reads `obj.__class__`: that may be a property.
+    return torch is not None and issubclass(type(obj), torch.Tensor)
+
+
+def is_module(obj: Any) -> bool:
+    """Return whether `obj` is a torch module of any class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and issubclass(type(obj), torch.nn.Module)
 
 
 def is_plain_tensor(obj: Any) -> bool:
@@ -210,7 +217,7 @@ def is_plain_tensor(obj: Any) -> bool:
 def is_storage(obj: Any) -> bool:
     """Return whether `obj` is the memory of tensors."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.UntypedStorage)
+    return torch is not None and issubclass(type(obj), torch.UntypedStorage)
 
 
 def reduce_by_value(obj: Any) -> Any:

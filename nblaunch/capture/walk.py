@@ -28,8 +28,8 @@ from itertools import chain, islice
 from typing import Any
 
 from nblaunch.capture import identity, tensors
+from nblaunch.capture.parts import LEAVES, attributes_getter, global_names, is_leaf
 from nblaunch.capture.pickling import Outbound
-from nblaunch.capture.unpicklable import global_names
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -278,9 +278,7 @@ class _Shortcut:
 
     def _can_hold(self, parts: Iterable[Any]) -> bool:
         """Return whether all parts have a key or are small values, which are held from here on."""
-        held = {
-            id(part): part for part in parts if type(part) in identity.LEAVES or self._key_of(part) is None
-        }
+        held = {id(part): part for part in parts if type(part) in LEAVES or self._key_of(part) is None}
         if len(held) > _SMALL or not all(map(_is_small_value, held.values())):
             return False
         self._held |= held
@@ -385,7 +383,7 @@ def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
     plain = usual and not issubclass(kind, _BUILT_IN) and kind.__weakrefoffset__ > 0
     plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
-    return identity.attributes_getter(kind) if plain else None
+    return attributes_getter(kind) if plain else None
 
 
 def _is_small_value(obj: Any, depth: int = 3) -> bool:
@@ -398,7 +396,7 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
     if issubclass(kind, type | types.FunctionType):
         return not identity.has_identity(obj)
     return (
-        kind in identity.LEAVES
+        kind in LEAVES
         or kind in (types.ModuleType, types.BuiltinFunctionType)
         or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
@@ -425,6 +423,8 @@ def _leaf_digest(container: Any) -> _Leaf:
     pickler.fast = True
     try:
         pickler.dump(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
+    except OverflowError:
+        pass  # what came before is compared, and the length
     except Exception:  # noqa: BLE001 - it holds other things
         return _Leaf()
     return _Leaf((kind, len(container), *sink.state()))
@@ -437,17 +437,13 @@ def _columns(container: Any) -> tuple[list[Any], list[Any]]:
 
 class _ValuesOnly(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is OrderedDict:
+        if obj is complex or type(obj) in (OrderedDict, complex):
             return NotImplemented
         raise TypeError
 
 
 def _is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
-    if len(container) > MOST_ELEMENTS:
-        container = list(_sample(container))
-    values = container.values() if isinstance(container, dict) else ()
-    return identity.LEAVES.issuperset(map(type, container)) and identity.LEAVES.issuperset(map(type, values))
+    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
 
 
 def _sample(container: Any) -> Iterator[Any]:
@@ -530,7 +526,7 @@ class _FramePickler(Outbound):
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
-        if kind in identity.LEAVES:
+        if kind in LEAVES:
             return None
         if not self._begun:
             self._begun = True
