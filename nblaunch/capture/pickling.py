@@ -151,9 +151,11 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             self.detached.append(tensor)
         parts = tensors.parts_of(tensor)
         reduced = self._reduce_memory(tensor)
-        if parts is None:
-            return super().reducer_override(tensor) if reduced is NotImplemented else reduced
-        return tensors.with_parts(tensor, reduced, parts)
+        if parts is not None:
+            reduced = tensors.with_parts(tensor, reduced, parts)
+        if tensor.is_inference():
+            reduced = tensors.as_inference(tensor, reduced)
+        return super().reducer_override(tensor) if reduced is NotImplemented else reduced
 
     def _name_of(self, obj: type) -> str:
         """Return the name of a class that ranks have made, empty for any other."""

@@ -272,6 +272,10 @@ def copy_content(target: Any, data: Any) -> None:
         return
     import torch
 
+    if target.is_inference():
+        with torch.inference_mode():
+            target.copy_(data)
+        return
     with torch.no_grad():
         alike = target.device == data.device and target.stride() == data.stride()
         if alike and target.layout is torch.strided and _is_sole_user(torch, target):
@@ -338,6 +342,20 @@ def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:
             reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     make, arguments, *state = reduced
     return make, arguments, (state[0] if state else None, parts), None, None, _set_state
+
+
+def as_inference(tensor: Any, reduced: Any) -> Any:
+    """Return the reduction of a tensor that was made in inference mode, to be made there again."""
+    if reduced is NotImplemented:
+        reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return reduced if type(reduced) is not tuple else (_in_inference_mode, reduced[:2], *reduced[2:])
+
+
+def _in_inference_mode(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return make(*arguments)
 
 
 def _set_state(tensor: Any, state: tuple[Any, Any]) -> None:
