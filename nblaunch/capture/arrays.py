@@ -425,7 +425,7 @@ class WholeMemories(tensors.WholeStorages):
         """Prepare to search what the ranks have."""
         self._must_search = False
         for each in self._there():
-            owner = each.root() if type(each) is Memory else each
+            owner: Any = each.root() if type(each) is Memory else each
             if tensors.is_borrowed(owner):
                 self._must_search = True
             elif not is_array(owner) or not owner.nbytes or last_base(owner) is not owner:

@@ -163,7 +163,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
 
 
 def _is_pandas(kind: type) -> bool:
-    module = kind.__module__
+    module: object = kind.__module__  # a metaclass may have put anything there
     return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
 
 
@@ -280,6 +280,8 @@ class _Identifying(Outbound):
 
     # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is not None:
             self.keys.add(key)
@@ -298,6 +300,8 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
             return None

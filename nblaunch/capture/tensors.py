@@ -160,6 +160,7 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
 _quick_facts = operator.attrgetter(
     "_version", "requires_grad", "shape", "dtype", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
+_gradient = operator.attrgetter("grad")
 
 
 def is_plain_leaf(obj: Any) -> bool:
@@ -175,9 +176,12 @@ def quick_facts(leaves: list[Any]) -> list[Any]:
         return []
     import torch
 
-    # In place, a leaf becomes another tensor's result only with another version: hence the gradient last.
-    facts = [*map(_quick_facts, leaves), *map(torch.Tensor.data_ptr, leaves)]
-    return facts + [id(tensor.grad) if tensor.is_leaf else None for tensor in leaves]
+    return [*map(_quick_facts, leaves), *map(torch.Tensor.data_ptr, leaves)]
+
+
+def gradients(leaves: list[Any]) -> list[int]:
+    """Return which gradients tensors have whose `quick_facts` are those of leaves."""
+    return list(map(id, map(_gradient, leaves)))
 
 
 def has_usual_state(kind: type) -> bool:
@@ -214,14 +218,16 @@ def is_borrowed(obj: Any) -> bool:
     # The name first of all: pickle asks this for every object.
     if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
         return False
-    return bool(obj.device.type == "cpu" and obj.nbytes() and not obj.resizable())
+    return bool(
+        obj.device.type == "cpu" and obj.nbytes() and not obj.resizable() and not hasattr(obj, "is_copy")
+    )
 
 
 def storage_over(array: Any) -> Any:
     """Return a storage over the memory of an array of bytes."""
     import torch
 
-    storage = torch.from_numpy(array).untyped_storage()
+    storage: Any = torch.from_numpy(array).untyped_storage()
     storage.is_shared_with_arrays = True  # torch counts only its own users
     return storage
 
@@ -256,7 +262,8 @@ def _elsewhere(tensor: Any) -> Any:
     if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
         memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # lives as long as the memory is read
-        alone = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        alone: Any = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        alone.untyped_storage().is_copy = True
     else:
         alone = tensor.detach().clone()
     return alone.requires_grad_() if tensor.requires_grad else alone

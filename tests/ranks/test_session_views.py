@@ -11,6 +11,7 @@ import pytest
 def session_kernel(module_kernel):
     """Start a session in the kernel that the tests here share."""
     module_kernel.ok("%distributed start -n 2")
+    module_kernel.ok("%%distributed\nbefore = {*globals(), 'before'}")
     yield module_kernel
     module_kernel.ok("%distributed stop")
 
@@ -21,7 +22,7 @@ def kernel(session_kernel):
     session_kernel.ok("import numpy as np, torch")
     yield session_kernel
     session_kernel.forget()
-    session_kernel.ok("%distributed restart")
+    session_kernel.ok("%%distributed\nfor name in {*globals()} - before: del globals()[name]")
 
 
 def ranks(kernel, cell, line=""):
