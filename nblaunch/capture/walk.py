@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from nblaunch.capture import identity, tensors
+from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, global_names, is_leaf
 from nblaunch.capture.pickling import Outbound
 
@@ -515,8 +515,8 @@ class _FramePickler(Outbound):
             self._begun = True
             self.dump(parts)
             return facts, self._digest.state()
-        if tensors.is_storage(obj):
-            return ("storage",)  # its tensors have versions
+        if tensors.is_storage(obj) or type(obj) is arrays.Memory:
+            return ("memory",)  # its tensors have versions, its arrays frames
         if type(obj) in _CONTAINERS and len(obj) > MOST_ELEMENTS:
             self._begun = True
             self.dump((len(obj), list(_sample(obj))))
