@@ -26,6 +26,8 @@ Modules, each after those that it imports:
     dataflow       scopes of a cell, what they bind, and what is bound on every path so far
     identity       keys of objects; the tables at both ends
     tensors        torch storages as buffers: once for each storage, never as a CUDA handle
+    recipes        what pickle cannot send of torch's objects: what makes each again
+    annotations    the names in annotations that are text
     unpicklable    the parts of an object as pickle sees them; the path to the one that cannot be sent
     push           the content of an object, which fills the one that a rank has
     modules        the notebook's own files that a job may import

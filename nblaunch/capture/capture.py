@@ -187,8 +187,10 @@ def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tupl
     found = set()
     for chain in dotted:
         root, *attributes = chain.split(".")
-        name = getattr(namespace.get(root), "__name__", None)
-        if not isinstance(name, str) or sys.modules.get(name) is not namespace.get(root):
+        module = namespace.get(root)
+        # No attribute of anything else is looked up: that may run the user's code.
+        name = vars(module).get("__name__") if issubclass(type(module), types.ModuleType) else None
+        if not isinstance(name, str) or sys.modules.get(name) is not module:
             continue
         for attribute in attributes:
             name = f"{name}.{attribute}"

@@ -35,7 +35,8 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.capture import identity, push, tensors
+from nblaunch.capture import identity, push, recipes, tensors
+from nblaunch.capture.annotations import annotation_names
 from nblaunch.capture.unpicklable import global_names
 
 OUT_OF_BAND = 4096
@@ -90,11 +91,8 @@ def _memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
 
 
-class _MainGlobals:
-    """Unpickles as the globals of the process's own `__main__`."""
-
-    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
-        return main_globals, ()
+_NAMESPACE = 0
+"""The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
 
 
 def main_globals() -> dict[str, Any]:
@@ -129,12 +127,13 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if reduced is NotImplemented:
             reduced = reduce_notebook_type(obj)
         if reduced is NotImplemented:
+            reduced = recipes.reduce(obj)
+        if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
                 reduced = _with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
-            if slots := vars(obj).get("__slots__"):
-                _make_with_slots(slots, reduced)
+            _make_whole(obj, reduced)
             if reduced[0] in _TRACKED and (name := self._name_of(obj)):
                 reduced = _named_class(reduced, name)
         return reduced
@@ -172,14 +171,17 @@ def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
     return make, (), (content,), None, None, push.fill_cell
 
 
-def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
-    """Have a class that is sent by value be made with its slots.
+def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
+    """Have a class that is sent by value be made with its slots and its qualified name.
 
     cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
     `__dict__`, and could not be sent back to the notebook's class, which has none.
     """
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
-        reduced[1][3]["__slots__"] = slots
+        names = reduced[1][3]
+        names["__qualname__"] = cls.__qualname__
+        if slots := vars(cls).get("__slots__"):
+            names["__slots__"] = slots
 
 
 class Known(Protocol):
@@ -206,35 +208,60 @@ class Outbound(_ValuePickler):
         self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
-        notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
-        self._notebook = frozenset(map(id, notebook))
+        self._namespace = main_globals() if namespace is None else namespace
+        self._notebook = frozenset(map(id, (self._namespace, main_globals())))
         self._known = known
-        for each in self._notebook:
+        for each in (self._namespace, main_globals()):
             # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[each] = _MainGlobals()
+            self.globals_ref[id(each)] = each
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the key of an object that ranks have: of the namespace, which some objects hold."""
+        return _NAMESPACE if id(obj) in self._notebook else None
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         reduced = super().reducer_override(obj)
-        if type(obj) is types.FunctionType and isinstance(reduced, tuple) and self.is_notebooks(obj):
-            return self._with_globals(obj, reduced)
+        if isinstance(reduced, tuple) and self.is_notebooks(obj):
+            return self._offering(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
-    def is_notebooks(self, function: types.FunctionType) -> bool:
-        """Return whether a function reads its globals in the notebook."""
-        return id(function.__globals__) in self._notebook
+    def is_notebooks(self, obj: Any) -> bool:
+        """Return whether a function reads its globals in the notebook, or a class its annotations."""
+        if type(obj) is types.FunctionType:
+            return id(obj.__globals__) in self._notebook
+        return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
 
-    def _with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
-        """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
-        make, arguments, (attributes, slots), *_ = reduced
-        names = set(global_names(function))
+    def read_by(self, obj: Any) -> frozenset[str]:
+        """Return the names of the notebook that a function or a class of it reads."""
+        names = annotation_names(obj, self._namespace)
+        return names if isinstance(obj, type) else names.union(global_names(obj))
+
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        """Return the variables that a function or a class needs there."""
+        names = self.read_by(obj)
         self.reads |= names
-        needed = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        globals_ = self._namespace if isinstance(obj, type) else obj.__globals__
+        needed = {name: globals_[name] for name in names if name in globals_}
         if self._known is not None:
             needed = {name: value for name, value in needed.items() if self._known.lacks(name, value)}
         self.carried.update(needed)
-        state = (attributes, {**slots, "__globals__": {}}, needed)
-        return make, arguments, state, None, None, _set_function
+        return needed
+
+    def _offering(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
+        """Have an object offer the variables that it reads to the rank, which decides."""
+        if len(reduced) < _WITH_SETTER:
+            return reduced
+        make, arguments, state, elements, items, fill = reduced
+        if not isinstance(obj, type):
+            attributes, slots = state
+            state = attributes, {**slots, "__globals__": {}}  # cloudpickle would set them
+        needed = self.needed_by(obj)
+        return make, arguments, (fill, state, needed), elements, items, _set_offering
+
+
+_WITH_SETTER = 6
+"""So many parts has a reduction that says how the state is set."""
 
 
 class _Identifying(Outbound):
@@ -242,11 +269,12 @@ class _Identifying(Outbound):
 
     _known: Known
 
-    # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
         key = self._known.key_of(obj)
         if key is not None:
             self.keys.add(key)
+        elif id(obj) in self._notebook:
+            return _NAMESPACE
         return key
 
     def places(self, root: object) -> Sequence[tuple[int, Any]]:
@@ -264,7 +292,7 @@ class _Refreshing(_Identifying):
     def persistent_id(self, obj: Any) -> int | None:
         key = self._known.key_of(obj)
         if key is None or key in self._new:
-            return None
+            return _NAMESPACE if id(obj) in self._notebook else None
         if key not in self.keys:
             content = push.content_of(obj)
             if content is None:
@@ -283,9 +311,9 @@ class _Refreshing(_Identifying):
         super().dump([])
 
 
-def _set_function(function: types.FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
-    attributes, slots, offered = state
-    _cloudpickle._function_setstate(function, (attributes, slots))  # noqa: SLF001 - cloudpickle's own way
+def _set_offering(obj: Any, state: tuple[Callable[[Any, Any], Any], Any, dict[str, Any]]) -> None:
+    fill, own, offered = state
+    fill(obj, own)
     getattr(_loading, "offer", _offer_to_main)(offered)
 
 
@@ -481,7 +509,7 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device
     Only for bytes from an authenticated sender: unpickling runs code.
     """
     with _loading_on(device):
-        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+        return _Loader(io.BytesIO(stream), buffers=buffers).load()
 
 
 @contextmanager
@@ -500,13 +528,18 @@ def _loading_on(device: str | None) -> Iterator[None]:
 
 
 class _Loader(pickle.Unpickler):
-    """Finds objects by the notebook's keys."""
+    """Finds objects by the notebook's keys; without `found` there is the namespace alone."""
 
-    def __init__(self, *arguments: Any, found: Callable[[int], Any], **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, found: Callable[[int], Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._found = found
 
     def persistent_load(self, key: int) -> Any:
+        if key == _NAMESPACE:
+            return main_globals()
+        if self._found is None:
+            msg = "an object that the notebook sent to the ranks of a session alone"
+            raise pickle.UnpicklingError(msg)
         return self._found(key)
 
 

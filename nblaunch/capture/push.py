@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.capture import tensors
+from nblaunch.capture import recipes, tensors
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -70,7 +70,9 @@ def content_of(obj: Any) -> Content | None:
 def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, tuple | types.ModuleType):
         return None
-    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    reduced = recipes.reduce(obj)
+    if reduced is NotImplemented:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced

@@ -1,0 +1,235 @@
+"""Objects of torch that pickle cannot send, or not whole: each is sent as what makes it again.
+
+A compiled function is its function and its options; a custom operator what was registered for it. An optimizer
+goes with its hooks, which torch's own pickle leaves out.
+
+torch is not imported here: an object can be torch's only if torch has been imported already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+Recipe: TypeAlias = "Callable[[Any], Any]"
+"""Returns how to rebuild an object, or `NotImplemented`."""
+
+_WRAPPED = "_wrapped_by_lr_sched"
+
+# `type`'s own descriptors: with a metaclass these may be properties.
+_mro_of = type.__dict__["__mro__"].__get__
+_module_of = type.__dict__["__module__"].__get__
+_qualname_of = type.__dict__["__qualname__"].__get__
+
+
+def reduce(obj: Any) -> Any:
+    """Return how to rebuild an object of torch, `NotImplemented` for anything else."""
+    kind = type(obj)
+    if kind is types.FunctionType:
+        # The mark that torch.compile leaves on its wrapper.
+        return _compiled_function(obj) if "_torchdynamo_orig_callable" in obj.__dict__ else NotImplemented
+    if "torch" not in sys.modules:
+        return NotImplemented
+    if kind not in _recipes:
+        _recipes[kind] = next(_recipes_of(kind), None)
+    recipe = _recipes[kind]
+    return NotImplemented if recipe is None else recipe(obj)
+
+
+_recipes: weakref.WeakKeyDictionary[type, Recipe | None] = weakref.WeakKeyDictionary()
+
+
+def _recipes_of(kind: type) -> Iterator[Recipe]:
+    """Yield the recipe for objects of a class."""
+    for each in _mro_of(kind):
+        name = f"{_module_of(each)}.{_qualname_of(each)}"
+        if name in _TORCHS:
+            yield _TORCHS[name]
+    if _module_of(kind) == "torch.nn.utils.parametrize" and _qualname_of(kind).startswith("Parametrized"):
+        yield _parametrized_module
+
+
+# torch.compile
+
+
+def _compiled_function(function: types.FunctionType) -> Any:
+    context = next(filter(_is_compiling, _captured_by(function).values()), None)
+    if context is None:
+        return NotImplemented
+    return _compiled, (function.__dict__["_torchdynamo_orig_callable"], _settings(context))
+
+
+def _captured_by(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of a closure that have a value."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
+
+
+def _is_compiling(context: object) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(context, dynamo.OptimizeContext)
+
+
+def _compiled_module(module: Any) -> Any:
+    context = module.dynamo_ctx
+    if not _is_compiling(context):
+        return NotImplemented
+    hooks = {name: each for name, each in module.__dict__.items() if name.endswith("_hooks") and each}
+    reduced = _compiled, (module._orig_mod, _settings(context))  # noqa: SLF001 - torch has no public way
+    return (*reduced, hooks, None, None, _set_attributes) if hooks else reduced
+
+
+def _settings(context: Any) -> dict[str, Any]:
+    """Return the keywords of `torch.compile` that lead to this context."""
+    import torch
+    from torch._dynamo.eval_frame import innermost_backend
+
+    backend = innermost_backend(context.callback)
+    # `fullgraph` has no name of its own before torch 2.9.
+    settings = {"fullgraph": bool(getattr(context, "fullgraph", False)), "dynamic": context._dynamic}  # noqa: SLF001 - torch has no public way
+    if isinstance(backend, torch._TorchCompileInductorWrapper):  # noqa: SLF001 - likewise
+        return settings | {"options": dict(backend.config) or None}
+    if isinstance(backend, torch._TorchCompileWrapper):  # noqa: SLF001 - likewise
+        return settings | {"backend": backend.compiler_fn, **backend.kwargs}
+    return settings | {"backend": backend}
+
+
+def _compiled(inner: Any, settings: dict[str, Any]) -> Any:
+    import torch
+
+    return torch.compile(inner, **settings)
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    obj.__dict__.update(attributes)
+
+
+# Modules, optimizers, loaders
+
+
+def _parametrized_module(module: Any) -> Any:
+    """Reduce a module whose class `torch.nn.utils.parametrize` has made for it alone."""
+    attributes = dict(module.__dict__)
+    made_of = type(module).__bases__[0], tuple(module.parametrizations)
+    return _parametrized, made_of, attributes, None, None, _set_attributes
+
+
+def _parametrized(base: type, names: tuple[str, ...]) -> Any:
+    from torch.nn.utils import parametrize
+
+    module = base.__new__(base)
+    parametrize._inject_new_class(module)  # noqa: SLF001 - what `register_parametrization` calls
+    for name in names:
+        parametrize._inject_property(module, name)  # noqa: SLF001 - see above
+    return module
+
+
+class _TrackedStep:
+    """An optimizer's `step` that a scheduler watches: torch's own holds a weak reference."""
+
+    def __init__(self, optimizer: Any) -> None:
+        setattr(self, _WRAPPED, True)
+        self._optimizer = optimizer
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._optimizer._opt_called = True  # noqa: SLF001 - what the scheduler looks at
+        return type(self._optimizer).step(self._optimizer, *arguments, **keywords)
+
+
+def _optimizer(optimizer: Any) -> Any:
+    """Reduce an optimizer to all its attributes; torch's pickle leaves out hooks and what LBFGS has."""
+    torch = sys.modules["torch"]
+    if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
+        return NotImplemented
+    reduced = optimizer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if type(reduced) is not tuple:
+        return reduced
+    make, arguments, state, *others = reduced
+    state = {**state, **optimizer.__dict__}
+    if hasattr(state.get("step"), _WRAPPED):
+        state["step"] = _TrackedStep(optimizer)
+    return (make, arguments, state, *others)
+
+
+def _loader(loader: Any) -> Any:
+    """Reduce a `DataLoader` without its workers, which are this process's; the next loop starts others."""
+    if loader.__dict__.get("_iterator") is None:
+        return NotImplemented
+    make, arguments, state, *others = loader.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return (make, arguments, {**state, "_iterator": None}, *others)
+
+
+# Operators, scripts, facts
+
+
+def _custom_operator(operator: Any) -> Any:
+    kernels = {}
+    for device, wrapped in operator._backend_fns.items():  # noqa: SLF001 - torch has no public way
+        kernels[device] = _captured_by(inspect.unwrap(wrapped))["fn"]
+    facts = {
+        name: operator.__dict__.get(name)
+        for name in ("_abstract_fn", "_backward_fn", "_setup_context_fn", "_vmap_fn")
+    }
+    rules = dict(operator._torch_dispatch_fns)  # noqa: SLF001 - see above
+    tags = [tag.name for tag in operator.__dict__.get("_tags") or ()]
+    made_of = operator._namespace, operator._name, operator._schema, operator._init_fn  # noqa: SLF001 - see above
+    return _registered, (*made_of, tags), (kernels, rules, facts), None, None, _register
+
+
+def _registered(namespace: str, name: str, schema: str, function: Any, tags: list[str]) -> Any:
+    import torch
+
+    # The public decorator infers the schema from annotations, and gives no operator without a kernel.
+    kind = torch._library.custom_ops.CustomOpDef  # noqa: SLF001 - see above
+    return kind(namespace, name, schema, function, tuple(getattr(torch.Tag, tag) for tag in tags))
+
+
+def _register(operator: Any, registered: tuple[dict[Any, Any], dict[Any, Any], dict[str, Any]]) -> None:
+    kernels, rules, facts = registered
+    for device, kernel in kernels.items():
+        operator.register_kernel(device)(kernel)
+    for kind, rule in rules.items():
+        operator.register_torch_dispatch(kind, rule)
+    if facts["_abstract_fn"] is not None:
+        operator.register_fake(facts["_abstract_fn"])
+    if facts["_backward_fn"] is not None:
+        operator.register_autograd(facts["_backward_fn"], setup_context=facts["_setup_context_fn"])
+    if facts["_vmap_fn"] is not None:
+        operator.register_vmap(facts["_vmap_fn"])
+
+
+def _scripted_function(function: Any) -> Any:
+    # torch keeps the function for torch.compile; a traced one has none.
+    source = getattr(function, "_torchdynamo_inline", None)
+    return NotImplemented if source is None else (_scripted, (source,))
+
+
+def _scripted(function: Any) -> Any:
+    import torch
+
+    return torch.jit.script(function)
+
+
+def _number_facts(facts: Any) -> Any:
+    return type(facts), (getattr(sys.modules["torch"], facts.dtype),)
+
+
+_TORCHS: dict[str, Recipe] = {
+    "torch._dynamo.eval_frame.OptimizedModule": _compiled_module,
+    "torch.optim.optimizer.Optimizer": _optimizer,
+    "torch.utils.data.dataloader.DataLoader": _loader,
+    "torch._library.custom_ops.CustomOpDef": _custom_operator,
+    "torch.jit.torch.jit.ScriptFunction": _scripted_function,
+    "torch.finfo": _number_facts,
+    "torch.iinfo": _number_facts,
+}
+"""By the qualified name of a class; it goes for the classes made of it."""
