@@ -25,7 +25,6 @@ import sys
 import threading
 import traceback
 import types
-import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -125,8 +124,6 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             return self._tensor_with_parts(obj)
         reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
-            reduced = reduce_notebook_type(obj)
-        if reduced is NotImplemented:
             reduced = recipes.reduce(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
@@ -159,16 +156,6 @@ def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> 
     """
     make, arguments, (attributes, slots), *others = reduced
     return (make, (*arguments[:-1], cells), (attributes, {**slots, "__closure__": None}), *others)
-
-
-def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
-    # Its content, which may lead back to the cell, comes after it.
-    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
-    try:
-        content = cell.cell_contents
-    except ValueError:  # the variable is not defined yet
-        return make, ()
-    return make, (), (content,), None, None, push.fill_cell
 
 
 def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
@@ -586,63 +573,3 @@ def dumps_plain(value: object) -> bytes:
     stream = io.BytesIO()
     _Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()
-
-
-# Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
-# The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
-# not at all, because of a lock or a weak reference that has no meaning elsewhere.
-
-
-def reduce_notebook_type(obj: Any) -> Any:
-    """Return how to rebuild one of these, `NotImplemented` for anything else."""
-    reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None else reducer(obj)
-
-
-def _reduce_cached_function(obj: Any) -> Any:
-    if not _is_notebooks_own(obj):
-        return NotImplemented
-    return _cached_function, (obj.__wrapped__, obj.cache_parameters())
-
-
-def _reduce_new_type(obj: Any) -> Any:
-    if not _is_notebooks_own(obj):
-        return NotImplemented
-    return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
-
-
-def _reduce_mapping(obj: Any) -> Any:
-    return type(obj), (dict(obj),)
-
-
-def _is_notebooks_own(obj: object) -> bool:
-    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
-
-
-def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
-    return made
-
-
-def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
-def _new_type(name: str, supertype: Any, module: str) -> Any:
-    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
-    made.__module__ = module
-    return made
-
-
-_REDUCERS: dict[type, Callable[[Any], Any]] = {
-    type(functools.cache(id)): _reduce_cached_function,
-    types.CellType: _reduce_cell,
-    functools.cached_property: lambda obj: (_cached_property, (obj.func, obj.attrname)),
-    typing.NewType: _reduce_new_type,
-    # `functools.singledispatch` keeps a weak dictionary and a proxy in the function that it makes.
-    weakref.WeakKeyDictionary: _reduce_mapping,
-    weakref.WeakValueDictionary: _reduce_mapping,
-    types.MappingProxyType: _reduce_mapping,
-}

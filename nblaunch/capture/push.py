@@ -107,11 +107,6 @@ def _fill_function(target: Any, data: Any) -> None:
     _fill_dict(target.__dict__, attributes)
 
 
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
-    (cell.cell_contents,) = content
-
-
 def _fill_class(target: Any, data: Any) -> None:
     for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
         delattr(target, name)
@@ -144,7 +139,7 @@ _FILL: dict[str, Callable[[Any, Any], None]] = {
     "dict": _fill_dict,
     "set": _fill_dict,
     "function": _fill_function,
-    "cell": fill_cell,
+    "cell": recipes.fill_cell,
     "class": _fill_class,
     "object": _fill_object,
 }

@@ -1,21 +1,27 @@
-"""Objects of torch that pickle cannot send, or not whole: each is sent as what makes it again.
+"""Objects that pickle cannot send, or not whole: each is sent as what makes it again.
 
-A compiled function is its function and its options; a custom operator what was registered for it. An optimizer
-goes with its hooks, which torch's own pickle leaves out.
+A compiled function is its function and its options, a custom operator what was registered for it. An
+optimizer goes with its hooks, which torch's own pickle leaves out.
 
-torch is not imported here: an object can be torch's only if torch has been imported already.
+No library is imported here: an object can be torch's only if torch has been imported already.
 """
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
+import functools
 import inspect
 import pickle
 import sys
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
+
+from cloudpickle import cloudpickle as _cloudpickle
 
 Recipe: TypeAlias = "Callable[[Any], Any]"
 """Returns how to rebuild an object, or `NotImplemented`."""
@@ -29,13 +35,14 @@ _qualname_of = type.__dict__["__qualname__"].__get__
 
 
 def reduce(obj: Any) -> Any:
-    """Return how to rebuild an object of torch, `NotImplemented` for anything else."""
+    """Return how to rebuild one of these objects, `NotImplemented` for anything else."""
+    reduced = reduce_notebook_type(obj)
+    if reduced is not NotImplemented:
+        return reduced
     kind = type(obj)
     if kind is types.FunctionType:
         # The mark that torch.compile leaves on its wrapper.
         return _compiled_function(obj) if "_torchdynamo_orig_callable" in obj.__dict__ else NotImplemented
-    if "torch" not in sys.modules:
-        return NotImplemented
     if kind not in _recipes:
         _recipes[kind] = next(_recipes_of(kind), None)
     recipe = _recipes[kind]
@@ -49,8 +56,8 @@ def _recipes_of(kind: type) -> Iterator[Recipe]:
     """Yield the recipe for objects of a class."""
     for each in _mro_of(kind):
         name = f"{_module_of(each)}.{_qualname_of(each)}"
-        if name in _TORCHS:
-            yield _TORCHS[name]
+        if name in _BY_NAME:
+            yield _BY_NAME[name]
     if _module_of(kind) == "torch.nn.utils.parametrize" and _qualname_of(kind).startswith("Parametrized"):
         yield _parametrized_module
 
@@ -123,7 +130,7 @@ def _parametrized_module(module: Any) -> Any:
     return _parametrized, made_of, attributes, None, None, _set_attributes
 
 
-def _parametrized(base: type, names: tuple[str, ...]) -> Any:
+def _parametrized(base: Any, names: tuple[str, ...]) -> Any:
     from torch.nn.utils import parametrize
 
     module = base.__new__(base)
@@ -168,7 +175,7 @@ def _loader(loader: Any) -> Any:
     return (make, arguments, {**state, "_iterator": None}, *others)
 
 
-# Operators, scripts, facts
+# Operators, scripts, validated functions, facts
 
 
 def _custom_operator(operator: Any) -> Any:
@@ -219,11 +226,21 @@ def _scripted(function: Any) -> Any:
     return torch.jit.script(function)
 
 
+def _validated_call(wrapper: Any) -> Any:
+    """Reduce what `pydantic.validate_call` makes: validators hold compiled code, and cannot be sent."""
+    config = wrapper.config_wrapper.config_dict
+    return type(wrapper), (wrapper.function, config, wrapper.validate_return, None)
+
+
 def _number_facts(facts: Any) -> Any:
     return type(facts), (getattr(sys.modules["torch"], facts.dtype),)
 
 
-_TORCHS: dict[str, Recipe] = {
+def _numpys_number_facts(facts: Any) -> Any:
+    return type(facts), (facts.dtype,)
+
+
+_BY_NAME: dict[str, Recipe] = {
     "torch._dynamo.eval_frame.OptimizedModule": _compiled_module,
     "torch.optim.optimizer.Optimizer": _optimizer,
     "torch.utils.data.dataloader.DataLoader": _loader,
@@ -231,5 +248,106 @@ _TORCHS: dict[str, Recipe] = {
     "torch.jit.torch.jit.ScriptFunction": _scripted_function,
     "torch.finfo": _number_facts,
     "torch.iinfo": _number_facts,
+    "numpy.finfo": _numpys_number_facts,
+    "numpy.iinfo": _numpys_number_facts,
+    "pydantic._internal._validate_call.ValidateCallWrapper": _validated_call,
 }
 """By the qualified name of a class; it goes for the classes made of it."""
+
+
+# Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
+# The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
+# not at all, because of a lock or a weak reference that has no meaning elsewhere.
+
+
+def reduce_notebook_type(obj: Any) -> Any:
+    """Return how to rebuild one of these, `NotImplemented` for anything else."""
+    reducer = _REDUCERS.get(type(obj))
+    return NotImplemented if reducer is None else reducer(obj)
+
+
+def _reduce_cached_function(obj: Any) -> Any:
+    if not _is_notebooks_own(obj):
+        return NotImplemented
+    return _cached_function, (obj.__wrapped__, obj.cache_parameters())
+
+
+def _reduce_new_type(obj: Any) -> Any:
+    if not _is_notebooks_own(obj):
+        return NotImplemented
+    return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
+
+
+def _reduce_mapping(obj: Any) -> Any:
+    return type(obj), (dict(obj),)
+
+
+def _is_notebooks_own(obj: object) -> bool:
+    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
+
+
+def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def _new_type(name: str, supertype: Any, module: str) -> Any:
+    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
+    made.__module__ = module
+    return made
+
+
+def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
+    # Its content, which may lead back to the cell, comes after it.
+    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
+    try:
+        content = cell.cell_contents
+    except ValueError:  # the variable is not defined yet
+        return make, ()
+    return make, (), (content,), None, None, fill_cell
+
+
+def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
+    """Give a variable of a closure its value."""
+    (cell.cell_contents,) = content
+
+
+def _reduce_context_variable(variable: contextvars.ContextVar[Any]) -> Any:
+    default: tuple[Any, ...] = ()
+    with suppress(LookupError):
+        default = (contextvars.Context().run(variable.get),)
+    now = contextvars.copy_context()
+    reduced = _context_variable, (variable.name, default)
+    if variable not in now:
+        return reduced
+    return (*reduced, now[variable], None, None, _set_context_variable)
+
+
+def _context_variable(name: str, default: tuple[Any, ...]) -> contextvars.ContextVar[Any]:
+    return contextvars.ContextVar(name, default=default[0]) if default else contextvars.ContextVar(name)
+
+
+def _set_context_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    variable.set(value)
+
+
+_REDUCERS: dict[type, Callable[[Any], Any]] = {
+    type(functools.cache(id)): _reduce_cached_function,
+    types.CellType: _reduce_cell,
+    contextvars.ContextVar: _reduce_context_variable,
+    # `HfArgumentParser` and others ask whether a default is this very object.
+    type(dataclasses.MISSING): lambda _: "MISSING",
+    type(dataclasses.KW_ONLY): lambda _: "KW_ONLY",
+    functools.cached_property: lambda obj: (_cached_property, (obj.func, obj.attrname)),
+    typing.NewType: _reduce_new_type,
+    # `functools.singledispatch` keeps a weak dictionary and a proxy in the function that it makes.
+    weakref.WeakKeyDictionary: _reduce_mapping,
+    weakref.WeakValueDictionary: _reduce_mapping,
+    types.MappingProxyType: _reduce_mapping,
+}
