@@ -257,6 +257,8 @@ class _Identifying(Outbound):
     _known: Known
 
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is not None:
             self.keys.add(key)
@@ -277,6 +279,8 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
             return _NAMESPACE if id(obj) in self._notebook else None
