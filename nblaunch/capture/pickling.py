@@ -111,6 +111,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         self.carried: dict[str, Any] = {}
         self.reads: set[str] = set()
         self.detached: list[Any] = []
+        self._recomputed: set[int] = set()
         self.keys: set[int] = set()
 
     def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - sessions need it
@@ -122,6 +123,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             self.filenames.add(obj.co_filename)
         if tensors.is_tensor(obj):
             return self._tensor_with_parts(obj)
+        self._recomputed.update(tensors.recomputed_in(obj))
         reduced = self._reduce_tensor(obj)
         if reduced is NotImplemented:
             reduced = recipes.reduce(obj)
@@ -136,7 +138,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return reduced
 
     def _tensor_with_parts(self, tensor: Any) -> Any:
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and id(tensor) not in self._recomputed:
             self.detached.append(tensor)
         parts = tensors.parts_of(tensor)
         reduced = self._reduce_tensor(tensor)

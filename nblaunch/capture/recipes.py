@@ -215,9 +215,12 @@ def _register(operator: Any, registered: tuple[dict[Any, Any], dict[Any, Any], d
 
 
 def _scripted_function(function: Any) -> Any:
-    # torch keeps the function for torch.compile; a traced one has none.
     source = getattr(function, "_torchdynamo_inline", None)
-    return NotImplemented if source is None else (_scripted, (source,))
+    # A traced function has a source too, which is not what was traced. torch wraps the one it knows anew.
+    known = sys.modules["torch.jit._state"]._try_get_jit_cached_function(source)  # noqa: SLF001 - torch has no public way
+    if known is None or known.qualified_name != function.qualified_name:
+        return NotImplemented
+    return _scripted, (source,)
 
 
 def _scripted(function: Any) -> Any:
