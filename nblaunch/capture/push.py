@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.capture import arrays, tensors
+from nblaunch.capture import arrays, recipes, tensors
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -77,7 +77,9 @@ def content_of(obj: Any) -> Content | None:
 def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, tuple | types.ModuleType):
         return None
-    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    reduced = recipes.reduce(obj)
+    if reduced is NotImplemented:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -110,11 +112,6 @@ def _fill_function(target: Any, data: Any) -> None:
     # Its cells are filled on their own.
     target.__code__, target.__defaults__, target.__kwdefaults__, attributes, _ = data
     _fill_dict(target.__dict__, attributes)
-
-
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
-    (cell.cell_contents,) = content
 
 
 def _fill_class(target: Any, data: Any) -> None:
@@ -154,7 +151,7 @@ _FILL: dict[str, Callable[[Any, Any], None]] = {
     "dict": _fill_dict,
     "set": _fill_dict,
     "function": _fill_function,
-    "cell": fill_cell,
+    "cell": recipes.fill_cell,
     "class": _fill_class,
     "memory": _fill_memory,
     "object": _fill_object,
