@@ -206,23 +206,35 @@ class Outbound(_ValuePickler):
         self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
-        notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
-        self._notebook = frozenset(map(id, notebook))
         self._known = known
-        for each in self._notebook:
-            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[each] = _MainGlobals()
+        self._named = namespace is not None
+        self._notebook: set[int] = set()
+        for globals_ in (namespace, main_globals()):
+            if globals_ is not None:
+                self._add_notebook(globals_)
+
+    def _add_notebook(self, globals_: dict[str, Any]) -> None:
+        self._notebook.add(id(globals_))
+        # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+        self.globals_ref[id(globals_)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
+        is_notebooks = type(obj) is types.FunctionType and self.is_notebooks(obj)
         reduced = super().reducer_override(obj)
-        if type(obj) is types.FunctionType and isinstance(reduced, tuple) and self.is_notebooks(obj):
+        if is_notebooks and isinstance(reduced, tuple):
             return self._with_globals(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
     def is_notebooks(self, function: types.FunctionType) -> bool:
-        """Return whether a function reads its globals in the notebook."""
-        return id(function.__globals__) in self._notebook
+        """Return whether a function reads its globals in the notebook.
+
+        In a push before the first cell nothing says which dictionary that is but the functions themselves.
+        """
+        globals_ = function.__globals__
+        if not self._named and id(globals_) not in self._notebook and globals_.get("__name__") == "__main__":
+            self._add_notebook(globals_)
+        return id(globals_) in self._notebook
 
     def _with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
         """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""

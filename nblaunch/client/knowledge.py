@@ -186,6 +186,7 @@ class KnowledgeView:
         self.ranks_own: set[str] = set()
         """Variables of the notebook whose name means something else on each rank, such as `rank`."""
         self._knowledge = knowledge
+        self._globals = namespace
         self._namespace = {} if namespace is None else namespace
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
@@ -203,12 +204,9 @@ class KnowledgeView:
         if name not in self._shared:
             return False
         everywhere = all(name in names for names in self._names.values())
-        binding = self.record.bound.get(name)
+        binding = self._bound(name)
         if binding is None:
             return not everywhere
-        if binding.key is None:
-            # Pushed under a name that the notebook did not have, or that no job has compared.
-            binding.key = self._knowledge.key_for(value)
         if self.record.table.key_of(value) == binding.key:
             return not everywhere
         own = [rank for rank, names in self._rebound.items() if name in names]
@@ -216,6 +214,14 @@ class KnowledgeView:
             self._declined[name] = self._binding(value)
             self.kept[name] = frozenset(own)
         return len(own) < len(self.ranks)
+
+    def _bound(self, name: str) -> _Binding | None:
+        """Return what the ranks have under the name of a variable of the notebook."""
+        binding = self.record.bound.get(name)
+        if binding is not None and binding.key is None:
+            # Pushed under a name that the notebook did not have, or that no job has compared.
+            binding.key = self._knowledge.key_for(self._namespace[name])
+        return binding
 
     def _binding(self, value: Any, inspection: Inspection | None = None) -> _Binding:
         frame = None
@@ -234,7 +240,7 @@ class KnowledgeView:
             reached |= waiting
             read: set[str] = set()
             for name in waiting & self._namespace.keys():
-                binding = self.record.bound.get(name)
+                binding = self._bound(name)
                 if binding is not None and self.record.table.key_of(self._namespace[name]) == binding.key:
                     read |= binding.frame.names if binding.frame is not None else set()
                     led_to = binding.frame.children if binding.frame is not None else (binding.key,)
@@ -245,7 +251,7 @@ class KnowledgeView:
         return frozenset(name for name in reached if self.lacks(name, self._namespace[name]))
 
     def _inspect(self) -> Inspection:
-        return Inspection(self.record.table, self.record.frames, self._namespace)
+        return Inspection(self.record.table, self.record.frames, self._globals)
 
     def delivery(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Delivery:
         """Return what these ranks will know once `captured` has arrived."""
@@ -280,7 +286,7 @@ class KnowledgeView:
             if name in RANK_NAMES:
                 self.ranks_own.add(name)
             elif not all(self._is_own(name, rank) for rank in self.ranks):
-                value, binding = self._namespace[name], self.record.bound.get(name)
+                value, binding = self._namespace[name], self._bound(name)
                 same = binding is not None and binding.key == self.record.table.key_of(value)
                 if inspection.changed(value, binding.frame if binding is not None and same else None):
                     self.changed.add(name)
