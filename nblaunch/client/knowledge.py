@@ -236,8 +236,10 @@ class KnowledgeView:
         if is_same and not binding.again and name not in IPYTHONS_CONTAINERS:
             return not everywhere
         own = [rank for rank, names in self._rebound.items() if name in names]
-        if own or binding.again:
-            self._declined[name] = replace(binding, again=False) if is_same else self._binding(value)
+        if is_same:
+            self._declined[name] = replace(binding, again=False)
+        elif own:
+            self._declined[name] = self._binding(value)
         if own and name not in IPYTHONS_NAMES:
             self.kept[name] = frozenset(own)
         return len(own) < len(self.ranks) and not (is_same and everywhere)

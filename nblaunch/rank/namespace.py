@@ -28,6 +28,7 @@ from nblaunch.rank.stores import StoreNotes, note_of
 _MOST_NAMES = 10_000
 _GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
 _REBOUND = object()
+_DUNDER = re.compile(r"__.*\w")
 
 
 class Variables:
@@ -42,7 +43,9 @@ class Variables:
         """`kept` is true for a session's rank: only then are variables its own."""
         self._kept = kept
         self._objects = ObjectTable()
-        self._came: dict[str, object] = dict(shell.namespace())
+        self._came: dict[str, object] = {
+            name: value for name, value in shell.namespace().items() if not _DUNDER.match(name)
+        }
         """Variables from the notebook, with the object that came; `_REBOUND` once the rank has bound another.
 
         What the shell has put there (`_`, `Out`, `open`) is not the rank's own either.
@@ -51,7 +54,7 @@ class Variables:
         """All names that ever came."""
         self._between_jobs: list[Any] = []
         """Objects that the notebook believes to be here: they stay until the next job has found them."""
-        self._hidden = frozenset(shell.namespace()) - _GIVEN
+        self._hidden = frozenset(self._came)
         self._tenure = 0
         if kept:
             shell.prepare().ast_transformers.append(StoreNotes(lambda name: name in self._came))

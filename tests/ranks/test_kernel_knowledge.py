@@ -93,7 +93,7 @@ def test_a_variable_that_is_bound_again_to_the_same_object_is_noticed_where_the_
         ("step[1]", 5, again),
         ("step[1]", 5),
         "%distributed push step",
-        (f"step is {same}" if same != "()" else "step == ()", True),
+        (f"step == {same}", True),
     )
 
 
@@ -169,8 +169,8 @@ def test_nothing_remains_of_looking_at_what_a_cell_binds(notebook):
 def test_a_classs_state_on_the_ranks_outlives_what_comes_of_it(notebook):
     steps(
         notebook,
-        "class A:\n    n = 0\n    def __init__(self): type(self).n += 1\na = A()",
-        ("A(); A(); A(); A.n", 4),
+        "class A:\n    n = 0\n    def count(self): type(self).n += 1\na = A()\na.count()",
+        ("A().count(); A().count(); A().count(); A.n", 4),
         "b = A()",
         ("b is not None, A.n, type(b) is A", (True, 4, True)),
         "class Sub(A): pass",
@@ -342,12 +342,14 @@ def test_the_last_results_of_the_notebook_are_the_ranks(notebook, line):
     assert notebook.ranks("_.ok, len(_), _.values[0]", line) == (True, 1 if line else 2, (9, 25))
     notebook("10")
     assert notebook.ranks("[In[-2], _i, sum(each == 10 for each in Out.values())]", line) == ["10", "10", 1]
-    assert notebook.ranks("def f(): return _\nnew = _; new", line) == 10 if False else True
 
 
 def test_a_result_of_a_failed_run_can_be_looked_at_on_the_ranks(notebook):
     notebook.kernel.fails("%%distributed\n1 / 0")
-    assert notebook.ranks("_.ok, _.root_cause.type") == (False, "ZeroDivisionError")
+    assert notebook.ranks("_.ok, _.root_cause.type") == (
+        False,
+        "builtins.ZeroDivisionError",
+    )
 
 
 def test_a_name_of_ipythons_that_a_rank_has_bound_is_its_own_without_a_notice(notebook):
