@@ -71,7 +71,10 @@ def content_of(obj: Any) -> Content | None:
 def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, tuple | types.ModuleType):
         return None
-    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    try:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
+        return None
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
