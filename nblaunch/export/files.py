@@ -236,7 +236,7 @@ class _Pickled:
         return Load(self._names, f"{comment}\n{text}", (by,), file, write, frozenset(self.uses))
 
     def _unsavable(self, values: Mapping[str, object], error: Exception) -> NblaunchError:
-        culprit = find_culprit(values, self._refusal)
+        culprit = find_culprit(values, error, self._pickler)
         if culprit is None:
             return NblaunchError(
                 f"{', '.join(values)} cannot be saved for a script: {type(error).__name__}: {error}"
@@ -245,10 +245,3 @@ class _Pickled:
             f"{culprit.path}: {culprit.reason} ({culprit.type_name}). The cell uses {culprit.name}, which "
             "has no source that could be copied, and cannot be saved beside a script. Make it in the cell."
         )
-
-    def _refusal(self, content: object) -> Exception | None:
-        try:
-            self._dumped(content)
-        except Exception as error:  # noqa: BLE001 - whatever the objects raise
-            return error
-        return None

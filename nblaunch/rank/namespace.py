@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.capture import pickling
 from nblaunch.capture.identity import ObjectTable
+from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import DeadVariable, Objects
 from nblaunch.rank import process_group, shell
 from nblaunch.rank.stores import StoreNotes, note_of
@@ -178,8 +179,7 @@ class Arrival:
 
 _MOST_MEMBERS = 200
 _MOST_NAMED = 20
-# No container in which a program keeps its models.
-_CLOSED = (str, bytes, int, float, torch.Tensor, types.ModuleType, type, types.FunctionType, types.MethodType)
+_WHOLE = (types.MethodType, DistributedDataParallel, DeviceMesh, dist.ProcessGroup)
 _OPTIONS = {
     "broadcast_buffers": True,
     "find_unused_parameters": False,
@@ -282,7 +282,7 @@ class DeadVariables:
             if name in self._hidden or name.startswith("_"):
                 continue
             yield name, value
-            for suffix, member in _parts_of(value):
+            for suffix, member in _members_of(value):
                 yield name + suffix, member
 
     def _remedy(self, path: str, thing: object) -> str | None:
@@ -333,20 +333,14 @@ class DeadVariables:
         return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"
 
 
-def _parts_of(value: object) -> Iterator[tuple[str, object]]:
-    with contextlib.suppress(Exception):  # a user's mapping or object may raise anything
-        whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
-        if whole or _is_sharded(value):
+def _members_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what the program can assign within an object, unless that is one whole for process groups."""
+    with contextlib.suppress(Exception):  # a user's object may raise anything
+        if isinstance(value, _WHOLE) or _is_sharded(value):
             return
-        if type(value) is dict:
-            found = [(f"[{key!r}]", member) for key, member in list(value.items())[:_MOST_MEMBERS]]
-        elif type(value) in {list, tuple}:
-            found = [(f"[{index}]", member) for index, member in enumerate(value[:_MOST_MEMBERS])]  # type: ignore[index]
-        elif isinstance(value, torch.nn.Module):
-            found = [(f".{name}", child) for name, child in value.named_children()]
-        else:
-            found = [(f".{name}", member) for name, member in list(vars(value).items())[:_MOST_MEMBERS]]
-        yield from found
+        for step, member in itertools.islice(parts_of(value), _MOST_MEMBERS):
+            if step.startswith((".", "[")):
+                yield step, member
 
 
 def _is_sharded(value: object) -> bool:

@@ -79,6 +79,7 @@ STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
 """What a process has once to run ranks."""
 
 OTHER_STATE = {
+    "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
     "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
