@@ -234,11 +234,16 @@ class Outbound(_ValuePickler):
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._namespace = main_globals() if namespace is None else namespace
-        self._notebook = frozenset(map(id, (self._namespace, main_globals())))
+        self._named = namespace is not None
         self._known = known
+        self._notebook: set[int] = set()
         for each in (self._namespace, main_globals()):
-            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[id(each)] = each
+            self._add_notebook(each)
+
+    def _add_notebook(self, globals_: dict[str, Any]) -> None:
+        self._notebook.add(id(globals_))
+        # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+        self.globals_ref[id(globals_)] = globals_
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the key of an object that ranks have: of the namespace, which some objects hold."""
@@ -246,16 +251,23 @@ class Outbound(_ValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
+        is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
-        if isinstance(reduced, tuple) and self.is_notebooks(obj):
+        if is_notebooks and isinstance(reduced, tuple):
             return self._offering(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
     def is_notebooks(self, obj: Any) -> bool:
-        """Return whether a function reads its globals in the notebook, or a class its annotations."""
-        if type(obj) is types.FunctionType:
-            return id(obj.__globals__) in self._notebook
-        return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        """Return whether a function reads its globals in the notebook, or a class its annotations.
+
+        In a push before the first cell nothing says which dictionary that is but the functions themselves.
+        """
+        if type(obj) is not types.FunctionType:
+            return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        globals_ = obj.__globals__
+        if not self._named and id(globals_) not in self._notebook and globals_.get("__name__") == "__main__":
+            self._add_notebook(globals_)
+        return id(globals_) in self._notebook
 
     def read_by(self, obj: Any) -> frozenset[str]:
         """Return the names of the notebook that a function or a class of it reads."""

@@ -179,6 +179,8 @@ class Inspection:
                     if child not in seen:
                         seen.add(child)
                         waiting.append(child)
+            if not all(key in self._sent for key in seen):
+                return False  # of what is about to be sent there is nothing to compare with
             shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
         self._sent.shortcuts[root] = shortcut
         return False
