@@ -41,6 +41,8 @@ _SMALL = 1024
 _MOST_VISITED = 20_000
 _STATE = 2
 """Where a reduction has the state of the object."""
+_WITH_SETTER = 6
+"""Parts of a reduction that says how the state is set."""
 _CONTAINERS = frozenset({dict, list, set, frozenset, OrderedDict})
 _FUNCTION_ATTRIBUTES = (
     "__name__",
@@ -416,6 +418,7 @@ class _FramePickler(Outbound):
         self._begun = False
         self._children: list[int] = []
         self._names: set[str] = set()
+        self._met: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
@@ -423,7 +426,7 @@ class _FramePickler(Outbound):
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
-        self._children, self._names = [], set()
+        self._children, self._names, self._met = [], set(), {id(obj): -1}
         self._begun = False
         try:
             own = self._own_state(obj)
@@ -458,7 +461,16 @@ class _FramePickler(Outbound):
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
+        elif isinstance(obj, type | types.FunctionType | types.CellType):
+            return self._met_again(obj)
         return key
+
+    def _met_again(self, obj: Any) -> int | None:
+        """Return a number for an object without a key that is in the frame already: a class leads to itself."""
+        number = self._met.get(id(obj))
+        if number is None:
+            self._met[id(obj)] = -len(self._met) - 1
+        return number
 
     def reducer_override(self, obj: Any) -> Any:
         if tensors.is_tensor(obj):
@@ -469,6 +481,9 @@ class _FramePickler(Outbound):
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             _drop_bookkeeping(reduced[_STATE][0])
+        if isinstance(reduced, tuple) and len(reduced) == _WITH_SETTER:
+            # Pickle writes the object again for its setter, and needs the memo for that.
+            return tuple, ((reduced[:_STATE], *reduced[_STATE:-1]),)
         return reduced
 
     def _reduced_function(self, function: types.FunctionType) -> Any:
