@@ -287,7 +287,7 @@ class Outbound(_ValuePickler):
 
     def _offering(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
         """Have an object offer the variables that it reads to the rank, which decides."""
-        if len(reduced) < _WITH_SETTER:
+        if len(reduced) < WITH_SETTER:
             return reduced
         make, arguments, state, elements, items, fill = reduced
         if not isinstance(obj, type):
@@ -297,7 +297,7 @@ class Outbound(_ValuePickler):
         return make, arguments, (fill, state, needed), elements, items, _set_offering
 
 
-_WITH_SETTER = 6
+WITH_SETTER = 6
 """So many parts has a reduction that says how the state is set."""
 
 
