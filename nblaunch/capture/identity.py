@@ -33,6 +33,8 @@ _VALUE_TYPES = frozenset(
     | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
+LEAVES = frozenset({int, float, complex, bool, str, bytes, types.NoneType})
+"""Values that refer to nothing."""
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,
@@ -107,6 +109,8 @@ class ObjectTable:
         self._held: dict[int, Any] = {}
         self._keys: dict[int, int] = {}
         self._lost: list[int] = []
+        self.attached: dict[int, Any] = {}
+        """What is kept for an object as long as it is known, by key."""
         self._sweeping = threading.Lock()
         table = weakref.ref(self)
 
@@ -126,7 +130,7 @@ class ObjectTable:
 
     def clear(self) -> None:
         """Forget all objects."""
-        self._entries, self._held, self._keys, self._lost = {}, {}, {}, []
+        self._entries, self._held, self._keys, self._lost, self.attached = {}, {}, {}, [], {}
 
     def add(self, obj: Any, key: int) -> None:
         """Know `obj` by `key`, which no other object has."""
@@ -159,6 +163,7 @@ class ObjectTable:
                 del self._keys[id(obj)]
             self._entries.pop(key, None)
             self._held.pop(key, None)
+            self.attached.pop(key, None)
 
     def lost(self) -> tuple[int, ...]:
         """Return the keys of objects that have gone since the last call."""
@@ -197,6 +202,7 @@ class ObjectTable:
             if obj is not None:
                 self._keys.pop(id(obj), None)
                 self._entries.pop(key, None)
+                self.attached.pop(key, None)
                 self._lost.append(key)
         return bool(keys)
 
@@ -204,6 +210,7 @@ class ObjectTable:
         assert isinstance(weak, _Weak)  # noqa: S101 - `add` made it
         if self._entries.get(weak.key) is weak:
             del self._entries[weak.key]
+            self.attached.pop(weak.key, None)
             self._lost.append(weak.key)
         if self._keys.get(weak.address) == weak.key:
             del self._keys[weak.address]
@@ -264,7 +271,7 @@ def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[in
     that only the pickler has are left out, since nothing can refer to them again: the state of an object,
     copied for it, and `root`, which holds the variables.
     """
-    held = list(memo.values())
+    held = [entry for entry in memo.values() if type(entry[1]) not in LEAVES]
     # The pickler refers to each object, and so does its entry in the copy.
     addresses = {id(obj) for _, obj in held}
     # An object's own dictionary fills another one on the rank.

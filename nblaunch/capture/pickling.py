@@ -244,6 +244,8 @@ class _Identifying(Outbound):
 
     # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is not None:
             self.keys.add(key)
@@ -262,6 +264,8 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in identity.LEAVES:
+            return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
             return None

@@ -160,6 +160,7 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
 _quick_facts = operator.attrgetter(
     "_version", "requires_grad", "shape", "dtype", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
+_gradient = operator.attrgetter("grad")
 
 
 def is_plain_leaf(obj: Any) -> bool:
@@ -175,9 +176,12 @@ def quick_facts(leaves: list[Any]) -> list[Any]:
         return []
     import torch
 
-    # In place, a leaf becomes another tensor's result only with another version: hence the gradient last.
-    facts = [*map(_quick_facts, leaves), *map(torch.Tensor.data_ptr, leaves)]
-    return facts + [id(tensor.grad) if tensor.is_leaf else None for tensor in leaves]
+    return [*map(_quick_facts, leaves), *map(torch.Tensor.data_ptr, leaves)]
+
+
+def gradients(leaves: list[Any]) -> list[int]:
+    """Return which gradients tensors have whose `quick_facts` are those of leaves."""
+    return list(map(id, map(_gradient, leaves)))
 
 
 def has_usual_state(kind: type) -> bool:
