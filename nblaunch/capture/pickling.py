@@ -137,7 +137,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
-                reduced = _with_cells(obj.__closure__, reduced)
+                reduced = with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
             _make_whole(obj, reduced)
             if reduced[0] in _TRACKED and (name := self._name_of(obj)):
@@ -184,7 +184,7 @@ def _by_value(part: Any) -> Any:
     return push.ByValue(part) if arrays.is_array(part) else part
 
 
-def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Have a function be made with its cells, which are objects: functions share them.
 
     cloudpickle makes new cells for each function, and copies what is in them.
