@@ -5,6 +5,7 @@ It is quiet, keeps no history, and runs each cell under the cell's own file name
 
 from __future__ import annotations
 
+import atexit
 import base64
 import importlib.abc
 import importlib.machinery
