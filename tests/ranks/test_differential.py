@@ -1,28 +1,27 @@
 """The same program in plain IPython, on fresh ranks, cell by cell in a session, and as an exported script.
 
-The programs are in `differential/*.txt`, as text: `=== TITLE` begins one, `--- notebook` and `--- ranks` begin its cells.
-Plain IPython runs them all in one notebook, and what it gives is what the ranks must give: values, text, displays
-and exceptions, of both kinds of cells. A rank cell says which notices it gets, `--- ranks; cfg was changed`, which is none
-by default. Between title and cells are lines that say
+The programs are in `differential/*.txt`, as text: `=== TITLE` begins one, `--- notebook` and `--- ranks` begin
+its cells. Plain IPython runs them all in one notebook, and what it gives is what the ranks must give: values,
+text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by default none:
+`--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Between title and cells are lines that say
 
 * `@ci`: CI runs this program too; the others are in the slow lane, and `@quick` ones are in all lanes;
-* `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells, that is
-  the session, and the others take neighbouring rank cells as one;
+* `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells, that
+  is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
-from lanes import full, needs, slow
+from lanes import full, slow
 
 PROGRAMS = Path(__file__).parent / "differential"
 DOORS = ("session", "cell", "script")
@@ -32,9 +31,18 @@ DOORS = ("session", "cell", "script")
 class Cell:
     """A cell of a program; `notices` are the beginnings of those that its ranks get."""
 
-    on_ranks: bool
+    kind: Literal["notebook", "ranks", "push"]
     source: str
     notices: tuple[str, ...] = ()
+
+    @property
+    def on_ranks(self) -> bool:
+        """Whether ranks run it."""
+        return self.kind == "ranks"
+
+    def followed_by(self, other: Cell) -> Cell:
+        """Return both as one cell."""
+        return Cell(self.kind, f"{self.source}\n{other.source}", self.notices + other.notices)
 
 
 @dataclass(frozen=True)
@@ -56,9 +64,9 @@ class Program:
         cells: list[Cell] = []
         for cell in self.cells:
             if cells and cell.on_ranks and cells[-1].on_ranks:
-                before = cells.pop()
-                cell = Cell(True, f"{before.source}\n{cell.source}", before.notices + cell.notices)
-            cells.append(cell)
+                cells[-1] = cells[-1].followed_by(cell)
+            else:
+                cells.append(cell)
         alone = sum(cell.on_ranks for cell in cells) == 1
         return dataclasses.replace(self, cells=tuple(cells)) if alone else None
 
@@ -84,8 +92,10 @@ def parsed(text: str) -> Iterator[Program]:
         for body in bodies:
             first, _, source = body.partition("\n")
             kind, *notices = first.split("; ")
-            assert kind in {"notebook", "ranks"}, (title, first)
-            cells.append(Cell(kind == "ranks", source.strip("\n"), tuple(notices)))
+            if kind.startswith("push "):
+                kind, source = kind.split(" ", 1)
+            assert kind in {"notebook", "ranks", "push"}, (title, first)
+            cells.append(Cell(cast("Any", kind), source.strip("\n"), tuple(notices)))
         lane = "quick" if "quick" in said else "ci" if "ci" in said else "slow"
         doors = tuple(said["doors"].split()) if "doors" in said else DOORS
         yield Program(title, tuple(cells), lane, doors, said.get("refused", ""))
@@ -107,7 +117,9 @@ def cases(door: str) -> list[Any]:
     """Return the programs that go through a door, as it takes them, with their lanes' marks."""
     taken = [(each, each.through(door)) for each in ALL]
     return [
-        MARKED[each.lane](pytest.param(program, id=each.title)) for each, program in taken if program is not None
+        MARKED[each.lane](pytest.param(program, id=each.title))
+        for each, program in taken
+        if program is not None
     ]
 
 
@@ -123,9 +135,9 @@ class Notebook:
     def run(self, program: Program) -> list[Outcome]:
         """Run all cells of a program; return what came of each."""
         self.bare()
-        return [self.ranks(cell) if cell.on_ranks else self.plain(cell) for cell in program.cells]
+        return [getattr(self, cell.kind)(cell) for cell in program.cells]
 
-    def plain(self, cell: Cell) -> Outcome:
+    def notebook(self, cell: Cell) -> Outcome:
         """Run a cell in the notebook."""
         ran = self.kernel.run(cell.source)
         last = "get_ipython().user_ns['_oh'].get(get_ipython().execution_count - 1)"
@@ -137,7 +149,11 @@ class Notebook:
             ran.error and (ran.error.ename, ran.error.evalue),
         )
 
-    ranks = plain
+    ranks = notebook
+
+    def push(self, cell: Cell) -> Outcome:  # noqa: ARG002 - there is one notebook, and no copy
+        """Do nothing."""
+        return Outcome()
 
     def bare(self) -> None:
         """Begin anew: no variables, no files."""
@@ -150,8 +166,6 @@ class Notebook:
 
 
 _REPORT = """
-import sys, types
-it = sys.modules["outcome"] = types.ModuleType("outcome")
 def of(result):
     failure = result.root_cause
     ranks = [result.ranks[failure.rank]] if failure else list(result.ranks)
@@ -159,8 +173,6 @@ def of(result):
     texts = [[shown.data["text/plain"] for shown in rank.displays] for rank in ranks]
     said = [[repr(rank.value), rank.stdout, rank.stderr, shown, error] for rank, shown in zip(ranks, texts)]
     return [list(result.warnings), [rank.rank for rank in ranks], said]
-it.of = of
-del it, of, sys, types
 """
 
 
@@ -171,7 +183,9 @@ class Ranks(Notebook):
 
     def __init__(self, kernel: Any, directory: Path) -> None:
         super().__init__(kernel, directory)
-        kernel.ok(_REPORT)
+        # In a module, where the notebook's variables shadow nothing.
+        module = "__import__('sys').modules.setdefault('outcome', type(__import__('sys'))('outcome'))"
+        kernel.ok(f"exec({_REPORT!r}, vars({module}))")
 
     def ranks(self, cell: Cell) -> Outcome:
         """Run a cell on ranks."""
@@ -183,13 +197,15 @@ class Ranks(Notebook):
             return Outcome(error=("other notices", "\n".join(notices)))
         return came
 
-    def came(self, value_of: Callable[[int, list[Any]], list[Any]] = lambda _, said: said) -> tuple[Outcome, list[str]]:
+    def came(
+        self, value_of: Callable[[int, list[Any]], list[Any]] = lambda _, said: said
+    ) -> tuple[Outcome, list[str]]:
         """Return what came of a run, which must be the same on all ranks, or on the one that has failed."""
         notices, numbers, said = self.kernel.value("__import__('sys').modules['outcome'].of(came)")
         self.kernel.ok("del came")
         each = [
             Outcome(value, stdout, stderr, tuple(displays), error and tuple(error))
-            for value, stdout, stderr, displays, error in map(value_of, numbers, said)
+            for value, stdout, stderr, displays, error in map(read, numbers, said)
         ]
         if any(other != each[0] for other in each):
             return Outcome(error=("ranks differ", repr(each))), notices
@@ -202,6 +218,11 @@ class Session(Ranks):
     def __init__(self, kernel: Any, directory: Path) -> None:
         super().__init__(kernel, directory)
         kernel.ok("%distributed start -n 2")
+
+    def push(self, cell: Cell) -> Outcome:
+        """Push variables to the ranks."""
+        self.kernel.ok(f"%distributed push {cell.source}")
+        return Outcome()
 
     def bare(self) -> None:
         """Begin anew, also on the ranks."""
@@ -310,13 +331,21 @@ def test_an_exported_script_gives_what_plain_ipython_gives(program, plain, fresh
         assert program.refused in script.error[1]
         return
     number = next(number for number, cell in enumerate(program.cells) if cell.on_ranks)
-    compare(dataclasses.replace(program, cells=program.cells[number : number + 1]), plain(program)[0][number:][:1], [script])
+    compare(
+        dataclasses.replace(program, cells=program.cells[number : number + 1]),
+        plain(program)[0][number:][:1],
+        [script],
+    )
 
 
 def compare(program, expected, came):
     """Fail with the first cell of a program whose outcome is another."""
     for number, (cell, left, right) in enumerate(zip(program.cells, expected, came, strict=True)):
         if left != right:
-            what = "ranks" if cell.on_ranks else "notebook"
-            lines = [f"cell {number} of {what}:", cell.source, f"plain IPython: {left}", f"here:          {right}"]
+            lines = [
+                f"cell {number}, {cell.kind}:",
+                cell.source,
+                f"plain IPython: {left}",
+                f"here:          {right}",
+            ]
             pytest.fail("\n".join(lines), pytrace=False)
