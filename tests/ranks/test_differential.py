@@ -1,13 +1,13 @@
 """The same program in plain IPython, on fresh ranks, cell by cell in a session, and as an exported script.
 
-The programs are in `differential/*.txt`, as text: `=== TITLE` begins one, `--- notebook` and `--- ranks` begin
-its cells. Plain IPython runs them all in one notebook, and what it gives is what the ranks must give: values,
-text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by default none:
-`--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Between title and cells are lines that say
+The programs are in `differential/*.txt`, as text: `=== TITLE` begins one, `--- notebook` and `--- ranks`
+begin its cells. Plain IPython runs them all in one notebook, and what it gives is what the ranks must give:
+values, text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by
+default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Lines below a title say
 
 * `@ci`: CI runs this program too; the others are in the slow lane, and `@quick` ones are in all lanes;
-* `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells, that
-  is the session, and the others take neighbouring rank cells as one;
+* `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells,
+  that is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
 """
 
@@ -197,9 +197,7 @@ class Ranks(Notebook):
             return Outcome(error=("other notices", "\n".join(notices)))
         return came
 
-    def came(
-        self, value_of: Callable[[int, list[Any]], list[Any]] = lambda _, said: said
-    ) -> tuple[Outcome, list[str]]:
+    def came(self, read: Callable[..., list[Any]] = lambda _, said: said) -> tuple[Outcome, list[str]]:
         """Return what came of a run, which must be the same on all ranks, or on the one that has failed."""
         notices, numbers, said = self.kernel.value("__import__('sys').modules['outcome'].of(came)")
         self.kernel.ok("del came")
