@@ -82,8 +82,8 @@ class Outcome:
     error: tuple[str, str] | None = None
 
 
-def parsed(text: str) -> Iterator[Program]:
-    """Read the programs of a file."""
+def parsed(topic: str, text: str) -> Iterator[Program]:
+    """Read the programs of a file, whose topic is the first word of their titles."""
     for part in text.split("\n=== ")[1:]:
         head, *bodies = f"{part}\n".split("\n--- ")
         title, *lines = head.strip().split("\n")
@@ -98,12 +98,14 @@ def parsed(text: str) -> Iterator[Program]:
             cells.append(Cell(cast("Any", kind), source.strip("\n"), tuple(notices)))
         lane = "quick" if "quick" in said else "ci" if "ci" in said else "slow"
         doors = tuple(said["doors"].split()) if "doors" in said else DOORS
-        yield Program(title, tuple(cells), lane, doors, said.get("refused", ""))
+        yield Program(f"{topic}: {title}", tuple(cells), lane, doors, said.get("refused", ""))
 
 
 def every_program() -> list[Program]:
     """Return the programs of all files; no two have one title."""
-    found = [each for path in sorted(PROGRAMS.glob("*.txt")) for each in parsed(f"\n{path.read_text()}")]
+    found = [
+        each for path in sorted(PROGRAMS.glob("*.txt")) for each in parsed(path.stem, f"\n{path.read_text()}")
+    ]
     titles = [each.title for each in found]
     assert len(set(titles)) == len(titles), sorted({each for each in titles if titles.count(each) > 1})
     return found
@@ -193,7 +195,7 @@ class Ranks(Notebook):
         if not self.kernel.value("'came' in get_ipython().user_ns"):
             return Outcome(error=("nothing has run", str(ran.error and ran.error.evalue)))
         came, notices = self.came()
-        if len(notices) != len(cell.notices) or not all(map(str.startswith, notices, cell.notices)):
+        if len(notices) != len(cell.notices) or not all(map(str.startswith, sorted(notices), cell.notices)):
             return Outcome(error=("other notices", "\n".join(notices)))
         return came
 
@@ -211,11 +213,12 @@ class Ranks(Notebook):
 
 
 class Session(Ranks):
-    """The rank cells of a program run in a session, whose ranks are new for each program."""
+    """The rank cells of a program run in a session, whose ranks have no variables when it begins."""
 
     def __init__(self, kernel: Any, directory: Path) -> None:
         super().__init__(kernel, directory)
         kernel.ok("%distributed start -n 2")
+        kernel.ok("%%distributed\nkept_by_the_tests = {*globals(), 'kept_by_the_tests'}")
 
     def push(self, cell: Cell) -> Outcome:
         """Push variables to the ranks."""
@@ -225,7 +228,7 @@ class Session(Ranks):
     def bare(self) -> None:
         """Begin anew, also on the ranks."""
         super().bare()
-        self.kernel.ok("%distributed restart")
+        self.kernel.ok("%%distributed\n[globals().pop(each) for each in {*globals()} - kept_by_the_tests];")
 
 
 class Fresh(Ranks):
@@ -279,7 +282,7 @@ def nothing_left_by_the_module(leaves_nothing_after):
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """Check nothing after each test: a program's ranks stay until the next one begins."""
+    """Check nothing after each of so many programs: what they leave is still there after the last."""
 
 
 @pytest.fixture(scope="module")
