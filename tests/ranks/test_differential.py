@@ -5,7 +5,8 @@ begin its cells. Plain IPython runs them all in one notebook, and what it gives 
 values, text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by
 default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Lines below a title say
 
-* `@ci`: CI runs this program too; the others are in the slow lane, and `@quick` ones are in all lanes;
+* `@ci`: CI runs this program too, or `@ci session` in these doors; `@quick`: the quick lane does, too; all
+  others are in the slow lane;
 * `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells,
   that is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
@@ -51,8 +52,9 @@ class Program:
 
     title: str
     cells: tuple[Cell, ...]
-    lane: str = "slow"
+    lane: Literal["slow", "ci", "quick"] = "slow"
     doors: tuple[str, ...] = DOORS
+    in_ci: tuple[str, ...] = DOORS
     refused: str = ""
 
     def through(self, door: str) -> Program | None:
@@ -96,9 +98,9 @@ def parsed(topic: str, text: str) -> Iterator[Program]:
                 kind, source = kind.split(" ", 1)
             assert kind in {"notebook", "ranks", "push"}, (title, first)
             cells.append(Cell(cast("Any", kind), source.strip("\n"), tuple(notices)))
-        lane = "quick" if "quick" in said else "ci" if "ci" in said else "slow"
-        doors = tuple(said["doors"].split()) if "doors" in said else DOORS
-        yield Program(f"{topic}: {title}", tuple(cells), lane, doors, said.get("refused", ""))
+        doors, in_ci = (tuple(said.get(each, "").split()) or DOORS for each in ("doors", "ci"))
+        lane: Any = "quick" if "quick" in said else "ci" if "ci" in said else "slow"
+        yield Program(f"{topic}: {title}", tuple(cells), lane, doors, in_ci, said.get("refused", ""))
 
 
 def every_program() -> list[Program]:
@@ -117,11 +119,10 @@ ALL = every_program()
 
 def cases(door: str) -> list[Any]:
     """Return the programs that go through a door, as it takes them, with their lanes' marks."""
-    taken = [(each, each.through(door)) for each in ALL]
+    taken = filter(None, (each.through(door) for each in ALL))
     return [
-        MARKED[each.lane](pytest.param(program, id=each.title))
-        for each, program in taken
-        if program is not None
+        MARKED[each.lane if door in each.in_ci else "slow"](pytest.param(each, id=each.title))
+        for each in taken
     ]
 
 
