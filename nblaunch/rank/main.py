@@ -28,6 +28,7 @@ import platform
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.utils import hooks
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
@@ -157,6 +159,9 @@ class Rank:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
+        # Hooks have numbers, and come with a module from the notebook: a new one must not replace them. The
+        # numbers are the same on all ranks, whose modules can be compared.
+        hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
@@ -501,9 +506,6 @@ class Rank:
         self.titles[job.filename] = job.title
         result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
-        if self.orders.keep and result.error_before_exec is None:
-            line = None if error is None else _line_reached(error, job.filename, job.first_line)
-            self.variables.bound_by(shell.prepare().transform_cell(job.source), line)
         if error is not None:
             raise error
         return result.result
@@ -657,10 +659,3 @@ class Rank:
         if self.profile is not None:
             self.profile.close()
             self.profile = None
-
-
-def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
-    """Return the line of a cell, counted from 1, that raised; 0 if no frame is the cell's."""
-    steps = traceback.walk_tb(error.__traceback__)
-    reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
-    return 0 if reached is None else reached - first_line + 1
