@@ -6,7 +6,7 @@
         Rank(orders)        the control thread connects and sends Hello
         Rank.live           the main thread takes one order after the other from the inbox
           Prepare             environment, device, process group: Entered(READY)
-          Dispatch            a job: Started, then Returned or Raised
+          Dispatch            a job: Started, Finishing if it takes a while, then Returned or Raised
           Recover             another process group, or the same one: Recovered
           Adopt               another rank from here on, which the control thread has said already
           Leave               exit functions, the process group, the exit code
