@@ -15,6 +15,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from nblaunch.capture import recipes, tensors
 
 Content = tuple[str, Any]
@@ -43,8 +45,10 @@ def content_of(obj: Any) -> Content | None:
     kind = type(obj)
     if kind in (list, deque):
         return "list", list(obj)
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in (dict, OrderedDict):
         return "dict", dict(obj)
+    if kind is defaultdict:
+        return "defaultdict", (obj.default_factory, dict(obj))
     if kind is set:
         return "set", list(obj)
     if kind is bytearray:
@@ -59,16 +63,18 @@ def content_of(obj: Any) -> Content | None:
         return "cell", (obj.cell_contents,)
     if isinstance(obj, type):
         plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        return "class", {
+        attributes = {
             name: value
             for name, value in vars(obj).items()
             if name not in _NOT_REFRESHED and not isinstance(value, plain)
         }
+        return "class", (attributes, obj.__bases__)
     return _state_of(obj)
 
 
 def _state_of(obj: Any) -> Content | None:
-    if isinstance(obj, tuple | types.ModuleType):
+    # What cloudpickle has a way of its own for (a property, a static method) holds more than its state.
+    if isinstance(obj, tuple | types.ModuleType) or type(obj) in cloudpickle.Pickler.dispatch_table:
         return None
     reduced = recipes.reduce(obj)
     if reduced is NotImplemented:
@@ -82,7 +88,8 @@ def _state_of(obj: Any) -> Content | None:
         return None
     given: tuple[Any, ...] = (*rest, None, None, None)
     state, elements, items = given[:3]
-    return "object", (dict(state) if type(state) is dict else state, list(elements or ()), dict(items or ()))
+    state = dict(state) if type(state) is dict else state
+    return "object", (state, list(elements or ()), dict(items or ()), type(obj))
 
 
 def fill(target: Any, content: Content) -> Callable[[], None]:
@@ -101,6 +108,11 @@ def _fill_dict(target: Any, data: Any) -> None:
     target.update(data)
 
 
+def _fill_defaultdict(target: Any, data: Any) -> None:
+    target.default_factory, items = data
+    _fill_dict(target, items)
+
+
 def _fill_function(target: Any, data: Any) -> None:
     # Its cells are filled on their own.
     target.__code__, target.__defaults__, target.__kwdefaults__, attributes, _ = data
@@ -108,15 +120,16 @@ def _fill_function(target: Any, data: Any) -> None:
 
 
 def _fill_class(target: Any, data: Any) -> None:
-    for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
+    attributes, _ = data  # its bases are filled on their own
+    for name in [name for name in vars(target) if name not in attributes and not name.startswith("__")]:
         delattr(target, name)
-    for name, value in data.items():
+    for name, value in attributes.items():
         if vars(target).get(name) is not value and name not in ("__doc__", "__slots__"):
             setattr(target, name, value)
 
 
 def _fill_object(target: Any, data: Any) -> None:
-    state, elements, items = data
+    state, elements, items, _ = data  # its class is filled on its own
     if isinstance(target, list | dict | deque):  # of a class of its own
         target.clear()
     if elements:
@@ -137,6 +150,7 @@ def _fill_object(target: Any, data: Any) -> None:
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
+    "defaultdict": _fill_defaultdict,
     "set": _fill_dict,
     "function": _fill_function,
     "cell": recipes.fill_cell,
