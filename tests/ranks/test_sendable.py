@@ -624,7 +624,9 @@ STEP = """
 STEPPED = [0.5, 0.5, 0.5, ["backward", "forward", "grad", "own", "pre", "step", "stepped"], 1]
 
 
-def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook):
+def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook, monkeypatch, tmp_path):
+    # torch sets it for good in the process that has loaded a compiler, as an optimizer does.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     notebook.run(HOOKED)
     assert notebook.cell(STEP) == (STEPPED, [])
     # A handle removes its hook there, too.
