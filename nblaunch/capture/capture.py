@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nblaunch._errors import CaptureError
-from nblaunch.capture import identity, pickling
+from nblaunch.capture import pickling, tensors
 from nblaunch.capture.names import cell_names
+from nblaunch.capture.parts import attributes_of
 from nblaunch.capture.pickling import Known, Packed
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 _MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__", "get_ipython"})
 _SHELL_NAMES = frozenset({"exit", "quit", "open"})
 SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
+IPYTHONS_CONTAINERS = frozenset({"In", "Out", "_ih", "_oh", "_dh"})
+"""IPython appends to these with each cell: they are sent as they are now."""
+IPYTHONS_NAMES = IPYTHONS_CONTAINERS | {"_", "__", "___", "_i", "_ii", "_iii"}
+"""IPython binds these anew with each cell of the notebook; nobody has assigned them."""
 
 
 def notebook_names(namespace: Mapping[str, Any]) -> AbstractSet[str]:
@@ -161,7 +166,7 @@ def called_name(function: object) -> str:
     kind = type(function)
     if issubclass(kind, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
         return str(function.__qualname__)  # type: ignore[attr-defined] # each of these has it
-    name = (identity.attributes_of(function) or {}).get("__qualname__")
+    name = (attributes_of(function) or {}).get("__qualname__")
     return name if type(name) is str else kind.__qualname__
 
 
@@ -202,7 +207,10 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
     except Exception as error:
         from nblaunch.capture.unpicklable import find_culprit
 
-        culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
+        storages = tensors.WholeStorages()
+        culprit = find_culprit(
+            roots, error, pickling.Outbound, namespace=namespace, known=None, storages=storages
+        )
         raise _capture_error(culprit, error, user) from error
 
 

@@ -16,6 +16,7 @@ Two things differ from plain cloudpickle:
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import functools
 import hashlib
@@ -34,9 +35,9 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.capture import identity, push, recipes, tensors
+from nblaunch.capture import arrays, identity, push, recipes, tensors
 from nblaunch.capture.annotations import annotation_names
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture.parts import LEAVES, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
@@ -99,6 +100,10 @@ def main_globals() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__
 
 
+def _reduce_alone(obj: Any) -> Any:
+    return arrays.reduce_alone(obj) if arrays.is_array(obj) else tensors.reduce(obj)
+
+
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Base of both directions: tensors by storage, and more types by value than cloudpickle has."""
 
@@ -106,7 +111,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         self, *arguments: Any, storages: tensors.WholeStorages | None = None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
-        self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
+        self._reduce_memory = _reduce_alone if storages is None else storages.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
         self.reads: set[str] = set()
@@ -124,13 +129,15 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if tensors.is_tensor(obj):
             return self._tensor_with_parts(obj)
         self._recomputed.update(tensors.recomputed_in(obj))
-        reduced = self._reduce_tensor(obj)
+        reduced = self._reduce_memory(obj)
         if reduced is NotImplemented:
             reduced = recipes.reduce(obj)
+        if reduced is NotImplemented and _is_pandas(type(obj)):
+            return _with_arrays_by_value(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
-                reduced = _with_cells(obj.__closure__, reduced)
+                reduced = with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
             _make_whole(obj, reduced)
             if reduced[0] in _TRACKED and (name := self._name_of(obj)):
@@ -141,17 +148,43 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if tensor.grad_fn is not None and id(tensor) not in self._recomputed:
             self.detached.append(tensor)
         parts = tensors.parts_of(tensor)
-        reduced = self._reduce_tensor(tensor)
-        if parts is None:
-            return super().reducer_override(tensor) if reduced is NotImplemented else reduced
-        return tensors.with_parts(tensor, reduced, parts)
+        reduced = self._reduce_memory(tensor)
+        if parts is not None:
+            reduced = tensors.with_parts(tensor, reduced, parts)
+        if tensor.is_inference():
+            reduced = tensors.as_inference(tensor, reduced)
+        return super().reducer_override(tensor) if reduced is NotImplemented else reduced
 
     def _name_of(self, obj: type) -> str:
         """Return the name of a class that ranks have made, empty for any other."""
         return _names.get(obj, "")
 
 
-def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def _is_pandas(kind: type) -> bool:
+    module: object = kind.__module__  # a metaclass may have put anything there
+    return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
+
+
+def _with_arrays_by_value(obj: Any) -> Any:
+    """Have the arrays within an object of pandas arrive in memory of their own.
+
+    pandas knows which of its objects share memory, and copies on a write; pickling loses that.
+    """
+    if isinstance(obj, type | types.FunctionType):
+        return NotImplemented
+    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return _by_value(reduced) if isinstance(reduced, tuple) else reduced
+
+
+def _by_value(part: Any) -> Any:
+    if type(part) is tuple:
+        return tuple(map(_by_value, part))
+    if type(part) is dict:
+        return {name: _by_value(value) for name, value in part.items()}
+    return push.ByValue(part) if arrays.is_array(part) else part
+
+
+def with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Have a function be made with its cells, which are objects: functions share them.
 
     cloudpickle makes new cells for each function, and copies what is in them.
@@ -179,6 +212,9 @@ class Known(Protocol):
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that all of these ranks have."""
 
+    def memories(self) -> Iterable[Any]:
+        """Return the arrays, memories of arrays and storages that all of these ranks have."""
+
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
 
@@ -198,11 +234,16 @@ class Outbound(_ValuePickler):
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._namespace = main_globals() if namespace is None else namespace
-        self._notebook = frozenset(map(id, (self._namespace, main_globals())))
+        self._named = namespace is not None
         self._known = known
+        self._notebook: set[int] = set()
         for each in (self._namespace, main_globals()):
-            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[id(each)] = each
+            self._add_notebook(each)
+
+    def _add_notebook(self, globals_: dict[str, Any]) -> None:
+        self._notebook.add(id(globals_))
+        # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+        self.globals_ref[id(globals_)] = globals_
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the key of an object that ranks have: of the namespace, which some objects hold."""
@@ -210,16 +251,23 @@ class Outbound(_ValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
+        is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
-        if isinstance(reduced, tuple) and self.is_notebooks(obj):
+        if is_notebooks and isinstance(reduced, tuple):
             return self._offering(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
     def is_notebooks(self, obj: Any) -> bool:
-        """Return whether a function reads its globals in the notebook, or a class its annotations."""
-        if type(obj) is types.FunctionType:
-            return id(obj.__globals__) in self._notebook
-        return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        """Return whether a function reads its globals in the notebook, or a class its annotations.
+
+        In a push before the first cell nothing says which dictionary that is but the functions themselves.
+        """
+        if type(obj) is not types.FunctionType:
+            return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        globals_ = obj.__globals__
+        if not self._named and id(globals_) not in self._notebook and globals_.get("__name__") == "__main__":
+            self._add_notebook(globals_)
+        return id(globals_) in self._notebook
 
     def read_by(self, obj: Any) -> frozenset[str]:
         """Return the names of the notebook that a function or a class of it reads."""
@@ -239,7 +287,7 @@ class Outbound(_ValuePickler):
 
     def _offering(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
         """Have an object offer the variables that it reads to the rank, which decides."""
-        if len(reduced) < _WITH_SETTER:
+        if len(reduced) < WITH_SETTER:
             return reduced
         make, arguments, state, elements, items, fill = reduced
         if not isinstance(obj, type):
@@ -249,7 +297,7 @@ class Outbound(_ValuePickler):
         return make, arguments, (fill, state, needed), elements, items, _set_offering
 
 
-_WITH_SETTER = 6
+WITH_SETTER = 6
 """So many parts has a reduction that says how the state is set."""
 
 
@@ -259,7 +307,7 @@ class _Identifying(Outbound):
     _known: Known
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is not None:
@@ -281,7 +329,7 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
@@ -319,7 +367,7 @@ def _offer_to_main(offered: Mapping[str, Any]) -> None:
 _loading = threading.local()
 
 
-class _Homebound(_ValuePickler):
+class Homebound(_ValuePickler):
     """From a rank to the notebook: classes that came from there go back by name.
 
     A class that a rank has made is sent by value, under a digest of its definition: classes of several ranks
@@ -327,6 +375,7 @@ class _Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -345,7 +394,7 @@ class _Homebound(_ValuePickler):
         return name
 
 
-class _Defining(_Homebound):
+class _Defining(Homebound):
     """Pickles a class to be compared: with all it refers to, and without names that are random."""
 
     def _name_of(self, obj: type) -> str:  # noqa: ARG002 - its definition alone is compared
@@ -454,17 +503,30 @@ def dumps(
         kind: type[Outbound] = Outbound
     else:
         kind = _Refreshing if push else _Identifying
-    return _packed(value, functools.partial(kind, namespace=namespace, known=known), trim=trim)
+    make = functools.partial(kind, namespace=namespace, known=known)
+    if trim or known is None:
+        return _packed(value, make, arrays.TrimmedMemories if trim else arrays.WholeMemories)
+    return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
 
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _packed(value, _Homebound, trim=True)
+    return _packed(value, Homebound, arrays.TrimmedMemories)
 
 
-def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) -> Packed:
+def _packed(
+    value: object, make: Callable[..., _ValuePickler], memories: Callable[..., arrays.WholeMemories]
+) -> Packed:
+    whole: list[Any] = []
+    while True:
+        try:
+            return _packed_once(value, make, memories(first=whole))
+        except arrays.OverlapError as error:
+            whole.append(error.root)
+
+
+def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
     buffers: list[memoryview | tensors.Deferred] = []
-    storages = tensors.TrimmedStorages() if trim else tensors.WholeStorages()
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         if (deferred := storages.deferred(buffer)) is not None:
@@ -482,11 +544,13 @@ def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) ->
     stream = io.BytesIO()
     pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
     pickler.dump(value)
+    taken = tuple(each if isinstance(each, memoryview) else each() for each in buffers)
+    storages.forget()
     return Packed(
         # Neither this nor `getbuffer` copies. But from Python 3.13 on a BytesIO that is collected while
         # a buffer of it is in use prints an error.
         memoryview(stream.getvalue()),
-        tuple(each if isinstance(each, memoryview) else each() for each in buffers),
+        taken,
         frozenset(pickler.filenames),
         pickler.carried,
         frozenset(pickler.reads),
@@ -577,5 +641,5 @@ def loads_known(
 def dumps_plain(value: object) -> bytes:
     """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
-    _Homebound(stream, protocol=5).dump(value)
+    Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()

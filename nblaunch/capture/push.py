@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import pickle
-import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch.capture import recipes, tensors
+from nblaunch.capture import arrays, recipes, tensors
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -37,6 +36,11 @@ class ByValue:
 
     def __reduce__(self) -> Any:
         """Reduce to the content of the object."""
+        if isinstance(self.obj, arrays.Memory):
+            return self.obj.by_value()
+        if arrays.is_array(self.obj):
+            reduced = arrays.reduce_alone(self.obj)
+            return self.obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
         return tensors.reduce_by_value(self.obj)
 
 
@@ -53,8 +57,11 @@ def content_of(obj: Any) -> Content | None:
         return "set", list(obj)
     if kind is bytearray:
         return "list", bytes(obj)
-    numpy = sys.modules.get("numpy")
-    if tensors.is_tensor(obj) or tensors.is_storage(obj) or (numpy is not None and kind is numpy.ndarray):
+    if kind is arrays.Memory:
+        return "memory", ByValue(obj)
+    if arrays.is_array(obj):
+        return ("array", ByValue(obj)) if kind.__module__ == "numpy" and kind.__name__ == "ndarray" else None
+    if tensors.is_tensor(obj) or tensors.is_storage(obj):
         return "array", ByValue(obj)
     if kind is types.FunctionType:
         facts = obj.__code__, obj.__defaults__, obj.__kwdefaults__, dict(obj.__dict__)
@@ -89,6 +96,7 @@ def _state_of(obj: Any) -> Content | None:
     given: tuple[Any, ...] = (*rest, None, None, None)
     state, elements, items = given[:3]
     state = dict(state) if type(state) is dict else state
+    # Its class goes along: what is behind that (`Net.lr = 2`) is a part of the object for its user.
     return "object", (state, list(elements or ()), dict(items or ()), type(obj))
 
 
@@ -119,17 +127,17 @@ def _fill_function(target: Any, data: Any) -> None:
     _fill_dict(target.__dict__, attributes)
 
 
-def _fill_class(target: Any, data: Any) -> None:
-    attributes, _ = data  # its bases are filled on their own
-    for name in [name for name in vars(target) if name not in attributes and not name.startswith("__")]:
+def _fill_class(target: Any, content: tuple[dict[str, Any], Any]) -> None:
+    data, _ = content
+    for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
         delattr(target, name)
-    for name, value in attributes.items():
+    for name, value in data.items():
         if vars(target).get(name) is not value and name not in ("__doc__", "__slots__"):
             setattr(target, name, value)
 
 
 def _fill_object(target: Any, data: Any) -> None:
-    state, elements, items, _ = data  # its class is filled on its own
+    state, elements, items, _ = data
     if isinstance(target, list | dict | deque):  # of a class of its own
         target.clear()
     if elements:
@@ -147,6 +155,11 @@ def _fill_object(target: Any, data: Any) -> None:
         setattr(target, name, value)
 
 
+def _fill_memory(target: Any, data: Any) -> None:
+    if data is not None:  # a file has its content
+        arrays.bytes_of(target)[:] = data
+
+
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
@@ -155,6 +168,7 @@ _FILL: dict[str, Callable[[Any, Any], None]] = {
     "function": _fill_function,
     "cell": recipes.fill_cell,
     "class": _fill_class,
+    "memory": _fill_memory,
     "object": _fill_object,
 }
 

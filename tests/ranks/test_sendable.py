@@ -1,7 +1,7 @@
 """What notebooks make, and pickle alone cannot send, or not whole: it works on the ranks as in the notebook.
 
 Hooks, gradients and graphs; what torch, NumPy, pydantic and typing make of the user's functions and
-classes; and what is behind partials, methods, defaults and properties: there the rules of a session hold, too.
+classes; and what is behind partials, methods, defaults and properties, where the rules of a session hold.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
 """What a process has once to run ranks."""
 
 OTHER_STATE = {
+    "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
     "nblaunch.capture.recipes": "which recipe a class has, looked for once",
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
