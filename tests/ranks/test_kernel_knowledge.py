@@ -114,6 +114,11 @@ def test_a_variable_that_is_bound_again_is_not_noticed_where_no_rank_has_its_own
     )
 
 
+def test_what_auto_has_run_on_the_ranks_the_notebook_has_not_bound(notebook):
+    steps(notebook, "step = 0", ("step", 0), ("step += 5; step", 5), "%distributed auto on", "step = 0")
+    steps(notebook, "%distributed auto off", ("step", 0))
+
+
 # --- what a rank binds is its own, wherever it does ----------------------------------------------------
 
 

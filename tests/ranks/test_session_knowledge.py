@@ -262,7 +262,7 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
         (notice,) = notebook.ranks("it; None").warnings
         assert notice == (
             "it was changed in the notebook after it was sent; the ranks use what they have. "
-            "To send it: %distributed push it"
+            "To replace it: %distributed push it"
         )
     notebook.session.push({"it": notebook.variables["it"]})
     assert notebook.ranks("it; None").warnings == ()
