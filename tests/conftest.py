@@ -589,6 +589,8 @@ class Pending:
 class Kernel:
     """A real ipykernel, with `%load_ext nblaunch` done, driven as a notebook drives it."""
 
+    FIRST_CELL = "%load_ext nblaunch"
+
     def __init__(self, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.log = Path(os.environ["JUPYTER_RUNTIME_DIR"]) / f"{self.mark}.log"
@@ -603,7 +605,7 @@ class Kernel:
         self.client.start_channels()
         try:
             self.client.wait_for_ready(timeout=60)
-            self.ok("%load_ext nblaunch")
+            self.ok(self.FIRST_CELL)
             # So that collecting what a test leaves in the kernel does not go through all of torch.
             self.ok("import gc; gc.freeze()")
         except BaseException:

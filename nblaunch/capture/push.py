@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.capture import arrays, tensors
+from nblaunch.capture import arrays, recipes, tensors
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -78,10 +78,12 @@ def content_of(obj: Any) -> Content | None:
 def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, tuple | types.ModuleType):
         return None
-    try:
-        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
-        return None
+    reduced = recipes.reduce(obj)
+    if reduced is NotImplemented:
+        try:
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
+            return None
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -116,11 +118,6 @@ def _fill_function(target: Any, data: Any) -> None:
     # Its cells are filled on their own.
     target.__code__, target.__defaults__, target.__kwdefaults__, attributes, _ = data
     _fill_dict(target.__dict__, attributes)
-
-
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
-    (cell.cell_contents,) = content
 
 
 def _fill_class(target: Any, content: tuple[dict[str, Any], Any]) -> None:
@@ -161,7 +158,7 @@ _FILL: dict[str, Callable[[Any, Any], None]] = {
     "dict": _fill_dict,
     "set": _fill_dict,
     "function": _fill_function,
-    "cell": fill_cell,
+    "cell": recipes.fill_cell,
     "class": _fill_class,
     "memory": _fill_memory,
     "object": _fill_object,

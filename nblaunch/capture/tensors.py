@@ -16,6 +16,7 @@ import operator
 import pickle
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -337,6 +338,27 @@ def parts_of(tensor: Any) -> tuple[Any, Any, Any] | None:
     return None if gradient is hooks is later is None else (gradient, hooks, later)
 
 
+_RECOMPUTED = ("_orig", "_g", "_v")
+
+
+def recomputed_in(obj: Any) -> list[int]:
+    """Return the addresses of the tensors that a module computes anew, before each call, from parameters.
+
+    `torch.nn.utils.prune` and the older `weight_norm` and `spectral_norm` do: the graph of these is no loss.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or not issubclass(type(obj), torch.nn.Module):
+        return []
+    attributes = obj.__dict__
+    if not attributes.get("_forward_pre_hooks"):
+        return []
+    return [
+        id(value)
+        for name, value in attributes.items()
+        if is_tensor(value) and any(name + ending in attributes["_parameters"] for ending in _RECOMPUTED)
+    ]
+
+
 def _hooks(hooks: Any) -> Any:
     """Return a tensor's hooks, None if it has none; those of torch's wrappers belong to a process group."""
     if not hooks or any(_is_torchs(hook) for hook in hooks.values()):
@@ -345,8 +367,10 @@ def _hooks(hooks: Any) -> Any:
 
 
 def _is_torchs(hook: Any) -> bool:
-    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
-    return isinstance(module, str) and module.startswith("torch.")
+    function = hook.__func__ if type(hook) is types.MethodType else hook
+    # An object's class: to look up an attribute of its own may run the user's code.
+    owner = function if type(function) is types.FunctionType else type(function)
+    return str(owner.__module__).startswith("torch.")
 
 
 def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:

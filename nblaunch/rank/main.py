@@ -28,6 +28,7 @@ import platform
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.utils import hooks
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
@@ -156,6 +158,9 @@ class Rank:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
+        # Hooks have numbers, and come with a module from the notebook: a new one must not replace them. The
+        # numbers are the same on all ranks, whose modules can be compared.
+        hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
