@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.parts import type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
 from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
 
@@ -212,9 +213,7 @@ def _clipped(text: str, limit: int) -> str:
 
 def type_of(obj: object) -> str:
     """Return the name of an object's type, with its module if it is no built-in one."""
-    kind = type(obj)
-    module = getattr(kind, "__module__", "")
-    return kind.__qualname__ if module in {"builtins", "__main__"} else f"{module}.{kind.__qualname__}"
+    return type_name(obj).removeprefix("__main__.")
 
 
 # --- one object ----------------------------------------------------------------------------------------
