@@ -31,6 +31,7 @@ _VALUE_TYPES = LEAVES | frozenset(
     | {types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
+_MEMORY = frozenset({"ndarray", "memmap", "Memory", "UntypedStorage"})
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,
@@ -75,6 +76,8 @@ class ObjectTable:
         self._held: dict[int, Any] = {}
         self._keys: dict[int, int] = {}
         self._lost: list[int] = []
+        self._memories: set[int] = set()
+        """Keys of objects that are, or were, memory of NumPy's or torch's."""
         self.attached: dict[int, Any] = {}
         """What is kept for an object as long as it is known, by key."""
         self._sweeping = threading.Lock()
@@ -97,11 +100,14 @@ class ObjectTable:
     def clear(self) -> None:
         """Forget all objects."""
         self._entries, self._held, self._keys, self._lost, self.attached = {}, {}, {}, [], {}
+        self._memories = set()
 
     def add(self, obj: Any, key: int) -> None:
         """Know `obj` by `key`, which no other object has."""
         address = id(obj)
         self._keys[address] = key
+        if type(obj).__name__ in _MEMORY:
+            self._memories.add(key)
         try:
             weak = _Weak(obj, self._died)
         except TypeError:
@@ -120,6 +126,12 @@ class ObjectTable:
         """Return the object, None if it is gone."""
         weak = self._entries.get(key)
         return self._held.get(key) if weak is None else weak()
+
+    def memories(self) -> list[tuple[int, Any]]:
+        """Return the arrays, memories of arrays and storages, with their keys."""
+        found = [(key, obj) for key in list(self._memories) if (obj := self.get(key)) is not None]
+        self._memories = {key for key, _ in found}
+        return found
 
     def discard(self, keys: Iterable[int]) -> None:
         """Forget objects; unknown keys are ignored."""

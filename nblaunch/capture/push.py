@@ -9,13 +9,12 @@ from __future__ import annotations
 import copyreg
 import functools
 import pickle
-import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.capture import tensors
+from nblaunch.capture import arrays, recipes, tensors
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -35,6 +34,11 @@ class ByValue:
 
     def __reduce__(self) -> Any:
         """Reduce to the content of the object."""
+        if isinstance(self.obj, arrays.Memory):
+            return self.obj.by_value()
+        if arrays.is_array(self.obj):
+            reduced = arrays.reduce_alone(self.obj)
+            return self.obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
         return tensors.reduce_by_value(self.obj)
 
 
@@ -49,8 +53,11 @@ def content_of(obj: Any) -> Content | None:
         return "set", list(obj)
     if kind is bytearray:
         return "list", bytes(obj)
-    numpy = sys.modules.get("numpy")
-    if tensors.is_tensor(obj) or tensors.is_storage(obj) or (numpy is not None and kind is numpy.ndarray):
+    if kind is arrays.Memory:
+        return "memory", ByValue(obj)
+    if arrays.is_array(obj):
+        return ("array", ByValue(obj)) if kind.__module__ == "numpy" and kind.__name__ == "ndarray" else None
+    if tensors.is_tensor(obj) or tensors.is_storage(obj):
         return "array", ByValue(obj)
     if kind is types.FunctionType:
         facts = obj.__code__, obj.__defaults__, obj.__kwdefaults__, dict(obj.__dict__)
@@ -70,7 +77,9 @@ def content_of(obj: Any) -> Content | None:
 def _state_of(obj: Any) -> Content | None:
     if isinstance(obj, tuple | types.ModuleType):
         return None
-    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    reduced = recipes.reduce(obj)
+    if reduced is NotImplemented:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -105,11 +114,6 @@ def _fill_function(target: Any, data: Any) -> None:
     _fill_dict(target.__dict__, attributes)
 
 
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
-    (cell.cell_contents,) = content
-
-
 def _fill_class(target: Any, data: Any) -> None:
     for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
         delattr(target, name)
@@ -137,13 +141,19 @@ def _fill_object(target: Any, data: Any) -> None:
         setattr(target, name, value)
 
 
+def _fill_memory(target: Any, data: Any) -> None:
+    if data is not None:  # a file has its content
+        arrays.bytes_of(target)[:] = data
+
+
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
     "set": _fill_dict,
     "function": _fill_function,
-    "cell": fill_cell,
+    "cell": recipes.fill_cell,
     "class": _fill_class,
+    "memory": _fill_memory,
     "object": _fill_object,
 }
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from nblaunch.capture import identity, tensors
-from nblaunch.capture.parts import LEAVES, attributes_getter, global_names, is_leaf
+from nblaunch.capture import arrays, identity, tensors
+from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
 from nblaunch.capture.pickling import Outbound
 
 MOST_BYTES = 16 << 20
@@ -496,6 +496,8 @@ class _FramePickler(Outbound):
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
         kind = type(obj)
+        if id(obj) in self._notebook:
+            return _UNKNOWN  # it leads to all variables, which are known by name
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
@@ -515,8 +517,8 @@ class _FramePickler(Outbound):
             self._begun = True
             self.dump(parts)
             return facts, self._digest.state()
-        if tensors.is_storage(obj):
-            return ("storage",)  # its tensors have versions
+        if tensors.is_storage(obj) or type(obj) is arrays.Memory:
+            return ("memory",)  # its tensors have versions, its arrays frames
         if type(obj) in _CONTAINERS and len(obj) > MOST_ELEMENTS:
             self._begun = True
             self.dump((len(obj), list(_sample(obj))))
@@ -531,6 +533,8 @@ class _FramePickler(Outbound):
         if not self._begun:
             self._begun = True
             return None
+        if (namespace := super().persistent_id(obj)) is not None:
+            return namespace
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
@@ -544,16 +548,22 @@ class _FramePickler(Outbound):
             return self._reduced_function(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
-            _drop_bookkeeping(reduced[_STATE][0])
+            state = reduced[_STATE]
+            _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
         return reduced
 
-    def _reduced_function(self, function: types.FunctionType) -> Any:
-        """Reduce a function of the notebook to all that is sent of it but its globals.
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        # Variables of their own, known by name.
+        self._names |= self.read_by(obj)
+        return {}
 
-        These are variables of their own, known by name. cloudpickle's reduction looks through all modules for
-        those that the function may use, which takes a millisecond.
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function of the notebook to all that is sent of it.
+
+        cloudpickle's reduction looks through all modules for those that the function may use, which takes a
+        millisecond.
         """
-        self._names.update(global_names(function))
+        self.needed_by(function)
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         return tuple, ((function.__code__, attributes, function.__closure__, function.__dict__),)
 

@@ -198,6 +198,10 @@ class KnowledgeView:
         key = self.record.table.key_of(obj)
         return key if key is not None and key in self.record.frames else None
 
+    def memories(self) -> Iterable[Any]:
+        """Return the arrays, memories of arrays and storages that these ranks have."""
+        return [obj for key, obj in self.record.table.memories() if key in self.record.frames]
+
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether these ranks need the notebook's variable: one has none, or it was assigned again."""
         if name not in self._shared:

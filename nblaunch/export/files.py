@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import pickling
+from nblaunch.capture import recipes
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
 from nblaunch.export.literals import quoted
@@ -167,7 +167,7 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, torch.Tensor):
             self.note.tensors.append(obj)
-        reduced = pickling.reduce_notebook_type(obj)
+        reduced = recipes.reduce_notebook_type(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

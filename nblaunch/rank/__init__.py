@@ -22,7 +22,7 @@ The phases of its life, by the names that error messages use:
     job             on Dispatch: Started, unpickle, run; Returned or Raised
     value transfer  packs the value; from here only the last interrupt counts
     ...             a session's rank takes the next job; after a failed one first Recover -> Recovered
-    leave           on Leave: atexit, process group, flush, exit code
+    leave           on Leave: threads, exit functions, process group, flush, exit code
 
 A job's payload changes nothing until it is whole on every rank of a session: `Arrived`, then `Proceed`, then
 it is kept; without `Proceed` all of it is undone.
