@@ -25,6 +25,10 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 _MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__", "get_ipython"})
 _SHELL_NAMES = frozenset({"exit", "quit", "open"})
 SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
+IPYTHONS_CONTAINERS = frozenset({"In", "Out", "_ih", "_oh", "_dh"})
+"""IPython appends to these with each cell: they are sent as they are now."""
+IPYTHONS_NAMES = IPYTHONS_CONTAINERS | {"_", "__", "___", "_i", "_ii", "_iii"}
+"""IPython binds these anew with each cell of the notebook; nobody has assigned them."""
 
 
 def notebook_names(namespace: Mapping[str, Any]) -> AbstractSet[str]:

@@ -137,7 +137,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
-                reduced = _with_cells(obj.__closure__, reduced)
+                reduced = with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
             _make_whole(obj, reduced)
             if reduced[0] in _TRACKED and (name := self._name_of(obj)):
@@ -184,7 +184,7 @@ def _by_value(part: Any) -> Any:
     return push.ByValue(part) if arrays.is_array(part) else part
 
 
-def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Have a function be made with its cells, which are objects: functions share them.
 
     cloudpickle makes new cells for each function, and copies what is in them.
@@ -234,11 +234,16 @@ class Outbound(_ValuePickler):
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._namespace = main_globals() if namespace is None else namespace
-        self._notebook = frozenset(map(id, (self._namespace, main_globals())))
+        self._named = namespace is not None
         self._known = known
+        self._notebook: set[int] = set()
         for each in (self._namespace, main_globals()):
-            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[id(each)] = each
+            self._add_notebook(each)
+
+    def _add_notebook(self, globals_: dict[str, Any]) -> None:
+        self._notebook.add(id(globals_))
+        # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+        self.globals_ref[id(globals_)] = globals_
 
     def persistent_id(self, obj: Any) -> int | None:
         """Return the key of an object that ranks have: of the namespace, which some objects hold."""
@@ -246,16 +251,23 @@ class Outbound(_ValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
+        is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
-        if isinstance(reduced, tuple) and self.is_notebooks(obj):
+        if is_notebooks and isinstance(reduced, tuple):
             return self._offering(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
     def is_notebooks(self, obj: Any) -> bool:
-        """Return whether a function reads its globals in the notebook, or a class its annotations."""
-        if type(obj) is types.FunctionType:
-            return id(obj.__globals__) in self._notebook
-        return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        """Return whether a function reads its globals in the notebook, or a class its annotations.
+
+        In a push before the first cell nothing says which dictionary that is but the functions themselves.
+        """
+        if type(obj) is not types.FunctionType:
+            return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        globals_ = obj.__globals__
+        if not self._named and id(globals_) not in self._notebook and globals_.get("__name__") == "__main__":
+            self._add_notebook(globals_)
+        return id(globals_) in self._notebook
 
     def read_by(self, obj: Any) -> frozenset[str]:
         """Return the names of the notebook that a function or a class of it reads."""
@@ -275,7 +287,7 @@ class Outbound(_ValuePickler):
 
     def _offering(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
         """Have an object offer the variables that it reads to the rank, which decides."""
-        if len(reduced) < _WITH_SETTER:
+        if len(reduced) < WITH_SETTER:
             return reduced
         make, arguments, state, elements, items, fill = reduced
         if not isinstance(obj, type):
@@ -285,7 +297,7 @@ class Outbound(_ValuePickler):
         return make, arguments, (fill, state, needed), elements, items, _set_offering
 
 
-_WITH_SETTER = 6
+WITH_SETTER = 6
 """So many parts has a reduction that says how the state is set."""
 
 

@@ -66,11 +66,12 @@ def content_of(obj: Any) -> Content | None:
         return "cell", (obj.cell_contents,)
     if isinstance(obj, type):
         plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        return "class", {
+        attributes = {
             name: value
             for name, value in vars(obj).items()
             if name not in _NOT_REFRESHED and not isinstance(value, plain)
         }
+        return "class", (attributes, obj.__bases__)
     return _state_of(obj)
 
 
@@ -79,7 +80,10 @@ def _state_of(obj: Any) -> Content | None:
         return None
     reduced = recipes.reduce(obj)
     if reduced is NotImplemented:
-        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        try:
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
+            return None
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -89,7 +93,9 @@ def _state_of(obj: Any) -> Content | None:
         return None
     given: tuple[Any, ...] = (*rest, None, None, None)
     state, elements, items = given[:3]
-    return "object", (dict(state) if type(state) is dict else state, list(elements or ()), dict(items or ()))
+    state = dict(state) if type(state) is dict else state
+    # Its class goes along: what is behind that (`Net.lr = 2`) is a part of the object for its user.
+    return "object", (state, list(elements or ()), dict(items or ()), type(obj))
 
 
 def fill(target: Any, content: Content) -> Callable[[], None]:
@@ -114,7 +120,8 @@ def _fill_function(target: Any, data: Any) -> None:
     _fill_dict(target.__dict__, attributes)
 
 
-def _fill_class(target: Any, data: Any) -> None:
+def _fill_class(target: Any, content: tuple[dict[str, Any], Any]) -> None:
+    data, _ = content
     for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
         delattr(target, name)
     for name, value in data.items():
@@ -123,7 +130,7 @@ def _fill_class(target: Any, data: Any) -> None:
 
 
 def _fill_object(target: Any, data: Any) -> None:
-    state, elements, items = data
+    state, elements, items, _ = data
     if isinstance(target, list | dict | deque):  # of a class of its own
         target.clear()
     if elements:

@@ -29,7 +29,7 @@ from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
-from nblaunch.capture.pickling import Outbound
+from nblaunch.capture.pickling import WITH_SETTER, Outbound
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -179,6 +179,8 @@ class Inspection:
                     if child not in seen:
                         seen.add(child)
                         waiting.append(child)
+            if not all(key in self._sent for key in seen):
+                return False  # of what is about to be sent there is nothing to compare with
             shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
         self._sent.shortcuts[root] = shortcut
         return False
@@ -492,6 +494,7 @@ class _FramePickler(Outbound):
         self._begun = False
         self._children: list[int] = []
         self._names: set[str] = set()
+        self._met: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
@@ -501,7 +504,7 @@ class _FramePickler(Outbound):
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
-        self._children, self._names = [], set()
+        self._children, self._names, self._met = [], set(), {id(obj): -1}
         self._begun = False
         try:
             own = self._own_state(obj)
@@ -538,7 +541,16 @@ class _FramePickler(Outbound):
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
+        elif isinstance(obj, type | types.FunctionType | types.CellType):
+            return self._met_again(obj)
         return key
+
+    def _met_again(self, obj: Any) -> int | None:
+        """Return the number of an object without a key that is in the frame already, as a class may be."""
+        number = self._met.get(id(obj))
+        if number is None:
+            self._met[id(obj)] = -len(self._met) - 1
+        return number
 
     def reducer_override(self, obj: Any) -> Any:
         if tensors.is_tensor(obj):
@@ -550,6 +562,9 @@ class _FramePickler(Outbound):
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             state = reduced[_STATE]
             _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
+        if isinstance(reduced, tuple) and len(reduced) == WITH_SETTER:
+            # Pickle writes the object again for its setter, and needs the memo for that.
+            return tuple, ((reduced[:_STATE], *reduced[_STATE:-1]),)
         return reduced
 
     def needed_by(self, obj: Any) -> dict[str, Any]:

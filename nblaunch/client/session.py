@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -661,6 +661,10 @@ class LiveSession:
     def sweep(self) -> None:
         """Drop what is known of objects that the notebook has freed."""
         self._knowledge.sweep()
+
+    def bound_again(self, names: Iterable[str]) -> None:
+        """Note which variables a cell of the notebook has bound, also those bound to what they had."""
+        self._knowledge.bound_again(names)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the variables that rank 0 has."""

@@ -54,6 +54,7 @@ Modules, each after those that it imports:
     preempt          what is called before the node is taken back
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
+    stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
     stacks           where the main thread is; frees a collective that it is stuck in
     control          the control thread: inbox, outbox, interrupts

@@ -494,9 +494,6 @@ class Rank:
         self.titles[job.filename] = job.title
         result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
-        if self.orders.keep and result.error_before_exec is None:
-            line = None if error is None else _line_reached(error, job.filename, job.first_line)
-            self.variables.bound_by(shell.prepare().transform_cell(job.source), line)
         if error is not None:
             raise error
         return result.result
@@ -645,10 +642,3 @@ class Rank:
         if self.profile is not None:
             self.profile.close()
             self.profile = None
-
-
-def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
-    """Return the line of a cell, counted from 1, that raised; 0 if no frame is the cell's."""
-    steps = traceback.walk_tb(error.__traceback__)
-    reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
-    return 0 if reached is None else reached - first_line + 1
