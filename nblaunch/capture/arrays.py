@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import mmap
 import pickle
 import sys
 import weakref
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,8 +26,11 @@ from nblaunch.capture.parts import attributes_of, set_attributes
 
 _FILE = ("filename", "offset", "mode", "_mmap")
 """The attributes of a `numpy.memmap` that belong to its file."""
-_PAGE = 4096
-_COMPARED = 64 << 20
+# Linux, admin-guide/mm/pagemap.rst: the bytes of an entry; in memory or swapped; a file's.
+_ENTRY, _THERE, _OF_A_FILE = 8, 3 << 62, 1 << 61
+PARTS = 64
+_SAMPLED = 1 << 18
+"""Bytes of a part; of a larger one, so many are compared."""
 
 
 class Memory:
@@ -208,17 +213,19 @@ def _reduce_mapped(array: Any) -> tuple[Any, ...]:
 
 
 def _changed_pages(array: Any) -> tuple[tuple[int, bytes], ...]:
-    """Return which pages of a file's private copy have other content than the file, and it."""
+    """Return the pages of a private copy of a file that are no longer the file's: first byte and content."""
     import numpy as np
 
     here = bytes_of(array)
-    there = np.memmap(array.filename, np.uint8, "r", array.offset, here.shape)
-    found = []
-    for start in range(0, here.size, _COMPARED):
-        differs = np.flatnonzero(here[start : start + _COMPARED] != there[start : start + _COMPARED])
-        pages = np.unique(differs // _PAGE) * _PAGE + start
-        found += [(int(page), here[page : page + _PAGE].tobytes()) for page in pages]
-    return tuple(found)
+    before = here.__array_interface__["data"][0] % mmap.PAGESIZE
+    pages = (before + here.size + mmap.PAGESIZE - 1) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        pagemap.seek((here.__array_interface__["data"][0] - before) // mmap.PAGESIZE * _ENTRY)
+        entries = np.frombuffer(pagemap.read(pages * _ENTRY), np.uint64)
+    own = (entries & _THERE != 0) & (entries & _OF_A_FILE == 0)
+    starts = [max(int(page) * mmap.PAGESIZE - before, 0) for page in np.flatnonzero(own)]
+    ends = [(start + before) // mmap.PAGESIZE * mmap.PAGESIZE + mmap.PAGESIZE - before for start in starts]
+    return tuple((start, here[start:end].tobytes()) for start, end in zip(starts, ends, strict=True))
 
 
 def _is_taken_apart(kind: type) -> bool:
@@ -263,6 +270,60 @@ def _with_attributes(array: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     if not attributes or isinstance(array, sys.modules["numpy"].memmap):
         return reduced
     return (*reduced, dict(attributes), None, None, set_attributes)
+
+
+# Whether memory that the ranks have is as it was sent, in parts: a view shows some of them.
+
+
+def shown_by(obj: Any) -> tuple[Any, int, int]:
+    """Return the array whose memory an array shows, or a `Memory` is, and which bytes; else None."""
+    root: Any = (
+        obj.root() if type(obj) is Memory else last_base(obj) if is_array(obj) and obj.nbytes else None
+    )
+    if root is None:
+        return None, 0, 0
+    low, high = _bounds(root if type(obj) is Memory else obj)
+    start = _bounds(root)[0]
+    return root, low - start, high - start
+
+
+def memory_of(root: Any) -> Memory | None:
+    """Return what stands for the memory of an array that views were sent of, None if none were."""
+    return _memories.get(id(root))
+
+
+def digests(root: Any) -> tuple[int, ...]:
+    """Return digests of the parts of an array's memory: none of a file's, which is the same for all."""
+    if _is_mapped(root):
+        return ()
+    memory, step = memoryview(_buffer(root)).cast("B"), _part_size(root)
+    stride = max(step // _SAMPLED, 1) | 1  # odd: not always the same byte of a number
+    return tuple(
+        zlib.crc32(bytes(memory[each : each + step : stride])) for each in range(0, len(memory), step)
+    )
+
+
+def parts_within(root: Any, low: int, high: int, *, wholly: bool) -> range:
+    """Return the numbers of the parts that have one of these bytes, or have only these."""
+    step = _part_size(root)
+    if not wholly:
+        return range(low // step, -(-high // step))
+    return range(-(-low // step), -(-_size(root) // step) if high >= _size(root) else high // step)
+
+
+def sample(array: Any, most: int) -> Any:
+    """Return at most so many elements of an array, spread over it."""
+    along = max(int(most ** (1 / array.ndim)), 1)
+    return array[tuple(slice(None, None, -(-length // along)) for length in array.shape)].copy()
+
+
+def _size(root: Any) -> int:
+    first, end = _bounds(root)
+    return end - first
+
+
+def _part_size(root: Any) -> int:
+    return max(8, -(-_size(root) // PARTS))
 
 
 # Which arrays, tensors and storages of one pickle, and of what the ranks have, are over one memory.
