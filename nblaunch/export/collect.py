@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -195,7 +196,7 @@ class Collector:
             return None if error.certain or self._can_save(name, value) else []
 
     def _add_patch(self, patch: Patch) -> None:
-        name = patch.target.replace("__", "").replace(".", "_")
+        name = re.sub(r"\W+", "_", patch.target.replace("__", "")).strip("_")
         while name in self._namespace or name in self._patches:
             name += "_"
         self._patches[name] = patch
