@@ -15,8 +15,9 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import pickling
-from nblaunch.capture.unpicklable import find_culprit, global_names
+from nblaunch.capture import pickling, recipes
+from nblaunch.capture.parts import global_names
+from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
 from nblaunch.export.literals import Own, quoted
 
@@ -245,12 +246,12 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
             self.note.arrays.append(obj)
             reduced = self.note.reduced_array(obj)
         if reduced is NotImplemented:
-            reduced = pickling.reduce_notebook_type(obj)
+            reduced = recipes.reduce_notebook_type(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def _function(self, function: types.FunctionType) -> Any:
         # What helps to load a pickle is not here to be imported where the script runs.
-        ours = function.__module__ == pickling.__name__
+        ours = function.__module__ in {pickling.__name__, recipes.__name__}
         reduced = self._dynamic_function_reduce(function) if ours else super().reducer_override(function)
         if not isinstance(reduced, tuple):
             return reduced
@@ -409,7 +410,7 @@ class _Pickled:
         )
 
     def _unsavable(self, values: Mapping[str, object], error: Exception) -> NblaunchError:
-        culprit = find_culprit(values, self._refusal)
+        culprit = find_culprit(values, error, self._pickler)
         if culprit is None:
             return NblaunchError(
                 f"{', '.join(values)} cannot be saved for a script: {type(error).__name__}: {error}"
