@@ -363,10 +363,11 @@ class Leftovers(ThisProcess):
                 if logs:
                     yield f"{path} is there, though no result needs it"
             elif not any(str(path) in each for each in commands):
-                inside = (
-                    sorted(str(each.relative_to(path)) for each in path.rglob("*")) if path.is_dir() else []
-                )
-                yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
+                with contextlib.suppress(FileNotFoundError):  # it goes while this looks
+                    found = path.rglob("*") if path.is_dir() else ()
+                    inside = sorted(str(each.relative_to(path)) for each in found)
+                    path.lstat()
+                    yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
 
 
 _USED = "gc, sys, threading, time"

@@ -3,7 +3,7 @@
 The pickler is the walk. The *frame* of an object is its own part of a pickle, in which objects that the ranks
 have are keys. A digest of it is kept for each object that is sent, with the keys that it refers to and, for a
 function, the global names that it reads. So what is compared is what would be sent: nothing that would travel
-changes unseen, and what pickling leaves out gives no notice. SentFrames refer to each other by key, and hold no
+changes unseen, and what pickling leaves out gives no notice. Frames refer to each other by key, and hold no
 object.
 
 Of the user's code only pickling's own hooks run (`__reduce__`, `__getstate__`).
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import operator
 import pickle
 import types
 import weakref
@@ -24,18 +25,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from operator import itemgetter
 from typing import Any
 
-from nblaunch.capture import identity, tensors
-from nblaunch.capture.pickling import Outbound
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture import arrays, identity, tensors
+from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
+from nblaunch.capture.pickling import WITH_SETTER, Outbound
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
 MOST_ELEMENTS = 200_000
 """Of a container; beyond it, one is compared by its length and a sample."""
 _SAMPLE = 4096
+_LARGE = 10_000
+"""Elements of a container that is found equal more quickly than its digest is made."""
 _SMALL = 1024
 """Characters or elements of a value that is kept to be compared."""
 _MOST_VISITED = 20_000
@@ -53,7 +55,6 @@ _FUNCTION_ATTRIBUTES = (
 )
 _BUILT_IN = (type, types.FunctionType, dict, list, set, frozenset, tuple, str, bytes, int, float, complex)
 _NO_FRAME = frozenset({int, float, complex, bool, str, bytes, type(None), types.CodeType, types.ModuleType})
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ class ObjectFrame:
 
 
 _UNKNOWN = ObjectFrame(None)
+CHANGED = ObjectFrame("changed")
+"""Of an object that is not as the ranks have it."""
 
 
 class SentFrames:
@@ -111,12 +114,13 @@ class SentFrames:
         found: frozenset[str] = frozenset()
         for key in keys:
             if key not in self._names:
-                frames = (self._frames.get(each) for each in self._reached_from(key))
+                frames = (self._frames.get(each) for each in self.reached_from(key))
                 self._names[key] = frozenset().union(*(frame.names for frame in frames if frame is not None))
             found |= self._names[key]
         return found
 
-    def _reached_from(self, key: int) -> set[int]:
+    def reached_from(self, key: int) -> set[int]:
+        """Return the keys of the objects to which an object led when it was sent, with its own."""
         waiting, reached = [key], {key}
         while waiting:
             frame = self._frames.get(waiting.pop())
@@ -138,6 +142,8 @@ class Inspection:
         self._sent = frames
         self._pickler = _FramePickler(self._key_of, namespace)
         self._verdicts: dict[int, tuple[bool, tuple[int, ...]]] = {}
+        self._parts: dict[int, tuple[int, ...]] = {}
+        """By the key of a memory, the digests of its parts as it is now."""
 
     def _key_of(self, obj: Any) -> int | None:
         # A value (a tuple, a dtype) may have a key as a variable, and has none within an object.
@@ -147,6 +153,67 @@ class Inspection:
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object as it is now."""
         return self._pickler.frame(obj)
+
+    def arriving(self, new: Mapping[int, Any], filled: Iterable[int]) -> dict[int, ObjectFrame]:
+        """Return the frames of new objects, and of those whose content has been pushed, by key."""
+        frames = {key: self.frame(obj) for key, obj in new.items()}
+        pushed = {key: self._table.get(key) for key in filled}
+        frames |= {key: self.frame(obj) for key, obj in pushed.items()}
+        for key, obj in new.items():
+            if type(obj) is arrays.Memory and self._was_changed(obj.root(), frames):
+                frames[key] = ObjectFrame((None,) * arrays.PARTS)
+        for obj in pushed.values():
+            self._refresh(frames, obj)
+        for key, obj in new.items():
+            # A new view of memory that the ranks have shows what is there.
+            if not self._is_current(frames, obj):
+                frames[key] = CHANGED
+        return frames
+
+    def _was_changed(self, array: Any, frames: Mapping[int, ObjectFrame]) -> bool:
+        """Return whether the ranks have an array, and it has been changed."""
+        key = self._key_of(array)
+        sent = None if key is None or key in frames else self._sent.get(key)
+        return sent is not None and _differs(sent, self.frame(array))
+
+    def _memory_as_sent(
+        self, frames: Mapping[int, ObjectFrame], root: Any
+    ) -> tuple[int, list[Any], tuple[int, ...]] | None:
+        """Return the key of an array's memory, and digests of its parts as they were sent and as they are."""
+        memory = arrays.memory_of(root)
+        key = None if memory is None else self._key_of(memory)
+        sent = None if key is None else frames.get(key, self._sent.get(key))
+        if key is None or sent is None or not isinstance(sent.digest, tuple):
+            return None
+        if key not in self._parts:
+            self._parts[key] = arrays.digests(root)
+        return key, list(sent.digest), self._parts[key]
+
+    def _refresh(self, frames: dict[int, ObjectFrame], pushed: Any) -> None:
+        """Compare what shares memory with pushed content with what it is now."""
+        root, low, high = arrays.shown_by(pushed)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None:
+            return
+        memory, sent, now = found
+        for part in arrays.parts_within(root, low, high, wholly=True) if now else ():
+            sent[part] = now[part]
+        frames[memory] = ObjectFrame(tuple(sent))
+        for key, obj in self._table.memories():
+            other, first, end = arrays.shown_by(obj)
+            if key not in self._sent or other is not root or type(obj) is arrays.Memory:
+                continue
+            if low <= first <= end <= high or self._is_current(frames, obj):
+                frames[key] = self.frame(obj)
+
+    def _is_current(self, frames: Mapping[int, ObjectFrame], obj: Any) -> bool:
+        """Return whether the ranks have the bytes that a view shows, if they have its memory."""
+        root, low, high = arrays.shown_by(obj)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None or not found[-1]:
+            return True
+        _, sent, now = found
+        return all(sent[part] == now[part] for part in arrays.parts_within(root, low, high, wholly=False))
 
     def changed(self, root: Any, sent: ObjectFrame | None = None) -> bool:
         """Return whether `root`, or an object that it leads to, has another frame than was sent.
@@ -163,7 +230,7 @@ class Inspection:
             waiting = list(now.children)
         else:
             waiting = [key]
-        return any([self._changed_within(each) for each in waiting])
+        return any(self._changed_within(each) for each in waiting)
 
     def _changed_within(self, root: int) -> bool:
         """Return whether an object with a key, or one to which it leads, has changed."""
@@ -178,6 +245,8 @@ class Inspection:
                     if child not in seen:
                         seen.add(child)
                         waiting.append(child)
+            if not all(key in self._sent for key in seen):
+                return False  # of what is about to be sent there is nothing to compare with
             shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
         self._sent.shortcuts[root] = shortcut
         return False
@@ -196,10 +265,19 @@ class Inspection:
         if sent is None:
             return False, self.frame(obj).children
         if type(sent.digest) is _Leaf:
-            return sent.digest != _leaf_digest(obj), ()
+            return not self._is_leaf_still(key, obj, sent.digest), ()
         if sent.digest is None:
             return False, sent.children
         return _differs(sent, self.frame(obj)), sent.children
+
+    def _is_leaf_still(self, key: int, container: Any, digest: _Leaf) -> bool:
+        large = type(container) in _CONTAINERS and _LARGE < len(container) <= MOST_ELEMENTS
+        if large and self._table.attached.get(key) == (digest, _columns(container)):
+            return True
+        same = digest == _leaf_digest(container)
+        if large and same:
+            self._table.attached[key] = digest, _columns(container)
+        return same
 
 
 def _differs(sent: ObjectFrame, now: ObjectFrame) -> bool:
@@ -207,11 +285,11 @@ def _differs(sent: ObjectFrame, now: ObjectFrame) -> bool:
 
 
 class _Shortcut:
-    """What to compare, mostly in C code, to know that objects are as they were when a whole look found no change.
+    """What to compare, mostly in C, to know that objects are as a whole look found them: unchanged.
 
     An object whose parts are its attributes or elements is compared by the identity of these. That is sound
     for parts that have a key, as they are alive, and for small values, which are held here: a freed object's
-    address is used again.
+    address is used again. A dictionary or a list is found through the object that holds it, depth by depth.
     """
 
     def __init__(
@@ -223,96 +301,157 @@ class _Shortcut:
     ) -> None:
         self._key_of = key_of
         self._get = table.get
-        self._shallow: list[tuple[int, Callable[[Any], Any]]] = []
-        self._lists: list[int] = []
-        self._tensors: list[int] = []
+        self._objects: list[weakref.ref[Any]] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        self._leaves: list[weakref.ref[Any]] = []
         self._whole: list[int] = []
         self._held: dict[int, Any] = {}
-        empty: dict[int, int] = {}
+        self._getter_of: dict[type, Callable[[Any], Any] | None] = {}
+        containers: dict[int, tuple[int, Any]] = {}
         for key in keys:
             obj, frame = table.get(key), sent.get(key)
             if obj is None or frame is None:
                 continue
-            if type(obj) in _CONTAINERS and not obj:
-                empty[id(obj)] = key
-            elif tensors.is_plain_leaf(obj):
-                self._tensors.append(key)
-            elif type(frame.digest) is _Leaf or not self._add_shallow(key, obj):
+            if tensors.is_plain_leaf(obj):
+                self._leaves.append(weakref.ref(obj))
+            elif not self._is_made_of_parts(obj):
                 self._whole.append(key)
-        self._facts = tensors.quick_facts(list(map(self._get, self._tensors)))
-        names, values = self._parts()
-        self._names, self._values = names, list(map(id, values))
-        places = [place for place, each in enumerate(self._values) if each in empty]
-        self._empty = itemgetter(*places, *places[:1]) if places else None
-        held = {self._values[place] for place in places}
-        self._whole += [key for address, key in empty.items() if address not in held]
+            elif type(obj) in _CONTAINERS:
+                containers[id(obj)] = key, obj
+        leaves = [reference() for reference in self._leaves]
+        self._facts, self._gradients = tensors.quick_facts(leaves), tensors.gradients(leaves)
+        self._roots: list[int] = []
+        self._depths = self._made_depths(containers)
+        self._getter_of.clear()  # a class is free to go
 
-    def _add_shallow(self, key: int, obj: Any) -> bool:
-        """Note an object that its attributes or elements make up; return whether it is one."""
+    def _is_made_of_parts(self, obj: Any) -> bool:
+        """Return whether the identity of its parts tells if an object has changed; note its attributes."""
         kind = type(obj)
-        if kind is list:
-            if not self._can_hold(obj):
-                return False
-            self._lists.append(key)
+        if kind in _CONTAINERS and not obj:
             return True
-        getter = _itself if kind is dict else _attributes_getter(kind)
-        attributes = None if getter is None else getter(obj)
-        if type(attributes) is not dict or not self._can_hold(attributes.values()):
+        if kind is list:
+            return self._can_hold(obj)
+        if kind not in self._getter_of:
+            self._getter_of[kind] = None if kind is dict else _attributes_getter(kind)
+        getter = self._getter_of[kind]
+        named = obj if getter is None else getter(obj)
+        if type(named) is not dict or not all(type(name) is str for name in named):
             return False
-        if getter is None or not all(type(name) is str for name in attributes):
+        if not self._can_hold(named.values()):
             return False
-        self._shallow.append((key, getter))
+        if getter is not None:
+            self._objects.append(weakref.ref(obj))
+            self._getters.append(getter)
         return True
 
     def _can_hold(self, parts: Iterable[Any]) -> bool:
         """Return whether all parts have a key or are small values, which are held from here on."""
-        held = {id(part): part for part in parts if type(part) in _ATOMS or self._key_of(part) is None}
+        held = {id(part): part for part in parts if type(part) in LEAVES or self._key_of(part) is None}
         if len(held) > _SMALL or not all(map(_is_small_value, held.values())):
             return False
         self._held |= held
         return True
 
-    def _parts(self) -> tuple[list[Any], list[Any]]:
-        """Return the sizes and names, and the values, of all attributes and elements."""
-        found = [getter(self._get(key)) for key, getter in self._shallow]
-        lists = list(map(self._get, self._lists))
-        values = chain(chain.from_iterable(map(dict.values, found)), chain.from_iterable(lists))
-        return [*map(len, found), *map(len, lists), *chain.from_iterable(found)], list(values)
+    def _made_depths(self, containers: dict[int, tuple[int, Any]]) -> list[_Depth]:
+        """Return depths that have all containers; those that no object holds are roots."""
+        outside = dict(containers)
+        _depths(*self._tops(), outside)
+        for address, (key, obj) in outside.items():
+            if obj:
+                self._roots.append(key)
+            else:
+                self._whole.append(key)
+            del containers[address]
+        return _depths(*self._tops(), containers)
+
+    def _tops(self) -> tuple[list[Any], list[Any]]:
+        """Return the dictionaries and the lists of the least depth."""
+        roots = list(map(self._get, self._roots))
+        attributes = list(map(operator.call, self._getters, map(operator.call, self._objects)))
+        dicts = attributes + [root for root in roots if type(root) is dict]
+        return dicts, [root for root in roots if type(root) is not dict]
 
     def holds(self, judged: Callable[[int], tuple[bool, tuple[int, ...]]]) -> bool:
         """Return whether nothing has changed; if not, only a whole look can tell."""
         try:
-            names, values = self._parts()
-            if names != self._names or list(map(id, values)) != self._values:
-                return False
-            if self._empty is not None and any(map(len, self._empty(values))):
-                return False
-            if tensors.quick_facts(list(map(self._get, self._tensors))) != self._facts:
+            dicts, lists = self._tops()
+            for depth in self._depths:
+                parts = depth.parts(dicts, lists)
+                if parts is None:
+                    return False
+                dicts, lists = depth.dicts(parts), depth.lists(parts)
+            leaves = list(map(operator.call, self._leaves))
+            if tensors.quick_facts(leaves) != self._facts or tensors.gradients(leaves) != self._gradients:
                 return False
         except (AttributeError, TypeError):
             return False  # an object is gone
         return not any(judged(key)[0] for key in self._whole)
 
 
-def _itself(obj: Any) -> Any:
-    return obj
+class _Depth:
+    """Dictionaries and lists that objects hold, and those that these hold in turn."""
+
+    def __init__(self, dicts: list[Any], lists: list[Any], containers: dict[int, tuple[int, Any]]) -> None:
+        """Take those of `containers` out that are held here."""
+        self._names, parts = _parted(dicts, lists)
+        others: list[int] = []
+        held: dict[str, list[int]] = {"empty": [], "dict": [], "list": []}
+        for place, each in enumerate(parts):
+            known = containers.pop(id(each), None) is not None
+            if not known or each:
+                others.append(place)
+            if known:
+                held[type(each).__name__ if each else "empty"].append(place)
+        self._empty, self.dicts, self.lists = map(_getter, held.values())
+        self._others = _getter(others)
+        self._kinds, self._ids = self._facts(parts)
+        self.is_last = not (held["dict"] or held["list"])
+
+    def _facts(self, parts: list[Any]) -> tuple[list[type], list[int]]:
+        """Return the types of empty containers, which half of a model is, and which the others are."""
+        return list(map(type, self._empty(parts))), list(map(id, self._others(parts)))
+
+    def parts(self, dicts: list[Any], lists: list[Any]) -> list[Any] | None:
+        """Return what these containers hold, None if it is not what they held before."""
+        names, parts = _parted(dicts, lists)
+        if names != self._names or self._facts(parts) != (self._kinds, self._ids) or any(self._empty(parts)):
+            return None
+        return parts
+
+
+def _depths(dicts: list[Any], lists: list[Any], containers: dict[int, tuple[int, Any]]) -> list[_Depth]:
+    """Return the depths below some containers, which take theirs out of `containers`."""
+    depths: list[_Depth] = []
+    while not depths or not depths[-1].is_last:
+        depths.append(depth := _Depth(dicts, lists, containers))
+        parts = _parted(dicts, lists)[1]
+        dicts, lists = depth.dicts(parts), depth.lists(parts)
+    return depths
+
+
+def _parted(dicts: list[Any], lists: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the sizes and the names, and the parts, of containers."""
+    parts = chain(chain.from_iterable(map(dict.values, dicts)), chain.from_iterable(lists))
+    return [*map(len, dicts), *map(len, lists), *chain.from_iterable(dicts)], list(parts)
+
+
+def _getter(places: list[int]) -> Callable[[list[Any]], Any]:
+    """Return what takes some elements out of a list."""
+    if not places:
+        return lambda _: ()
+    return operator.itemgetter(*places, *places[:1])  # of a single place it would give the bare element
 
 
 def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the attributes of an object that pickle takes apart into these; else None."""
-    if kind not in _getters:
-        usual = all(
-            inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
-            for name in ("__reduce__", "__reduce_ex__")
-        )
-        usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
-        plain = usual and not issubclass(kind, _BUILT_IN)
-        plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
-        _getters[kind] = identity.attributes_getter(kind) if plain else None
-    return _getters[kind]
-
-
-_getters: weakref.WeakKeyDictionary[type, Callable[[Any], Any] | None] = weakref.WeakKeyDictionary()
+    usual = all(
+        inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
+        for name in ("__reduce__", "__reduce_ex__")
+    )
+    usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
+    plain = usual and not issubclass(kind, _BUILT_IN) and kind.__weakrefoffset__ > 0
+    plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
+    return attributes_getter(kind) if plain else None
 
 
 def _is_small_value(obj: Any, depth: int = 3) -> bool:
@@ -325,7 +464,7 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
     if issubclass(kind, type | types.FunctionType):
         return not identity.has_identity(obj)
     return (
-        kind in _ATOMS
+        kind in LEAVES
         or kind in (types.ModuleType, types.BuiltinFunctionType)
         or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
@@ -345,29 +484,34 @@ def _leaf_digest(container: Any) -> _Leaf:
     kind = type(container)
     if kind not in _CONTAINERS:
         return _Leaf()  # it holds something else by now
+    if not container:
+        return _Leaf((kind, 0))
     sink = _Digest()
     pickler = _ValuesOnly(sink, protocol=5)
     pickler.fast = True
     try:
         pickler.dump(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
+    except OverflowError:
+        pass  # what came before is compared, and the length
     except Exception:  # noqa: BLE001 - it holds other things
         return _Leaf()
     return _Leaf((kind, len(container), *sink.state()))
 
 
+def _columns(container: Any) -> tuple[list[Any], list[Any]]:
+    """Return the elements of a container, or its keys and its values."""
+    return list(container), list(container.values()) if isinstance(container, dict) else []
+
+
 class _ValuesOnly(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is OrderedDict:
+        if obj is complex or type(obj) in (OrderedDict, complex):
             return NotImplemented
         raise TypeError
 
 
 def _is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
-    if len(container) > MOST_ELEMENTS:
-        container = list(_sample(container))
-    elements = container if not isinstance(container, dict) else (*container, *container.values())
-    return _ATOMS.issuperset(map(type, elements))
+    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
 
 
 def _sample(container: Any) -> Iterator[Any]:
@@ -416,14 +560,17 @@ class _FramePickler(Outbound):
         self._begun = False
         self._children: list[int] = []
         self._names: set[str] = set()
+        self._met: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
         kind = type(obj)
+        if id(obj) in self._notebook:
+            return _UNKNOWN  # it leads to all variables, which are known by name
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
-        self._children, self._names = [], set()
+        self._children, self._names, self._met = [], set(), {id(obj): -1}
         self._begun = False
         try:
             own = self._own_state(obj)
@@ -441,6 +588,8 @@ class _FramePickler(Outbound):
             return facts, self._digest.state()
         if tensors.is_storage(obj):
             return ("storage",)  # its tensors have versions
+        if type(obj) is arrays.Memory:
+            return arrays.digests(obj.root())
         if type(obj) in _CONTAINERS and len(obj) > MOST_ELEMENTS:
             self._begun = True
             self.dump((len(obj), list(_sample(obj))))
@@ -450,15 +599,26 @@ class _FramePickler(Outbound):
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
-        if kind in _ATOMS:
+        if kind in LEAVES:
             return None
         if not self._begun:
             self._begun = True
             return None
+        if (namespace := super().persistent_id(obj)) is not None:
+            return namespace
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
+        elif isinstance(obj, type | types.FunctionType | types.CellType):
+            return self._met_again(obj)
         return key
+
+    def _met_again(self, obj: Any) -> int | None:
+        """Return the number of an object without a key that is in the frame already, as a class may be."""
+        number = self._met.get(id(obj))
+        if number is None:
+            self._met[id(obj)] = -len(self._met) - 1
+        return number
 
     def reducer_override(self, obj: Any) -> Any:
         if tensors.is_tensor(obj):
@@ -466,18 +626,29 @@ class _FramePickler(Outbound):
             return tuple, ((str(obj.dtype), *obj.shape),)
         if type(obj) is types.FunctionType and self.is_notebooks(obj):
             return self._reduced_function(obj)
+        if arrays.is_array(obj) and obj.nbytes > MOST_BYTES and not obj.flags.forc:
+            return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
-            _drop_bookkeeping(reduced[_STATE][0])
+            state = reduced[_STATE]
+            _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
+        if isinstance(reduced, tuple) and len(reduced) == WITH_SETTER:
+            # Pickle writes the object again for its setter, and needs the memo for that.
+            return tuple, ((reduced[:_STATE], *reduced[_STATE:-1]),)
         return reduced
 
-    def _reduced_function(self, function: types.FunctionType) -> Any:
-        """Reduce a function of the notebook to all that is sent of it but its globals.
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        # Variables of their own, known by name.
+        self._names |= self.read_by(obj)
+        return {}
 
-        These are variables of their own, known by name. cloudpickle's reduction looks through all modules for
-        those that the function may use, which takes a millisecond.
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function of the notebook to all that is sent of it.
+
+        cloudpickle's reduction looks through all modules for those that the function may use, which takes a
+        millisecond.
         """
-        self._names.update(global_names(function))
+        self.needed_by(function)
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         return tuple, ((function.__code__, attributes, function.__closure__, function.__dict__),)
 

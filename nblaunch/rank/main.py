@@ -18,7 +18,6 @@ reported their outcome.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import functools
 import importlib
@@ -29,6 +28,7 @@ import platform
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.utils import hooks
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
@@ -48,8 +49,8 @@ from nblaunch.protocol.messages import (
     Colored,
     Dispatch,
     Entered,
-    Finishing,
     FailureRecord,
+    Finishing,
     FunctionJob,
     Hello,
     Leave,
@@ -157,6 +158,9 @@ class Rank:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
+        # Hooks have numbers, and come with a module from the notebook: a new one must not replace them. The
+        # numbers are the same on all ranks, whose modules can be compared.
+        hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
@@ -175,6 +179,8 @@ class Rank:
         """Whether the user sees nothing of the job."""
         self._unsaved = False
         """Whether a job has run since this rank last saved."""
+        self._ended = False
+        """Whether it has ended as a script does, with its threads and exit functions."""
         stacks.dump_on_signal(orders.spill, self.rank)
         inspector = stacks.RankInspector(self.rank, self.titles)
         self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
@@ -464,18 +470,22 @@ class Rank:
                 return self._run_script(job)
 
     def _do_and_end(self, job: AnyJob, loaded: Any) -> object:
-        """Do the only job of this rank, and end as a script ends: the run is over when all its work is."""
+        """Do the only job of this rank, and end as a script ends: the run is over when all its work is.
+
+        A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
+        """
         try:
             value = self._do(job, loaded)
         except SystemExit as leaving:
             if not leaving.code:
-                script.end(self._tell_finishing)
+                self._end_as_a_script()
             raise
-        script.end(self._tell_finishing)
+        self._end_as_a_script()
         return value
 
-    def _tell_finishing(self, what: str) -> None:
-        self.link.send(Finishing(rank=self.rank, what=failure.encodable(what)))
+    def _end_as_a_script(self) -> None:
+        self._ended = True
+        script.end(lambda what: self.link.send(Finishing(rank=self.rank, what=failure.encodable(what))))
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
@@ -484,9 +494,6 @@ class Rank:
         self.titles[job.filename] = job.title
         result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
-        if self.orders.keep and result.error_before_exec is None:
-            line = None if error is None else _line_reached(error, job.filename, job.first_line)
-            self.variables.bound_by(shell.prepare().transform_cell(job.source), line)
         if error is not None:
             raise error
         return result.result
@@ -611,9 +618,11 @@ class Rank:
         self.phase = Phase.LEAVE
         try:
             stdio.output.begin_job()
-            if not self.orders.keep:
-                script.end(lambda _: None)  # of a rank that failed; any other has done it
-            atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
+            if not self._ended:
+                self._end_as_a_script()  # a fork ends by os._exit; programs expect this all the same
+                if not self.orders.keep:
+                    ended = stdio.output.end_job(keep=False)
+                    self.link.send(Finishing(rank=self.rank, what="", offsets=ended))
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
@@ -633,10 +642,3 @@ class Rank:
         if self.profile is not None:
             self.profile.close()
             self.profile = None
-
-
-def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
-    """Return the line of a cell, counted from 1, that raised; 0 if no frame is the cell's."""
-    steps = traceback.walk_tb(error.__traceback__)
-    reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
-    return 0 if reached is None else reached - first_line + 1

@@ -1,6 +1,6 @@
 """What ranks that stay cost: a cell, a call, data there and back, coming back, memory, and many of them.
 
-    python tests/benchmarks/bench_session.py [--parts cells,calls,data,attach,memory,many] [--repeats 30]
+    python tests/benchmarks/bench_session.py [--parts cells,known,calls,data,attach,memory,many] [--repeats N]
 
 Every figure is a ratio to something measured in the same run, beside it; but for a call's milliseconds
 and a rank's megabytes, which are what is promised.
@@ -69,9 +69,13 @@ class Notebook:
         self._client.wait_for_ready(timeout=60)
         self.run("%load_ext nblaunch")
 
-    def run(self, code: str) -> None:
-        """Run a cell, request to idle."""
-        self._client.execute_interactive(code, output_hook=lambda _: None, timeout=60)
+    def run(self, code: str) -> str:
+        """Run a cell, request to idle; return what it printed."""
+        printed: list[str] = []
+        self._client.execute_interactive(
+            code, output_hook=lambda message: printed.append(message["content"].get("text", "")), timeout=60
+        )
+        return "".join(printed)
 
     def close(self) -> None:
         """Shut the kernel down."""
@@ -100,6 +104,37 @@ def _cell(notebook: Notebook, nproc: int, repeats: int) -> float:
         plain.append(median(lambda: notebook.run("1 + 1"), 1))
         ours.append(median(lambda: notebook.run(REDUCE), 1))
     return statistics.median(ours) / statistics.median(plain)
+
+
+KNOWN = """
+import time, torch, cloudpickle
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+model = torch.nn.Sequential(*(Block() for _ in range(250)))
+words = {f"w{number}": number for number in range(100_000)}
+"""
+PICKLED = "began = time.perf_counter(); cloudpickle.dumps((model, words)); print(time.perf_counter() - began)"
+
+
+def known(directory: str, repeats: int) -> None:
+    """Time a cell over much that the ranks have, and that is compared with what was sent."""
+    notebook = Notebook(directory)
+    try:
+        notebook.run("%distributed start -n 2")
+        notebook.run(KNOWN)
+        pickled = min(float(notebook.run(PICKLED)) for _ in range(3))
+        notebook.run("%%distributed\nmodel, words; None")
+        nothing, much = [], []
+        for _ in range(repeats):
+            nothing.append(median(lambda: notebook.run("%%distributed\nNone"), 1))
+            much.append(median(lambda: notebook.run("%%distributed\nmodel, words; None"), 1))
+    finally:
+        notebook.close()
+    more = statistics.median(much) - statistics.median(nothing)
+    line("a cell over 1,000 parameters and 100,000 words, ms", 1000 * more)
+    line("pickling them / what that cell costs", pickled / more)
 
 
 def calls(_: str, repeats: int) -> None:
@@ -205,10 +240,18 @@ def many(_: str, repeats: int) -> None:
 
 def line(name: str, figure: float) -> None:
     """Print one figure."""
-    print(f"  {name:48s}{figure:8.2f}", flush=True)
+    print(f"  {name:50s}{figure:8.2f}", flush=True)
 
 
-PARTS = {"cells": cells, "calls": calls, "data": data, "attach": attach, "memory": memory, "many": many}
+PARTS = {
+    "cells": cells,
+    "known": known,
+    "calls": calls,
+    "data": data,
+    "attach": attach,
+    "memory": memory,
+    "many": many,
+}
 
 
 def main() -> None:

@@ -97,6 +97,12 @@ def test_ranks_that_stay_cost_what_is_promised():
 
 
 @pytest.mark.slow
+def test_a_cell_pays_little_for_what_has_not_changed():
+    figures = session_figures("--parts", "known")
+    assert figures["pickling them / what that cell costs"] >= 10
+
+
+@pytest.mark.slow
 def test_what_a_rank_costs_does_not_depend_on_how_many_there_are():
     figures = session_figures("--parts", "many")
     assert len(figures) == 6

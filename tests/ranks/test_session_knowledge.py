@@ -103,6 +103,17 @@ def test_a_call_of_a_function_finds_what_the_ranks_have(notebook):
     assert notebook.both("evaluate()") == trained
 
 
+def test_functions_pushed_before_the_first_cell_are_the_notebooks(notebook, place):
+    notebook("scale = 3\nseen = [1]\ndef scaled(x): return x * scale, seen[0]\nclass Scaler:\n    f = scaled")
+    with place(2, display=False) as session:
+        session.push({name: notebook.variables[name] for name in ("scaled", "Scaler")})
+        notebook.session = session
+        first = notebook.ranks("scaled(2), Scaler.f(2)")
+        assert (first.values, first.warnings) == ([((6, 1), (6, 1))] * 2, ())
+        assert notebook.both("scale = 10; scaled(2)") == (20, 1)
+        assert notebook.both("scaled.__globals__ is globals()")
+
+
 # --- one object is one object ------------------------------------------------------------------------
 
 
