@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from nblaunch.capture import identity, tensors
+from nblaunch.capture import tensors
+from nblaunch.capture.parts import attributes_of, set_attributes
 
 _FILE = ("filename", "offset", "mode", "_mmap")
 """The attributes of a `numpy.memmap` that belong to its file."""
@@ -201,10 +202,6 @@ def _dressed(array: Any, kind: type) -> Any:
     return array.view(kind)
 
 
-def _set_attributes(array: Any, attributes: dict[str, Any]) -> None:
-    vars(array).update(attributes)
-
-
 def _mapped(  # noqa: PLR0913, PLR0917 - all that makes up a memmap
     filename: Any, dtype: Any, mode: str, offset: int, shape: Any, order: Any, changed: Any
 ) -> Any:
@@ -277,10 +274,10 @@ def _place(array: Any, root: Any) -> tuple[Any, ...]:
 
 
 def _with_attributes(array: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    attributes = identity.attributes_of(array)
+    attributes = attributes_of(array)
     if not attributes or isinstance(array, sys.modules["numpy"].memmap):
         return reduced
-    return (*reduced, dict(attributes), None, None, _set_attributes)
+    return (*reduced, dict(attributes), None, None, set_attributes)
 
 
 # Whether memory that the ranks have is as it was sent, in parts: a view shows some of them.

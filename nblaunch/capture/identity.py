@@ -21,21 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from cloudpickle import cloudpickle as _cloudpickle
+from nblaunch.capture.parts import LEAVES, attributes_of, is_by_value
 
 MOST_OBJECTS = 200_000
 """How many objects of one payload get a key: in a larger structure, those found first."""
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code
-
-_VALUE_TYPES = frozenset(
-    {int, float, complex, bool, str, bytes, tuple, frozenset, range, slice}
-    | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
+_VALUE_TYPES = LEAVES | frozenset(
+    {tuple, frozenset, range, slice}
+    | {types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
 _MEMORY = frozenset({"ndarray", "memmap", "Memory", "UntypedStorage"})
-LEAVES = frozenset({int, float, complex, bool, str, bytes, types.NoneType})
-"""Values that refer to nothing."""
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,
@@ -61,36 +57,6 @@ def has_identity(obj: object) -> bool:
     if kind in _VALUE_TYPES or (kind.__module__ == "torch" and kind.__name__ in _TORCH_VALUES):
         return False
     return not isinstance(obj, type | types.FunctionType) or is_by_value(obj)
-
-
-def is_by_value(obj: type | types.FunctionType) -> bool:
-    """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
-    if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
-        return False
-    return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
-
-
-# `type`'s own descriptors: with a metaclass these may be properties.
-_namespace_of = type.__dict__["__dict__"].__get__
-_mro_of = type.__dict__["__mro__"].__get__
-_C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
-    """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
-    for each in _mro_of(kind):
-        descriptor = _namespace_of(each).get("__dict__")
-        if descriptor is not None:
-            # Code of the user's may have put anything there.
-            return descriptor.__get__ if type(descriptor) in _C_DESCRIPTORS else None
-    return None
-
-
-def attributes_of(obj: object) -> dict[str, Any] | None:
-    """Return the `__dict__` of an object, None if it has none of its own; runs no code of the user's."""
-    getter = attributes_getter(type(obj))
-    stored = None if getter is None else getter(obj)
-    return stored if type(stored) is dict else None
 
 
 class _Weak(weakref.ref[Any]):

@@ -16,6 +16,7 @@ import operator
 import pickle
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,9 +40,8 @@ def reduce(obj: Any) -> Any:
         return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
     if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
         return _with_typed_storage(torch, obj)
-    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", *ACCELERATORS):
+    if is_readable_storage(obj):
         kind = obj.device.type
-        _refuse_unreadable(obj)
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
@@ -55,13 +55,6 @@ def only_from(readable: Callable[[Any], bool]) -> Iterator[None]:
         yield
     finally:
         del _outgoing.readable
-
-
-def _refuse_unreadable(storage: Any) -> None:
-    readable = getattr(_outgoing, "readable", None)
-    if readable is not None and not readable(storage.device):
-        msg = f"a tensor on {storage.device} cannot be read: the device is busy, or of no use any more"
-        raise pickle.PicklingError(msg)
 
 
 def refuse_bound(obj: Any) -> None:
@@ -153,7 +146,9 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     with suppress(RuntimeError):  # a sparse tensor, or one without storage
         address = tensor.data_ptr()
     facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    parts = (parts_of(tensor), tensor.__dict__ or None)
+    # torch.compile marks the parameters that it has seen: that is no change.
+    own = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+    parts = (parts_of(tensor), own or None)
     return facts, None if parts == (None, None) else parts
 
 
@@ -198,7 +193,14 @@ def has_usual_state(kind: type) -> bool:
 def is_tensor(obj: Any) -> bool:
     """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.Tensor)
+    # Not `isinstance`, which reads `obj.__class__`: that may be a property.
+    return torch is not None and issubclass(type(obj), torch.Tensor)
+
+
+def is_module(obj: Any) -> bool:
+    """Return whether `obj` is a torch module of any class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and issubclass(type(obj), torch.nn.Module)
 
 
 def is_plain_tensor(obj: Any) -> bool:
@@ -210,7 +212,7 @@ def is_plain_tensor(obj: Any) -> bool:
 def is_storage(obj: Any) -> bool:
     """Return whether `obj` is the memory of tensors."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.UntypedStorage)
+    return torch is not None and issubclass(type(obj), torch.UntypedStorage)
 
 
 def is_borrowed(obj: Any) -> bool:
@@ -237,6 +239,17 @@ def array_over(storage: Any) -> Any:
     import torch
 
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def is_readable_storage(obj: Any) -> bool:
+    """Return whether `obj` is a storage whose bytes can be sent; raise if they cannot now."""
+    if not is_storage(obj) or obj.device.type not in ("cpu", *ACCELERATORS):
+        return False
+    readable = getattr(_outgoing, "readable", None)
+    if readable is not None and not readable(obj.device):
+        msg = f"a tensor on {obj.device} cannot be read: the device is busy, or of no use any more"
+        raise pickle.PicklingError(msg)
+    return True
 
 
 def reduce_by_value(obj: Any) -> Any:
@@ -330,6 +343,27 @@ def parts_of(tensor: Any) -> tuple[Any, Any, Any] | None:
     return None if gradient is hooks is later is None else (gradient, hooks, later)
 
 
+_RECOMPUTED = ("_orig", "_g", "_v")
+
+
+def recomputed_in(obj: Any) -> list[int]:
+    """Return the addresses of the tensors that a module computes anew, before each call, from parameters.
+
+    `torch.nn.utils.prune` and the older `weight_norm` and `spectral_norm` do: the graph of these is no loss.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or not issubclass(type(obj), torch.nn.Module):
+        return []
+    attributes = obj.__dict__
+    if not attributes.get("_forward_pre_hooks"):
+        return []
+    return [
+        id(value)
+        for name, value in attributes.items()
+        if is_tensor(value) and any(name + ending in attributes["_parameters"] for ending in _RECOMPUTED)
+    ]
+
+
 def _hooks(hooks: Any) -> Any:
     """Return a tensor's hooks, None if it has none; those of torch's wrappers belong to a process group."""
     if not hooks or any(_is_torchs(hook) for hook in hooks.values()):
@@ -338,8 +372,10 @@ def _hooks(hooks: Any) -> Any:
 
 
 def _is_torchs(hook: Any) -> bool:
-    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
-    return isinstance(module, str) and module.startswith("torch.")
+    function = hook.__func__ if type(hook) is types.MethodType else hook
+    # An object's class: to look up an attribute of its own may run the user's code.
+    owner = function if type(function) is types.FunctionType else type(function)
+    return str(owner.__module__).startswith("torch.")
 
 
 def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:

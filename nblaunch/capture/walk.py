@@ -28,8 +28,8 @@ from itertools import chain, islice
 from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
-from nblaunch.capture.pickling import Outbound
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
+from nblaunch.capture.pickling import WITH_SETTER, Outbound
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -245,6 +245,8 @@ class Inspection:
                     if child not in seen:
                         seen.add(child)
                         waiting.append(child)
+            if not all(key in self._sent for key in seen):
+                return False  # of what is about to be sent there is nothing to compare with
             shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
         self._sent.shortcuts[root] = shortcut
         return False
@@ -344,9 +346,7 @@ class _Shortcut:
 
     def _can_hold(self, parts: Iterable[Any]) -> bool:
         """Return whether all parts have a key or are small values, which are held from here on."""
-        held = {
-            id(part): part for part in parts if type(part) in identity.LEAVES or self._key_of(part) is None
-        }
+        held = {id(part): part for part in parts if type(part) in LEAVES or self._key_of(part) is None}
         if len(held) > _SMALL or not all(map(_is_small_value, held.values())):
             return False
         self._held |= held
@@ -451,7 +451,7 @@ def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
     plain = usual and not issubclass(kind, _BUILT_IN) and kind.__weakrefoffset__ > 0
     plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
-    return identity.attributes_getter(kind) if plain else None
+    return attributes_getter(kind) if plain else None
 
 
 def _is_small_value(obj: Any, depth: int = 3) -> bool:
@@ -464,7 +464,7 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
     if issubclass(kind, type | types.FunctionType):
         return not identity.has_identity(obj)
     return (
-        kind in identity.LEAVES
+        kind in LEAVES
         or kind in (types.ModuleType, types.BuiltinFunctionType)
         or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
@@ -491,6 +491,8 @@ def _leaf_digest(container: Any) -> _Leaf:
     pickler.fast = True
     try:
         pickler.dump(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
+    except OverflowError:
+        pass  # what came before is compared, and the length
     except Exception:  # noqa: BLE001 - it holds other things
         return _Leaf()
     return _Leaf((kind, len(container), *sink.state()))
@@ -503,17 +505,13 @@ def _columns(container: Any) -> tuple[list[Any], list[Any]]:
 
 class _ValuesOnly(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is OrderedDict:
+        if obj is complex or type(obj) in (OrderedDict, complex):
             return NotImplemented
         raise TypeError
 
 
 def _is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
-    if len(container) > MOST_ELEMENTS:
-        container = list(_sample(container))
-    values = container.values() if isinstance(container, dict) else ()
-    return identity.LEAVES.issuperset(map(type, container)) and identity.LEAVES.issuperset(map(type, values))
+    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
 
 
 def _sample(container: Any) -> Iterator[Any]:
@@ -562,14 +560,17 @@ class _FramePickler(Outbound):
         self._begun = False
         self._children: list[int] = []
         self._names: set[str] = set()
+        self._met: dict[int, int] = {}
 
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
         kind = type(obj)
+        if id(obj) in self._notebook:
+            return _UNKNOWN  # it leads to all variables, which are known by name
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
-        self._children, self._names = [], set()
+        self._children, self._names, self._met = [], set(), {id(obj): -1}
         self._begun = False
         try:
             own = self._own_state(obj)
@@ -598,15 +599,26 @@ class _FramePickler(Outbound):
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
-        if kind in identity.LEAVES:
+        if kind in LEAVES:
             return None
         if not self._begun:
             self._begun = True
             return None
+        if (namespace := super().persistent_id(obj)) is not None:
+            return namespace
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
+        elif isinstance(obj, type | types.FunctionType | types.CellType):
+            return self._met_again(obj)
         return key
+
+    def _met_again(self, obj: Any) -> int | None:
+        """Return the number of an object without a key that is in the frame already, as a class may be."""
+        number = self._met.get(id(obj))
+        if number is None:
+            self._met[id(obj)] = -len(self._met) - 1
+        return number
 
     def reducer_override(self, obj: Any) -> Any:
         if tensors.is_tensor(obj):
@@ -618,16 +630,25 @@ class _FramePickler(Outbound):
             return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
-            _drop_bookkeeping(reduced[_STATE][0])
+            state = reduced[_STATE]
+            _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
+        if isinstance(reduced, tuple) and len(reduced) == WITH_SETTER:
+            # Pickle writes the object again for its setter, and needs the memo for that.
+            return tuple, ((reduced[:_STATE], *reduced[_STATE:-1]),)
         return reduced
 
-    def _reduced_function(self, function: types.FunctionType) -> Any:
-        """Reduce a function of the notebook to all that is sent of it but its globals.
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        # Variables of their own, known by name.
+        self._names |= self.read_by(obj)
+        return {}
 
-        These are variables of their own, known by name. cloudpickle's reduction looks through all modules for
-        those that the function may use, which takes a millisecond.
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function of the notebook to all that is sent of it.
+
+        cloudpickle's reduction looks through all modules for those that the function may use, which takes a
+        millisecond.
         """
-        self._names.update(global_names(function))
+        self.needed_by(function)
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         return tuple, ((function.__code__, attributes, function.__closure__, function.__dict__),)
 
