@@ -209,7 +209,7 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
 
         storages = tensors.WholeStorages()
         culprit = find_culprit(
-            roots, error, pickling.Outbound, namespace=namespace, known=None, storages=storages
+            roots, error, pickling.Guarded, namespace=namespace, known=None, storages=storages
         )
         raise _capture_error(culprit, error, user) from error
 

@@ -56,7 +56,9 @@ def find_culprit(
     that the search has come to. Raises nothing whatever the objects do.
     """
     # The first class is Python's pickler, whose methods call each other; the second has the reducers.
-    tracing = type("Tracing", (_Tracing, pickler), {})(pickler, time.monotonic() + seconds, keywords)
+    asked = getattr(pickler, "persistent_id", None)
+    own = {"persistent_id": asked} if isinstance(asked, types.FunctionType) else {}
+    tracing = type("Tracing", (_Tracing, pickler), own)(pickler, time.monotonic() + seconds, keywords)
     for name, value in roots.items():
         try:
             tracing.save(value)
