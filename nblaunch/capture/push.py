@@ -17,11 +17,10 @@ from typing import Any
 import cloudpickle
 
 from nblaunch.capture import arrays, recipes, tensors
+from nblaunch.capture.parts import class_attributes, type_name
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
-
-_NOT_REFRESHED = {"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"}
 
 
 class RefreshError(TypeError):
@@ -69,12 +68,7 @@ def content_of(obj: Any) -> Content | None:
     if kind is types.CellType:
         return "cell", (obj.cell_contents,)
     if isinstance(obj, type):
-        plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        attributes = {
-            name: value
-            for name, value in vars(obj).items()
-            if name not in _NOT_REFRESHED and not isinstance(value, plain)
-        }
+        attributes = {name: value for name, value in class_attributes(obj) if name != "__module__"}
         return "class", (attributes, obj.__bases__)
     return _state_of(obj)
 
@@ -183,9 +177,8 @@ def _filled_array(target: Any, data: Any) -> Callable[[], None]:
         return lambda: tensors.copy_content(target, data)
     if tensors.is_plain_tensor(target) and tensors.is_tensor(data):
         return lambda: setattr(target, "data", data.detach())
-    shown = f"{type(target).__module__}.{type(target).__qualname__}"
     msg = (
-        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one "
-        f"of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+        f"a {type_name(target)} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the "
+        f"pushed one of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
     )
     raise RefreshError(msg)
