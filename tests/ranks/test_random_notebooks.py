@@ -235,7 +235,7 @@ class Notebook:
         note(f"\n# notebook\n{source}")
         self.waiting.append(source)
         exec(source, self.variables)  # noqa: S102 - as a notebook does
-        for name in self.names.values() & cell_names(source).bound:
+        for name in cell_names(source).bound.intersection(self.names.values()):
             for rank in self.ranks:
                 rank.bound_again(name, self.variables[name])
         self.kept += self.variables.values()  # the model knows objects by their address
