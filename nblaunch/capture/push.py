@@ -14,6 +14,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from nblaunch.capture import arrays, recipes, tensors
 from nblaunch.capture.parts import class_attributes, type_name
 
@@ -46,8 +48,10 @@ def content_of(obj: Any) -> Content | None:
     kind = type(obj)
     if kind in (list, deque):
         return "list", list(obj)
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in (dict, OrderedDict):
         return "dict", dict(obj)
+    if kind is defaultdict:
+        return "defaultdict", (obj.default_factory, dict(obj))
     if kind is set:
         return "set", list(obj)
     if kind is bytearray:
@@ -70,14 +74,12 @@ def content_of(obj: Any) -> Content | None:
 
 
 def _state_of(obj: Any) -> Content | None:
-    if isinstance(obj, tuple | types.ModuleType):
+    # What cloudpickle has a way of its own for (a property, a static method) holds more than its state.
+    if isinstance(obj, tuple | types.ModuleType) or type(obj) in cloudpickle.Pickler.dispatch_table:
         return None
     reduced = recipes.reduce(obj)
     if reduced is NotImplemented:
-        try:
-            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
-            return None
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -106,6 +108,11 @@ def _fill_list(target: Any, data: Any) -> None:
 def _fill_dict(target: Any, data: Any) -> None:
     target.clear()
     target.update(data)
+
+
+def _fill_defaultdict(target: Any, data: Any) -> None:
+    target.default_factory, items = data
+    _fill_dict(target, items)
 
 
 def _fill_function(target: Any, data: Any) -> None:
@@ -150,6 +157,7 @@ def _fill_memory(target: Any, data: Any) -> None:
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
+    "defaultdict": _fill_defaultdict,
     "set": _fill_dict,
     "function": _fill_function,
     "cell": recipes.fill_cell,

@@ -146,7 +146,9 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     with suppress(RuntimeError):  # a sparse tensor, or one without storage
         address = tensor.data_ptr()
     facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    parts = (parts_of(tensor), tensor.__dict__ or None)
+    # torch.compile marks the parameters that it has seen: that is no change.
+    own = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+    parts = (parts_of(tensor), own or None)
     return facts, None if parts == (None, None) else parts
 
 

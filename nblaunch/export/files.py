@@ -50,21 +50,28 @@ class Load:
         return address in self.objects or any(first <= address < end for first, end in self.ranges)
 
 
-def how_to_load(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
+def how_to_load(
+    values: Mapping[str, object],
+    own: Own,
+    directory: str,
+    *,
+    device: bool,
+    called: Callable[[str], str] = str,
+) -> list[Load]:
     """Return how to load `values`; `directory` is the script's variable for where the files are.
 
-    With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. Raises
-    `NblaunchError` for a value that cannot be saved.
+    With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. `called` is
+    what the user calls a variable. Raises `NblaunchError` for a value that cannot be saved.
     """
     apart: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in values.items():
         (apart if _is_array(value) or _is_saved_safely(value) else rest)[name] = value
-    pickled = _Pickled(rest, own)
+    pickled = _Pickled(rest, own, called)
     # Memory that two of them share is shared in one pickle only.
     while shared := _sharing(apart, pickled):
-        rest |= {name: apart.pop(name) for name in shared}
-        pickled = _Pickled(rest, own)
+        rest |= {name: apart.pop(name) for name in sorted(shared)}
+        pickled = _Pickled(rest, own, called)
     loads = [
         _array(name, value, directory)
         if _is_array(value)
@@ -269,7 +276,7 @@ def _reduced_cell(cell: types.CellType) -> Any:
 class _Pickled:
     """Variables in one pickle, so that what they have in common stays in common."""
 
-    def __init__(self, values: Mapping[str, object], own: Own) -> None:
+    def __init__(self, values: Mapping[str, object], own: Own, called: Callable[[str], str]) -> None:
         self.own = own
         self.uses: set[str] = set()
         self.reads: set[str] = set()
@@ -295,7 +302,7 @@ class _Pickled:
             elif self._owners:
                 self._data = self._dumped(content)
         except Exception as error:
-            raise self._unsavable(values, error) from error
+            raise self._unsavable({called(name): value for name, value in values.items()}, error) from error
 
     def _find_owners(self) -> None:
         """Find what shares its memory with an array; of tensors alone torch's own pickle takes care."""
