@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import dis
 import functools
 import hashlib
 import io
@@ -41,6 +42,8 @@ from nblaunch.capture.parts import LEAVES, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
+_RAISE = dis.opmap["RAISE_VARARGS"]
+"""The instruction of a `raise`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -571,17 +574,29 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device
 
 @contextmanager
 def _loading_on(device: str | None) -> Iterator[None]:
-    """Refuse an object that raises `SystemExit`: it must end neither a rank nor the notebook."""
+    """Refuse an object that raises what is no `Exception`: it must end neither a rank nor the notebook."""
     try:
         with tensors.arriving_on(device):
             yield
-    except SystemExit as error:
+    except BaseException as error:
+        if isinstance(error, Exception) or _is_interrupt(error):
+            raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         name = frame.f_code.co_name
         where = f" (in {name})" if name not in {loads.__name__, loads_known.__name__} else ""
-        code = "" if error.code is None else repr(error.code)
-        msg = f"it raised SystemExit({code}) while it was loaded{where}"
+        # Others may have a repr that raises.
+        given = ", ".join(f"{each!r:.100}" for each in error.args if isinstance(each, str | int))
+        msg = f"it raised {type(error).__name__}({given}) while it was loaded{where}"
         raise pickle.UnpicklingError(msg) from error
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether SIGINT has raised this, and no object: it comes between any two instructions."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    raised = step is not None and step.tb_frame.f_code.co_code[step.tb_lasti] == _RAISE
+    return type(error) is KeyboardInterrupt and not raised
 
 
 class _Loader(pickle.Unpickler):

@@ -358,7 +358,7 @@ def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
         ),
         *(
             f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
-            f"To send it: %distributed push {name}"
+            f"To replace it: %distributed push {name}"
             for name in sorted(changed)
         ),
         *(own_name_notice(name) for name in sorted(ranks_own)),

@@ -26,7 +26,8 @@ that do not come back are replaced.
                                                  is waited for
     RECOVERING   a kept job has not succeeded    READY: all ranks are fit for another job; the job ends
                                                  REPLACING: one is not, or does not answer in time
-    LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again
+    LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again;
+                                                 before that, ranks that have failed end as scripts do
     REPLACING    kept ranks must be ended        STARTING: torchelastic starts others; the job ends
     CHANGING     the membership changes          STARTING: after the next rendezvous; a dispatched job starts
                                                  again

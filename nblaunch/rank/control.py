@@ -240,6 +240,11 @@ class Link:
         with self._lock:
             self._working, self._finishing = False, True
 
+    def resume_job(self) -> None:
+        """From here on an interrupt reaches the main thread again: the value is packed."""
+        with self._lock:
+            self._working = True
+
     def end_job(self) -> None:
         """From here on an interrupt arrives too late and is ignored."""
         with self._lock:

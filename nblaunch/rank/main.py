@@ -6,7 +6,7 @@
         Rank(orders)        the control thread connects and sends Hello
         Rank.live           the main thread takes one order after the other from the inbox
           Prepare             environment, device, process group: Entered(READY)
-          Dispatch            a job: Started, then Returned or Raised
+          Dispatch            a job: Started, Finishing if it takes a while, then Returned or Raised
           Recover             another process group, or the same one: Recovered
           Adopt               another rank from here on, which the control thread has said already
           Leave               exit functions, the process group, the exit code
@@ -126,6 +126,7 @@ def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
+    script.leave_out_finalizers()
     process_group.remember_agent_address(orders.attempt)
     try:
         return Rank(orders).live()
@@ -179,8 +180,8 @@ class Rank:
         """Whether the user sees nothing of the job."""
         self._unsaved = False
         """Whether a job has run since this rank last saved."""
-        self._ended = False
-        """Whether it has ended as a script does, with its threads and exit functions."""
+        self._waited = False
+        """Whether it has waited for the threads of its job."""
         stacks.dump_on_signal(orders.spill, self.rank)
         inspector = stacks.RankInspector(self.rank, self.titles)
         self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
@@ -340,7 +341,7 @@ class Rank:
         del parts
         pickling.remember_received_classes()
         with self._seen_inside(dispatch):
-            value = self._do(job, loaded) if self.orders.keep else self._do_and_end(job, loaded)
+            value = self._do(job, loaded) if self.orders.keep else self._do_to_the_end(job, loaded)
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
         self.link.finish_job()
@@ -469,8 +470,8 @@ class Rank:
             case ScriptJob():
                 return self._run_script(job)
 
-    def _do_and_end(self, job: AnyJob, loaded: Any) -> object:
-        """Do the only job of this rank, and end as a script ends: the run is over when all its work is.
+    def _do_to_the_end(self, job: AnyJob, loaded: Any) -> object:
+        """Do the only job of this rank, and wait for its threads: it ends as a script does.
 
         A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
         """
@@ -478,14 +479,25 @@ class Rank:
             value = self._do(job, loaded)
         except SystemExit as leaving:
             if not leaving.code:
-                self._end_as_a_script()
+                self._wait_for_threads()
             raise
-        self._end_as_a_script()
+        self._wait_for_threads()
         return value
 
-    def _end_as_a_script(self) -> None:
-        self._ended = True
-        script.end(lambda what: self.link.send(Finishing(rank=self.rank, what=failure.encodable(what))))
+    def _wait_for_threads(self) -> None:
+        self._waited = True
+        try:
+            script.wait_for_threads(self._tell_finishing)
+        except BaseException:
+            # An interrupt. Its outcome ends the process.
+            self._call_exit_functions()
+            raise
+
+    def _call_exit_functions(self) -> None:
+        script.call_exit_functions(self._tell_finishing)
+
+    def _tell_finishing(self, what: str) -> None:
+        self.link.send(Finishing(rank=self.rank, what=failure.encodable(what)))
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:
@@ -531,6 +543,10 @@ class Rank:
         if self.device.type != "cpu" and self.link.times_freed > freed:
             # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
+        if not self.orders.keep:
+            # Once the value is packed: they close what it may be made of.
+            self.link.resume_job()
+            self._call_exit_functions()
         self.link.send(
             Returned(
                 rank=self.rank,
@@ -618,11 +634,12 @@ class Rank:
         self.phase = Phase.LEAVE
         try:
             stdio.output.begin_job()
-            if not self._ended:
-                self._end_as_a_script()  # a fork ends by os._exit; programs expect this all the same
-                if not self.orders.keep:
-                    ended = stdio.output.end_job(keep=False)
-                    self.link.send(Finishing(rank=self.rank, what="", offsets=ended))
+            # A fork ends by os._exit; programs expect this all the same.
+            if not self._waited:
+                self._wait_for_threads()
+            self._call_exit_functions()
+            if exitcode and not self.orders.keep:
+                self.link.send(Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False)))
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.

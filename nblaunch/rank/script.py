@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -60,23 +61,34 @@ def run(job: ScriptJob) -> None:
             raise
 
 
-def end(tell: Callable[[str], None]) -> None:
-    """Do what Python does after the last line of a script: wait for its threads, call its exit functions.
+# What Python does after the last line of a script, here, while its output still belongs to the run. `tell` is
+# told what takes longer than a moment.
 
-    Here, while their output still belongs to the run. `tell` is told what takes longer than a moment. An
-    interrupt ends the wait for threads, as in Python, or one exit function.
+
+def wait_for_threads(tell: Callable[[str], None]) -> None:
+    """Wait for all threads but daemons; an interrupt ends the wait, as in Python."""
+    # Private: with these, executors end their idle threads, which the loop below would join forever.
+    for shut_down in reversed(tuple(getattr(threading, "_threading_atexits", ()))):
+        with _told(tell, _threads) if _awaited() else contextlib.nullcontext():
+            shut_down()
+    while threads := _awaited():
+        with _told(tell, _threads):
+            threads[0].join()
+
+
+def call_exit_functions(tell: Callable[[str], None]) -> None:
+    """Call what is registered with `atexit`, once; an interrupt ends one of them, as in Python."""
+    with _told(tell, lambda: "exit functions"):
+        atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+
+
+def leave_out_finalizers() -> None:
+    """Have exit functions not call the finalizers that exist by now: they are no part of the program.
+
+    torch's take back its operators one by one, for 30 ms.
     """
-    try:
-        # Private: with these, executors end their idle threads, which the loop below would join forever.
-        for shut_down in reversed(tuple(getattr(threading, "_threading_atexits", ()))):
-            with _told(tell, _threads):
-                shut_down()
-        while threads := _awaited():
-            with _told(tell, _threads):
-                threads[0].join()
-    finally:
-        with _told(tell, lambda: "exit functions"):
-            atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
+        each.atexit = False
 
 
 @contextlib.contextmanager

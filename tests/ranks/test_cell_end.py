@@ -200,6 +200,7 @@ def test_functions_and_scripts_end_in_the_same_way(kernel, tmp_path, through, la
     assert kernel.value("[each.stdout for each in res.ranks]") == [TEXT] * 2
 
 
+@pytest.mark.full
 @THROUGH
 def test_the_timeout_covers_the_end_and_its_report_says_what_a_rank_finishes(kernel, tmp_path, through):
     through(kernel, tmp_path / "train.py", FOREVER, ", timeout=2")

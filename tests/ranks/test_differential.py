@@ -15,6 +15,7 @@ default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from lanes import full, slow
+from lanes import full, needs, slow
 
 PROGRAMS = Path(__file__).parent / "differential"
 DOORS = ("session", "cell", "script")
+LIBRARIES = {"accelerate", "attrs", "lightning", "matplotlib", "pandas", "pydantic", "rich", "safetensors"}
+LIBRARIES |= {"sklearn", "tenacity", "torchmetrics", "transformers"}
+"""What a program may use that nblaunch and torch do not bring along."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Notebook:
 
     def run(self, program: Program) -> list[Outcome]:
         """Run all cells of a program; return what came of each."""
+        needs(*sorted(LIBRARIES.intersection(re.findall(r"\w+", str(program.cells)))))
         self.bare()
         return [getattr(self, cell.kind)(cell) for cell in program.cells]
 
