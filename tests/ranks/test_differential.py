@@ -5,7 +5,7 @@ begin its cells. Plain IPython runs them all in one notebook, and what it gives 
 values, text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by
 default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Lines below a title say
 
-* `@ci`, or `@ci session`: CI runs this program, or does so by this door; `@quick session`: the quick lane does;
+* `@ci`, or `@ci session`: CI runs this program, or does so by this door; so for `@quick session`;
 * `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells,
   that is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
