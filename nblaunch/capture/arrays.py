@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import mmap
 import pickle
 import sys
 import weakref
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.parts import attributes_of
+from nblaunch.capture.parts import attributes_of, set_attributes
 
 _FILE = ("filename", "offset", "mode", "_mmap")
 """The attributes of a `numpy.memmap` that belong to its file."""
-_PAGE = 4096
-_COMPARED = 64 << 20
+# Linux, admin-guide/mm/pagemap.rst: the bytes of an entry; in memory or swapped; a file's.
+_ENTRY, _THERE, _OF_A_FILE = 8, 3 << 62, 1 << 61
+PARTS = 64
+_SAMPLED = 1 << 18
+"""Bytes of a part; of a larger one, so many are compared."""
 
 
 class Memory:
@@ -34,18 +39,20 @@ class Memory:
     The rank's side of it is an array: the last one in the chain of bases of these views.
     """
 
-    __slots__ = ("__weakref__", "root")
+    __slots__ = ("__weakref__", "root", "whole")
 
     def __init__(self, root: Any) -> None:
         address = id(root)
         self.root = weakref.ref(root, lambda _: _memories.pop(address, None))
+        self.whole = self.root
+        """An array that shows all of it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reduce to the array that owns it where that travels as it is, else to the bytes."""
-        root = self.root()
-        if _is_plain(root) or _is_mapped(root):
-            return last_base, (root,)
-        return _memory, (_buffer(root),)
+        """Reduce to an array that has it and travels as it is, else to the bytes."""
+        root, whole = self.root(), self.whole()
+        if whole is None or (_root_of_whole(whole) is not root and not _is_mapped(root)):
+            return _memory, (_buffer(root),)
+        return last_base, (whole,)
 
     def by_value(self) -> tuple[Any, ...]:
         """Return how to rebuild the bytes in memory of their own, or None for those of a file."""
@@ -87,12 +94,18 @@ def last_base(array: Any) -> Any:
         array = base
 
 
-def _is_plain(array: Any) -> bool:
-    """Return whether NumPy's own pickle of an array has its memory as it is: bytes in one piece."""
-    if type(array) is not sys.modules["numpy"].ndarray or array.base is not None:
-        return False
-    flags = array.flags
-    return flags.writeable and flags.forc and array.nbytes > 0 and not array.dtype.hasobject
+def _root_of_whole(array: Any) -> Any:
+    """Return the last base of an array of which NumPy's own pickle has all memory as it is; else None."""
+    ndarray = sys.modules["numpy"].ndarray
+    if type(array) is not ndarray:
+        return None
+    base, flags = array.base, array.flags
+    if not (flags.forc and flags.writeable) or array.dtype.hasobject or not array.nbytes:
+        return None
+    if base is None:
+        return array
+    unpickled = type(base) is ndarray and base.nbytes == array.nbytes and type(base.base) is memoryview
+    return base if unpickled else None
 
 
 def _is_mapped(array: Any) -> bool:
@@ -189,10 +202,6 @@ def _dressed(array: Any, kind: type) -> Any:
     return array.view(kind)
 
 
-def _set_attributes(array: Any, attributes: dict[str, Any]) -> None:
-    vars(array).update(attributes)
-
-
 def _mapped(  # noqa: PLR0913, PLR0917 - all that makes up a memmap
     filename: Any, dtype: Any, mode: str, offset: int, shape: Any, order: Any, changed: Any
 ) -> Any:
@@ -212,17 +221,19 @@ def _reduce_mapped(array: Any) -> tuple[Any, ...]:
 
 
 def _changed_pages(array: Any) -> tuple[tuple[int, bytes], ...]:
-    """Return which pages of a file's private copy have other content than the file, and it."""
+    """Return the pages of a private copy of a file that are no longer the file's: first byte and content."""
     import numpy as np
 
     here = bytes_of(array)
-    there = np.memmap(array.filename, np.uint8, "r", array.offset, here.shape)
-    found = []
-    for start in range(0, here.size, _COMPARED):
-        differs = np.flatnonzero(here[start : start + _COMPARED] != there[start : start + _COMPARED])
-        pages = np.unique(differs // _PAGE) * _PAGE + start
-        found += [(int(page), here[page : page + _PAGE].tobytes()) for page in pages]
-    return tuple(found)
+    before = here.__array_interface__["data"][0] % mmap.PAGESIZE
+    pages = (before + here.size + mmap.PAGESIZE - 1) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        pagemap.seek((here.__array_interface__["data"][0] - before) // mmap.PAGESIZE * _ENTRY)
+        entries = np.frombuffer(pagemap.read(pages * _ENTRY), np.uint64)
+    own = (entries & _THERE != 0) & (entries & _OF_A_FILE == 0)
+    starts = [max(int(page) * mmap.PAGESIZE - before, 0) for page in np.flatnonzero(own)]
+    ends = [(start + before) // mmap.PAGESIZE * mmap.PAGESIZE + mmap.PAGESIZE - before for start in starts]
+    return tuple((start, here[start:end].tobytes()) for start, end in zip(starts, ends, strict=True))
 
 
 def _is_taken_apart(kind: type) -> bool:
@@ -266,7 +277,61 @@ def _with_attributes(array: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     attributes = attributes_of(array)
     if not attributes or isinstance(array, sys.modules["numpy"].memmap):
         return reduced
-    return (*reduced, dict(attributes), None, None, _set_attributes)
+    return (*reduced, dict(attributes), None, None, set_attributes)
+
+
+# Whether memory that the ranks have is as it was sent, in parts: a view shows some of them.
+
+
+def shown_by(obj: Any) -> tuple[Any, int, int]:
+    """Return the array whose memory an array shows, or a `Memory` is, and which bytes; else None."""
+    root: Any = (
+        obj.root() if type(obj) is Memory else last_base(obj) if is_array(obj) and obj.nbytes else None
+    )
+    if root is None:
+        return None, 0, 0
+    low, high = _bounds(root if type(obj) is Memory else obj)
+    start = _bounds(root)[0]
+    return root, low - start, high - start
+
+
+def memory_of(root: Any) -> Memory | None:
+    """Return what stands for the memory of an array that views were sent of, None if none were."""
+    return _memories.get(id(root))
+
+
+def digests(root: Any) -> tuple[int, ...]:
+    """Return digests of the parts of an array's memory: none of a file's, which is the same for all."""
+    if _is_mapped(root):
+        return ()
+    memory, step = memoryview(_buffer(root)).cast("B"), _part_size(root)
+    stride = max(step // _SAMPLED, 1) | 1  # odd: not always the same byte of a number
+    return tuple(
+        zlib.crc32(bytes(memory[each : each + step : stride])) for each in range(0, len(memory), step)
+    )
+
+
+def parts_within(root: Any, low: int, high: int, *, wholly: bool) -> range:
+    """Return the numbers of the parts that have one of these bytes, or have only these."""
+    step = _part_size(root)
+    if not wholly:
+        return range(low // step, -(-high // step))
+    return range(-(-low // step), -(-_size(root) // step) if high >= _size(root) else high // step)
+
+
+def sample(array: Any, most: int) -> Any:
+    """Return at most so many elements of an array, spread over it."""
+    along = max(int(most ** (1 / array.ndim)), 1)
+    return array[tuple(slice(None, None, -(-length // along)) for length in array.shape)].copy()
+
+
+def _size(root: Any) -> int:
+    first, end = _bounds(root)
+    return end - first
+
+
+def _part_size(root: Any) -> int:
+    return max(8, -(-_size(root) // PARTS))
 
 
 # Which arrays, tensors and storages of one pickle, and of what the ranks have, are over one memory.
@@ -352,14 +417,14 @@ class WholeMemories(tensors.WholeStorages):
             self._ranges.add(root)
         self._must_search: bool | None = None if there is not tuple else False
         self._owners: dict[int, tuple[Any, Any]] = {}
-        self._alone: dict[int, Any] = {}
-        """Arrays that NumPy has pickled."""
+        self._whole: dict[int, tuple[Any, Any]] = {}
+        """Memory by its array, and the array of it that NumPy has pickled."""
 
     def forget(self) -> None:
         """Let go of all objects; call when the pickle is complete."""
         self._ranges = _Ranges()
         self._owners.clear()
-        self._alone.clear()
+        self._whole.clear()
 
     def reduce(self, obj: Any) -> Any:
         """Return how to rebuild an array, a tensor or a storage, `NotImplemented` for pickle's own way."""
@@ -373,20 +438,22 @@ class WholeMemories(tensors.WholeStorages):
         return super().reduce(obj)
 
     def _array(self, array: Any) -> Any:
-        plain = _is_plain(array)
-        if plain and not self._must_search and id(array) not in _memories and id(array) not in self._owners:
+        whole = _root_of_whole(array)
+        if whole is not None and not self._must_search:
             if self._must_search is None:
                 self._look_there()
                 return self._array(array)
-            return self._by_numpy(array)
+            address = id(whole)
+            if address not in _memories and address not in self._owners and address not in self._whole:
+                return self._by_numpy(array, whole)
         if array.nbytes == 0 or not _is_taken_apart(type(array)) or _is_mapped(array):
             return reduce_alone(array)
         root = last_base(array)
         if array.dtype.hasobject:
             return self._objects(array, root)
         owner = self._owner_of(root)
-        if plain and owner is array and self._is_whole(array):
-            return self._by_numpy(array)
+        if whole is not None and owner is whole and self._is_new(whole):
+            return self._by_numpy(array, whole)
         low, high = _bounds(array)
         first, end = _range_of(owner)
         if not first <= low <= high <= end:
@@ -397,14 +464,15 @@ class WholeMemories(tensors.WholeStorages):
         facts = offset, array.shape, array.strides, array.dtype, array.flags.writeable, kind
         return _with_attributes(array, (_view, (*memory, *facts)))
 
-    def _by_numpy(self, array: Any) -> Any:
-        self._alone[id(array)] = array
-        self._ranges.add(array)
+    def _by_numpy(self, array: Any, root: Any) -> Any:
+        self._whole[id(root)] = root, array
+        self._ranges.add(root)
         return NotImplemented
 
-    def _is_whole(self, array: Any) -> bool:
-        """Return whether an array that owns its memory is to be pickled by NumPy."""
-        return id(array) not in _memories or self._key_of(_memories[id(array)]) is None
+    def _is_new(self, root: Any) -> bool:
+        """Return whether nothing stands for the memory of an array yet."""
+        memory = _memories.get(id(root))
+        return id(root) not in self._whole and (memory is None or self._key_of(memory) is None)
 
     def _objects(self, array: Any, root: Any) -> Any:
         """Reduce an array of objects: it can be a view only of an array of its own type."""
@@ -427,7 +495,11 @@ class WholeMemories(tensors.WholeStorages):
         self._must_search = False
         for each in self._there():
             owner: Any = each.root() if type(each) is Memory else each
-            if tensors.is_borrowed(owner):
+            whole = _root_of_whole(owner) if is_array(owner) else None
+            if whole is not None:
+                self._whole[id(whole)] = whole, owner
+                owner = whole
+            elif tensors.is_borrowed(owner):
                 self._must_search = True
             elif not is_array(owner) or not owner.nbytes or last_base(owner) is not owner:
                 continue
@@ -477,14 +549,21 @@ class WholeMemories(tensors.WholeStorages):
 
     def _memory(self, owner: Any, low: int, high: int) -> tuple[Any, Any, int]:  # noqa: ARG002 - of which no part is left out
         """Return what stands for the memory of an array or a storage, of which these bytes are shown."""
-        return owner if tensors.is_storage(owner) else _memory_of(owner), None, 0
+        if tensors.is_storage(owner):
+            return owner, None, 0
+        memory = _memory_of(owner)
+        if id(owner) in self._whole:
+            memory.whole = weakref.ref(self._whole[id(owner)][1])
+        elif _root_of_whole(owner) is None:
+            self._whole[id(owner)] = owner, owner  # its bytes are pickled here, and by no other array
+        return memory, None, 0
 
 
 class TrimmedMemories(WholeMemories, tensors.TrimmedStorages):
     """Takes along, of large memory, only the range that the arrays and tensors of one pickle show."""
 
-    def _is_whole(self, array: Any) -> bool:
-        return id(array) not in self._parts
+    def _is_new(self, root: Any) -> bool:
+        return id(root) not in self._parts and super()._is_new(root)
 
     def _memory(self, owner: Any, low: int, high: int) -> tuple[Any, Any, int]:
         part = self._part_of(owner) if tensors.is_storage(owner) else self._part_of_array(owner)
@@ -497,7 +576,7 @@ class TrimmedMemories(WholeMemories, tensors.TrimmedStorages):
         """Return the record of a large memory, None for any other, and for one that travels as it is."""
         if id(root) not in self._parts:
             first, end = _bounds(root)
-            if end - first < tensors.LARGE or id(root) in self._alone or _is_mapped(root):
+            if end - first < tensors.LARGE or id(root) in self._whole or _is_mapped(root):
                 return None
             self._add(id(root), _ArrayPart(root, end - first, len(self._parts)))
         part = self._parts[id(root)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nblaunch._errors import CaptureError
-from nblaunch.capture import pickling, tensors
+from nblaunch.capture import pickling
 from nblaunch.capture.names import cell_names
 from nblaunch.capture.parts import attributes_of
 from nblaunch.capture.pickling import Known, Packed
@@ -207,10 +207,7 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
     except Exception as error:
         from nblaunch.capture.unpicklable import find_culprit
 
-        storages = tensors.WholeStorages()
-        culprit = find_culprit(
-            roots, error, pickling.Outbound, namespace=namespace, known=None, storages=storages
-        )
+        culprit = find_culprit(roots, error, pickling.Guarded, namespace=namespace, known=None)
         raise _capture_error(culprit, error, user) from error
 
 

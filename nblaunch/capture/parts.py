@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -34,7 +34,7 @@ _NEVER_SENT = frozenset({"__dict__", "__weakref__", "__abstractmethods__", "_abc
 _TORCH_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
 
 # `type`'s own descriptors: with a metaclass, `cls.__mro__` and the like may be a property.
-_mro_of = type.__dict__["__mro__"].__get__
+mro_of = type.__dict__["__mro__"].__get__
 _bases_of = type.__dict__["__bases__"].__get__
 _namespace_of = type.__dict__["__dict__"].__get__
 _qualname_of = type.__dict__["__qualname__"].__get__
@@ -77,7 +77,12 @@ def is_leaf(container: Any) -> bool:
 
 def type_name(value: object) -> str:
     """Return the qualified name of a value's type, bare for builtins; runs none of its code."""
-    module, name = _module_of(type(value)), _qualname_of(type(value))
+    return class_name(type(value))
+
+
+def class_name(cls: type) -> str:
+    """Return the qualified name of a class, bare for builtins; runs none of its code."""
+    module, name = _module_of(cls), _qualname_of(cls)
     return f"{name}" if type(module) is not str or module == "builtins" else f"{module}.{name}"
 
 
@@ -93,7 +98,7 @@ def is_by_value(obj: type | types.FunctionType | types.ModuleType) -> bool:
 
 def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
-    for each in _mro_of(kind):
+    for each in mro_of(kind):
         descriptor = _namespace_of(each).get("__dict__")
         if descriptor is not None:
             # Code of the user's may have put anything there.
@@ -108,10 +113,15 @@ def attributes_of(obj: object) -> dict[str, Any] | None:
     return stored if type(stored) is dict else None
 
 
+def set_attributes(obj: object, attributes: Mapping[str, Any]) -> None:
+    """Set attributes in the `__dict__` of an object, as pickle does."""
+    obj.__dict__.update(attributes)
+
+
 def attributes(whole: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes in the `__dict__` and the slots of an object."""
     yield from list((attributes_of(whole) or {}).items())
-    for each in _mro_of(type(whole)):
+    for each in mro_of(type(whole)):
         namespace = _namespace_of(each)
         # Types written in C have such descriptors as well, for members that pickle ignores.
         for name, descriptor in namespace.items() if "__slots__" in namespace else ():
@@ -137,7 +147,7 @@ def named_parts(whole: object, named: Iterable[tuple[object, Any]]) -> Iterator[
 
 def _lookup(kind: type, name: str) -> Any:
     """Return what a class has under `name` for its instances, None if it has nothing."""
-    return next((_namespace_of(each)[name] for each in _mro_of(kind) if name in _namespace_of(each)), None)
+    return next((_namespace_of(each)[name] for each in mro_of(kind) if name in _namespace_of(each)), None)
 
 
 def _stored(value: object, name: str) -> Any:
@@ -213,9 +223,7 @@ def _written_key(key: object) -> str:
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
     code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a cell is empty until the variable is defined
-            yield f" (closure variable {name})", cell.cell_contents
+    yield from ((f" (closure variable {name})", value) for name, value in closure_of(function).items())
     for name in dict.fromkeys(global_names(function)):
         if name in function.__globals__:
             yield f" (global {name})", function.__globals__[name]
@@ -223,6 +231,15 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Part]:
     with_defaults = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     by_name = dict(zip(with_defaults, defaults, strict=True)) | (function.__kwdefaults__ or {})
     yield from ((f" (default of {name})", value) for name, value in by_name.items())
+
+
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of a closure that have a value."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a cell is empty until the variable is defined
+            found[name] = cell.cell_contents
+    return found
 
 
 def global_names(function: types.FunctionType) -> Iterator[str]:
@@ -240,10 +257,16 @@ def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
             yield from _names_of_class_bodies(each)
 
 
-def _parts_of_class(cls: type) -> Iterator[Part]:
+def class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a class itself, but for those that Python makes for each class."""
     for name, value in list(_namespace_of(cls).items()):
         if name not in _NEVER_SENT and not isinstance(value, _C_DESCRIPTORS):
-            yield from ((f".{name}", part) for part in _unwrapped(value))
+            yield name, value
+
+
+def _parts_of_class(cls: type) -> Iterator[Part]:
+    for name, value in class_attributes(cls):
+        yield from ((f".{name}", part) for part in _unwrapped(value))
     yield from ((f".__bases__[{index}]", base) for index, base in enumerate(_bases_of(cls)))
 
 

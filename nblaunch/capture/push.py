@@ -14,12 +14,13 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from nblaunch.capture import arrays, recipes, tensors
+from nblaunch.capture.parts import class_attributes, type_name
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
-
-_NOT_REFRESHED = {"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"}
 
 
 class RefreshError(TypeError):
@@ -47,8 +48,10 @@ def content_of(obj: Any) -> Content | None:
     kind = type(obj)
     if kind in (list, deque):
         return "list", list(obj)
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in (dict, OrderedDict):
         return "dict", dict(obj)
+    if kind is defaultdict:
+        return "defaultdict", (obj.default_factory, dict(obj))
     if kind is set:
         return "set", list(obj)
     if kind is bytearray:
@@ -65,25 +68,18 @@ def content_of(obj: Any) -> Content | None:
     if kind is types.CellType:
         return "cell", (obj.cell_contents,)
     if isinstance(obj, type):
-        plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        attributes = {
-            name: value
-            for name, value in vars(obj).items()
-            if name not in _NOT_REFRESHED and not isinstance(value, plain)
-        }
+        attributes = {name: value for name, value in class_attributes(obj) if name != "__module__"}
         return "class", (attributes, obj.__bases__)
     return _state_of(obj)
 
 
 def _state_of(obj: Any) -> Content | None:
-    if isinstance(obj, tuple | types.ModuleType):
+    # What cloudpickle has a way of its own for (a property, a static method) holds more than its state.
+    if isinstance(obj, tuple | types.ModuleType) or type(obj) in cloudpickle.Pickler.dispatch_table:
         return None
     reduced = recipes.reduce(obj)
     if reduced is NotImplemented:
-        try:
-            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except TypeError:  # a property, a static method: cloudpickle alone can send it, as a new object
-            return None
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -112,6 +108,11 @@ def _fill_list(target: Any, data: Any) -> None:
 def _fill_dict(target: Any, data: Any) -> None:
     target.clear()
     target.update(data)
+
+
+def _fill_defaultdict(target: Any, data: Any) -> None:
+    target.default_factory, items = data
+    _fill_dict(target, items)
 
 
 def _fill_function(target: Any, data: Any) -> None:
@@ -156,6 +157,7 @@ def _fill_memory(target: Any, data: Any) -> None:
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
+    "defaultdict": _fill_defaultdict,
     "set": _fill_dict,
     "function": _fill_function,
     "cell": recipes.fill_cell,
@@ -175,9 +177,8 @@ def _filled_array(target: Any, data: Any) -> Callable[[], None]:
         return lambda: tensors.copy_content(target, data)
     if tensors.is_plain_tensor(target) and tensors.is_tensor(data):
         return lambda: setattr(target, "data", data.detach())
-    shown = f"{type(target).__module__}.{type(target).__qualname__}"
     msg = (
-        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one "
-        f"of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+        f"a {type_name(target)} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the "
+        f"pushed one of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
     )
     raise RefreshError(msg)

@@ -23,15 +23,12 @@ from typing import Any, TypeAlias
 
 from cloudpickle import cloudpickle as _cloudpickle
 
+from nblaunch.capture.parts import class_name, closure_of, mro_of, set_attributes
+
 Recipe: TypeAlias = "Callable[[Any], Any]"
 """Returns how to rebuild an object, or `NotImplemented`."""
 
 _WRAPPED = "_wrapped_by_lr_sched"
-
-# `type`'s own descriptors: with a metaclass these may be properties.
-_mro_of = type.__dict__["__mro__"].__get__
-_module_of = type.__dict__["__module__"].__get__
-_qualname_of = type.__dict__["__qualname__"].__get__
 
 
 def reduce(obj: Any) -> Any:
@@ -54,11 +51,10 @@ _recipes: weakref.WeakKeyDictionary[type, Recipe | None] = weakref.WeakKeyDictio
 
 def _recipes_of(kind: type) -> Iterator[Recipe]:
     """Yield the recipe for objects of a class."""
-    for each in _mro_of(kind):
-        name = f"{_module_of(each)}.{_qualname_of(each)}"
+    for name in map(class_name, mro_of(kind)):
         if name in _BY_NAME:
             yield _BY_NAME[name]
-    if _module_of(kind) == "torch.nn.utils.parametrize" and _qualname_of(kind).startswith("Parametrized"):
+    if class_name(kind).startswith("torch.nn.utils.parametrize.Parametrized"):
         yield _parametrized_module
 
 
@@ -66,19 +62,10 @@ def _recipes_of(kind: type) -> Iterator[Recipe]:
 
 
 def _compiled_function(function: types.FunctionType) -> Any:
-    context = next(filter(_is_compiling, _captured_by(function).values()), None)
+    context = next(filter(_is_compiling, closure_of(function).values()), None)
     if context is None:
         return NotImplemented
     return _compiled, (function.__dict__["_torchdynamo_orig_callable"], _settings(context))
-
-
-def _captured_by(function: types.FunctionType) -> dict[str, Any]:
-    """Return the variables of a closure that have a value."""
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
 
 
 def _is_compiling(context: object) -> bool:
@@ -92,7 +79,7 @@ def _compiled_module(module: Any) -> Any:
         return NotImplemented
     hooks = {name: each for name, each in module.__dict__.items() if name.endswith("_hooks") and each}
     reduced = _compiled, (module._orig_mod, _settings(context))  # noqa: SLF001 - torch has no public way
-    return (*reduced, hooks, None, None, _set_attributes) if hooks else reduced
+    return (*reduced, hooks, None, None, set_attributes) if hooks else reduced
 
 
 def _settings(context: Any) -> dict[str, Any]:
@@ -116,10 +103,6 @@ def _compiled(inner: Any, settings: dict[str, Any]) -> Any:
     return torch.compile(inner, **settings)
 
 
-def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    obj.__dict__.update(attributes)
-
-
 # Modules, optimizers, loaders
 
 
@@ -127,7 +110,7 @@ def _parametrized_module(module: Any) -> Any:
     """Reduce a module whose class `torch.nn.utils.parametrize` has made for it alone."""
     attributes = dict(module.__dict__)
     made_of = type(module).__bases__[0], tuple(module.parametrizations)
-    return _parametrized, made_of, attributes, None, None, _set_attributes
+    return _parametrized, made_of, attributes, None, None, set_attributes
 
 
 def _parametrized(base: Any, names: tuple[str, ...]) -> Any:
@@ -181,7 +164,7 @@ def _loader(loader: Any) -> Any:
 def _custom_operator(operator: Any) -> Any:
     kernels = {}
     for device, wrapped in operator._backend_fns.items():  # noqa: SLF001 - torch has no public way
-        kernels[device] = _captured_by(inspect.unwrap(wrapped))["fn"]
+        kernels[device] = closure_of(inspect.unwrap(wrapped))["fn"]
     facts = {
         name: operator.__dict__.get(name)
         for name in ("_abstract_fn", "_backward_fn", "_setup_context_fn", "_vmap_fn")

@@ -40,9 +40,8 @@ def reduce(obj: Any) -> Any:
         return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
     if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
         return _with_typed_storage(torch, obj)
-    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", *ACCELERATORS):
+    if is_readable_storage(obj):
         kind = obj.device.type
-        _refuse_unreadable(obj)
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
@@ -56,13 +55,6 @@ def only_from(readable: Callable[[Any], bool]) -> Iterator[None]:
         yield
     finally:
         del _outgoing.readable
-
-
-def _refuse_unreadable(storage: Any) -> None:
-    readable = getattr(_outgoing, "readable", None)
-    if readable is not None and not readable(storage.device):
-        msg = f"a tensor on {storage.device} cannot be read: the device is busy, or of no use any more"
-        raise pickle.PicklingError(msg)
 
 
 def refuse_bound(obj: Any) -> None:
@@ -154,7 +146,9 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     with suppress(RuntimeError):  # a sparse tensor, or one without storage
         address = tensor.data_ptr()
     facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    parts = (parts_of(tensor), tensor.__dict__ or None)
+    # torch.compile marks the parameters that it has seen: that is no change.
+    own = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+    parts = (parts_of(tensor), own or None)
     return facts, None if parts == (None, None) else parts
 
 
@@ -245,6 +239,17 @@ def array_over(storage: Any) -> Any:
     import torch
 
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def is_readable_storage(obj: Any) -> bool:
+    """Return whether `obj` is a storage whose bytes can be sent; raise if they cannot now."""
+    if not is_storage(obj) or obj.device.type not in ("cpu", *ACCELERATORS):
+        return False
+    readable = getattr(_outgoing, "readable", None)
+    if readable is not None and not readable(obj.device):
+        msg = f"a tensor on {obj.device} cannot be read: the device is busy, or of no use any more"
+        raise pickle.PicklingError(msg)
+    return True
 
 
 def reduce_by_value(obj: Any) -> Any:

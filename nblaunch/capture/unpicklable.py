@@ -55,8 +55,11 @@ def find_culprit(
     It has raised `error` for all of them together; `keywords` are its own. After `seconds` the root is named
     that the search has come to. Raises nothing whatever the objects do.
     """
-    # The first class is Python's pickler, whose methods call each other; the second has the reducers.
-    tracing = type("Tracing", (_Tracing, pickler), {})(pickler, time.monotonic() + seconds, keywords)
+    # The first class is Python's pickler, whose methods call each other; the second knows how to reduce, and
+    # what goes by key. In some versions the C pickler has a descriptor in place of that method.
+    known = pickler.persistent_id
+    methods = {"persistent_id": known} if isinstance(known, types.FunctionType) else {}
+    tracing = type("Tracing", (_Tracing, pickler), methods)(pickler, time.monotonic() + seconds, keywords)
     for name, value in roots.items():
         try:
             tracing.save(value)
@@ -102,12 +105,11 @@ class _Tracing(pickle._Pickler):  # noqa: SLF001 - the C pickler does not tell w
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:  # noqa: FBT001, FBT002 - pickle's
         if type(obj) in _PASSED_OVER or (type(obj) in _CONTAINERS and is_leaf(obj)):
             return
-        if tensors.is_storage(obj) and obj.device.type == "cpu":
-            return
         self.stack.append(_StackEntry(obj))
         if time.monotonic() > self._deadline:
             raise _LateError
-        super().save(obj, save_persistent_id)  # type: ignore[misc] # not in the stubs
+        if not tensors.is_readable_storage(obj):
+            super().save(obj, save_persistent_id)  # type: ignore[misc] # not in the stubs
         self.stack.pop()
 
     def save_reduce(

@@ -29,7 +29,7 @@ from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
-from nblaunch.capture.pickling import WITH_SETTER, Outbound
+from nblaunch.capture.pickling import WITH_SETTER, Guarded
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -69,6 +69,8 @@ class ObjectFrame:
 
 
 _UNKNOWN = ObjectFrame(None)
+CHANGED = ObjectFrame("changed")
+"""Of an object that is not as the ranks have it."""
 
 
 class SentFrames:
@@ -112,12 +114,13 @@ class SentFrames:
         found: frozenset[str] = frozenset()
         for key in keys:
             if key not in self._names:
-                frames = (self._frames.get(each) for each in self._reached_from(key))
+                frames = (self._frames.get(each) for each in self.reached_from(key))
                 self._names[key] = frozenset().union(*(frame.names for frame in frames if frame is not None))
             found |= self._names[key]
         return found
 
-    def _reached_from(self, key: int) -> set[int]:
+    def reached_from(self, key: int) -> set[int]:
+        """Return the keys of the objects to which an object led when it was sent, with its own."""
         waiting, reached = [key], {key}
         while waiting:
             frame = self._frames.get(waiting.pop())
@@ -139,6 +142,8 @@ class Inspection:
         self._sent = frames
         self._pickler = _FramePickler(self._key_of, namespace)
         self._verdicts: dict[int, tuple[bool, tuple[int, ...]]] = {}
+        self._parts: dict[int, tuple[int, ...]] = {}
+        """By the key of a memory, the digests of its parts as it is now."""
 
     def _key_of(self, obj: Any) -> int | None:
         # A value (a tuple, a dtype) may have a key as a variable, and has none within an object.
@@ -148,6 +153,67 @@ class Inspection:
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object as it is now."""
         return self._pickler.frame(obj)
+
+    def arriving(self, new: Mapping[int, Any], filled: Iterable[int]) -> dict[int, ObjectFrame]:
+        """Return the frames of new objects, and of those whose content has been pushed, by key."""
+        frames = {key: self.frame(obj) for key, obj in new.items()}
+        pushed = {key: self._table.get(key) for key in filled}
+        frames |= {key: self.frame(obj) for key, obj in pushed.items()}
+        for key, obj in new.items():
+            if type(obj) is arrays.Memory and self._was_changed(obj.root(), frames):
+                frames[key] = ObjectFrame((None,) * arrays.PARTS)
+        for obj in pushed.values():
+            self._refresh(frames, obj)
+        for key, obj in new.items():
+            # A new view of memory that the ranks have shows what is there.
+            if not self._is_current(frames, obj):
+                frames[key] = CHANGED
+        return frames
+
+    def _was_changed(self, array: Any, frames: Mapping[int, ObjectFrame]) -> bool:
+        """Return whether the ranks have an array, and it has been changed."""
+        key = self._key_of(array)
+        sent = None if key is None or key in frames else self._sent.get(key)
+        return sent is not None and _differs(sent, self.frame(array))
+
+    def _memory_as_sent(
+        self, frames: Mapping[int, ObjectFrame], root: Any
+    ) -> tuple[int, list[Any], tuple[int, ...]] | None:
+        """Return the key of an array's memory, and digests of its parts as they were sent and as they are."""
+        memory = arrays.memory_of(root)
+        key = None if memory is None else self._key_of(memory)
+        sent = None if key is None else frames.get(key, self._sent.get(key))
+        if key is None or sent is None or not isinstance(sent.digest, tuple):
+            return None
+        if key not in self._parts:
+            self._parts[key] = arrays.digests(root)
+        return key, list(sent.digest), self._parts[key]
+
+    def _refresh(self, frames: dict[int, ObjectFrame], pushed: Any) -> None:
+        """Compare what shares memory with pushed content with what it is now."""
+        root, low, high = arrays.shown_by(pushed)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None:
+            return
+        memory, sent, now = found
+        for part in arrays.parts_within(root, low, high, wholly=True) if now else ():
+            sent[part] = now[part]
+        frames[memory] = ObjectFrame(tuple(sent))
+        for key, obj in self._table.memories():
+            other, first, end = arrays.shown_by(obj)
+            if key not in self._sent or other is not root or type(obj) is arrays.Memory:
+                continue
+            if low <= first <= end <= high or self._is_current(frames, obj):
+                frames[key] = self.frame(obj)
+
+    def _is_current(self, frames: Mapping[int, ObjectFrame], obj: Any) -> bool:
+        """Return whether the ranks have the bytes that a view shows, if they have its memory."""
+        root, low, high = arrays.shown_by(obj)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None or not found[-1]:
+            return True
+        _, sent, now = found
+        return all(sent[part] == now[part] for part in arrays.parts_within(root, low, high, wholly=False))
 
     def changed(self, root: Any, sent: ObjectFrame | None = None) -> bool:
         """Return whether `root`, or an object that it leads to, has another frame than was sent.
@@ -479,7 +545,7 @@ class _Digest:
         self._crc = self._size = 0
 
 
-class _FramePickler(Outbound):
+class _FramePickler(Guarded):
     """Pickles one object after the other, each with keys in place of those that have one.
 
     In pickle's fast mode: without a memo it does not matter which equal texts are one object.
@@ -520,8 +586,10 @@ class _FramePickler(Outbound):
             self._begun = True
             self.dump(parts)
             return facts, self._digest.state()
-        if tensors.is_storage(obj) or type(obj) is arrays.Memory:
-            return ("memory",)  # its tensors have versions, its arrays frames
+        if tensors.is_storage(obj):
+            return ("storage",)  # its tensors have versions
+        if type(obj) is arrays.Memory:
+            return arrays.digests(obj.root())
         if type(obj) in _CONTAINERS and len(obj) > MOST_ELEMENTS:
             self._begun = True
             self.dump((len(obj), list(_sample(obj))))
@@ -558,6 +626,8 @@ class _FramePickler(Outbound):
             return tuple, ((str(obj.dtype), *obj.shape),)
         if type(obj) is types.FunctionType and self.is_notebooks(obj):
             return self._reduced_function(obj)
+        if arrays.is_array(obj) and obj.nbytes > MOST_BYTES and not obj.flags.forc:
+            return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             state = reduced[_STATE]

@@ -25,7 +25,7 @@ from nblaunch.capture.capture import (
     notebook_names,
 )
 from nblaunch.capture.identity import ObjectTable, has_identity
-from nblaunch.capture.walk import Inspection, ObjectFrame, SentFrames
+from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
@@ -290,9 +290,8 @@ class KnowledgeView:
         """Return what these ranks will know once `captured` has arrived."""
         key_for, packed, inspection = self._knowledge.key_for, captured.packed, self._inspect()
         keys = [key_for(obj) for _, obj in packed.places]
-        frames = {key: inspection.frame(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
-        if pushed is not None:
-            frames |= {key: inspection.frame(self.record.table.get(key)) for key in packed.keys}
+        new = {key: obj for key, (_, obj) in zip(keys, packed.places, strict=True)}
+        frames = inspection.arriving(new, () if pushed is None else packed.keys)
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
         bound = {
             name: self._binding(value, inspection) for name, value in {**packed.carried, **variables}.items()
@@ -301,6 +300,7 @@ class KnowledgeView:
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace
             bound[name] = self._binding(self._namespace[name], inspection) if known else _Binding(None)
+        self._note_stale(bound, frames)
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or frames),
@@ -311,6 +311,18 @@ class KnowledgeView:
         self._reached |= packed.reads & self._namespace.keys()
         plain = not (packed.keys or keys or gone or objects.wait)
         return Delivery({**self._declined, **bound}, frames, gone, None if plain else objects)
+
+    def _note_stale(self, bound: Mapping[str, _Binding], frames: Mapping[int, ObjectFrame]) -> None:
+        """Note variables that arrive, and lead to memory that was changed since the ranks got it."""
+        stale = {key for key, frame in frames.items() if frame is CHANGED}
+        if not stale:
+            return
+        known = self.record.frames.copy()
+        known.update(frames)
+        for name, binding in bound.items():
+            led_to = binding.frame.children if binding.frame is not None else (binding.key,)
+            if any(stale & known.reached_from(key) for key in led_to if key is not None):
+                self.changed.add(name)
 
     def look_for_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""
@@ -346,7 +358,7 @@ def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
         ),
         *(
             f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
-            f"To send it: %distributed push {name}"
+            f"To replace it: %distributed push {name}"
             for name in sorted(changed)
         ),
         *(own_name_notice(name) for name in sorted(ranks_own)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -91,6 +92,7 @@ class Collector:
             place = max(self._place(name), self._place(first))
             self._items[name] = CollectedItem((name,), f"{name} = {first}", place, frozenset({first}))
         self._restore_changed()
+        self.found.imports.update(*(writer.imports for writer in self._literals.values()))
         self.found.items = list(_in_order(self._items))
         if any(item.definition for item in self.found.items):
             # In a notebook it holds for all cells that follow.
@@ -110,7 +112,7 @@ class Collector:
             return self._how_to_load(self._values)
 
     def _how_to_load(self, values: dict[str, Any]) -> list[Load]:
-        return how_to_load(dict(values), self._own, self._directory, device=self._device)
+        return how_to_load(dict(values), self._own, self._directory, device=self._device, called=self._target)
 
     def _can_save(self, name: str, value: Any) -> bool:
         try:
@@ -195,7 +197,7 @@ class Collector:
             return None if error.certain or self._can_save(name, value) else []
 
     def _add_patch(self, patch: Patch) -> None:
-        name = patch.target.replace("__", "").replace(".", "_")
+        name = re.sub(r"\W+", "_", patch.target.replace("__", "")).strip("_")
         while name in self._namespace or name in self._patches:
             name += "_"
         self._patches[name] = patch
@@ -216,7 +218,6 @@ class Collector:
             return
         self._literals[name] = writer
         self._set(name, text, writer.names)
-        self.found.imports |= writer.imports
 
     def _set(self, name: str, text: str, needs: set[str]) -> None:
         """Have the script bind a variable, or change a definition."""
@@ -240,7 +241,7 @@ class Collector:
                 owners.setdefault(each, set()).add(name)
         for each, names in owners.items():
             if len(names) > 1 or any(load.holds(each) for load in files):
-                for name in names & self._literals.keys():
+                for name in sorted(names & self._literals.keys()):
                     del self._literals[name]
                     self._items.pop(self._target(name))
                     self._save(
@@ -291,7 +292,7 @@ class Collector:
         """Have what definitions change when they are made again be what it is, below them."""
         changing: dict[str, set[str]] = {}
         for definition in self._runs:
-            for name in self._changed_by(definition):
+            for name in sorted(self._changed_by(definition)):
                 changing.setdefault(name, set()).add(definition)
         for name, definitions in changing.items():
             target, value = self._target(name), self._value(name)

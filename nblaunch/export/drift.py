@@ -18,15 +18,15 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from nblaunch.capture.dataflow import extends_property, scope_of
+from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
-from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives
+from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives, is_same
+from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
 
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _DATA = (int, float, bool, str, bytes, type(None), list, dict, set, tuple)
 _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType)
-_Scope = MutableMapping[str, Any]
+_Bindings = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Drift:
         names = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
         return any(self._source.is_newer(name, self._made.place) for name in names)
 
-    def _differs(self, node: ast.expr, value: Any, scope: _Scope) -> bool | None:
+    def _differs(self, node: ast.expr, value: Any, scope: _Bindings) -> bool | None:
         """Return whether an expression gives something else than `value` now, None if that is unknown."""
         try:
             return not gives(node, value, scope)
@@ -82,32 +82,36 @@ class Drift:
             if self._is_newer(node):
                 return True
         kinds = (*MADE_BY_CALLS, types.ModuleType, types.BuiltinFunctionType)
-        return False if isinstance(value, kinds) or _is_descriptor(value) else None
+        if isinstance(value, kinds) or _is_descriptor(value):
+            return False
+        return False if _reads_as(node, value) else None
 
     # Functions
 
     def _of_function(
-        self, target: str, function: types.FunctionType, node: _FunctionNode, scope: _Scope
+        self, target: str, function: types.FunctionType, node: FunctionNode, scope: _Bindings
     ) -> Iterator[Patch]:
+        values, nodes = function.__defaults__ or (), node.args.defaults
+        if len(values) != len(nodes):
+            differ: set[bool | None] = {True}
+        else:
+            differ = {self._differs(each, value, scope) for each, value in zip(nodes, values, strict=True)}
+        if differ - {False}:
+            yield Patch(f"{target}.__defaults__", function.__defaults__, certain=True in differ)
         by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         keywords = {arg.arg: default for arg, default in by_name if default is not None}
-        for attribute, nodes in (
-            ("__defaults__", dict(enumerate(node.args.defaults))),
-            ("__kwdefaults__", keywords),
-        ):
-            values = getattr(function, attribute)
-            held = values if isinstance(values, dict) else dict(enumerate(values or ()))
-            if held.keys() != nodes.keys():
-                yield Patch(f"{target}.{attribute}", values, certain=True)
-                continue
-            differ = {self._differs(each, held[key], scope) for key, each in nodes.items()}
-            if differ - {False}:
-                yield Patch(f"{target}.{attribute}", values, certain=True in differ)
+        held = function.__kwdefaults__ or {}
+        if held.keys() != keywords.keys():
+            yield Patch(f"{target}.__kwdefaults__", function.__kwdefaults__, certain=True)
+            keywords = {}
+        for name, each in keywords.items():
+            if (differs := self._differs(each, held[name], scope)) is not False:
+                yield Patch(f'{target}.__kwdefaults__["{name}"]', held[name], certain=bool(differs))
         decorated = bool(getattr(node, "decorator_list", []))
         yield from _attributes(target, function, certain=not decorated)
 
     def _of_decorated(
-        self, target: str, value: Any, node: Any, decorators: list[ast.expr], scope: _Scope
+        self, target: str, value: Any, node: Any, decorators: list[ast.expr], scope: _Bindings
     ) -> Iterator[Patch]:
         """Compare what decorators have made of a definition, each layer down to the function itself."""
         if self._is_newer(*decorators):
@@ -125,21 +129,20 @@ class Drift:
         yield from self._of_function(target, value, node, scope)
 
     def _check_closure(
-        self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Scope
+        self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Bindings
     ) -> None:
         """Raise `NotRemadeError` where a function of the notebook holds what a call would not give it again.
 
         `given` are the expressions of the call, among them its arguments.
         """
-        if id(function) in self._checked or source_of(function.__code__) is None:
+        if id(function) in self._checked:
             return
         self._checked.add(id(function))
+        if source_of(function.__code__) is None:
+            self._check_registered(function, node)
+            return
         arguments = [each for root in given for each in _arguments(root)]
-        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # the variable is not defined yet
-                continue
+        for variable, value in zip(function.__code__.co_freevars, _contents(function), strict=True):
             if _is_made_by(value, node):
                 if list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
                     raise NotRemadeError(certain=True)
@@ -150,8 +153,18 @@ class Drift:
             ):
                 self._check_variable(value, arguments, _assigned(function, variable), scope)
 
+    def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
+        """Raise `NotRemadeError` where a library's wrapper was given more functions: `singledispatch`."""
+        for value in _contents(function):
+            if isinstance(value, types.FunctionType) and source_of(value.__code__) is None:
+                self._check_closure(value, node, (), {})
+            for each in value.values() if type(value) is dict else ():
+                ours = isinstance(each, types.FunctionType) and source_of(each.__code__) is not None
+                if ours and not _is_made_by(each, node):
+                    raise NotRemadeError(certain=True)
+
     def _check_variable(
-        self, value: Any, arguments: list[ast.expr], assigned: list[ast.expr], scope: _Scope
+        self, value: Any, arguments: list[ast.expr], assigned: list[ast.expr], scope: _Bindings
     ) -> None:
         if any(self._differs(each, value, scope) is False for each in arguments):
             return
@@ -177,7 +190,7 @@ class Drift:
 
     # Classes
 
-    def _of_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Scope) -> Iterator[Patch]:
+    def _of_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Bindings) -> Iterator[Patch]:
         if self._is_newer(*node.decorator_list, *(each.value for each in node.keywords)):
             raise NotRemadeError(certain=True)
         for each in node.bases:
@@ -193,7 +206,7 @@ class Drift:
         yield from _set_later(target, cls, node, {_mangled(cls, name) for name in inner.maps[0]})
 
     def _of_statement(
-        self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Scope
+        self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Bindings
     ) -> Iterator[Patch]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -202,18 +215,18 @@ class Drift:
                 if isinstance(member := vars(cls).get(_mangled(cls, name)), type):
                     yield from self._of_class(f"{target}.{name}", member, statement, scope)
             case (
-                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as made)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as made)
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.expr())
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr())
             ):
                 plain = _is_plain(cls) and not node.decorator_list
-                yield from self._of_attribute(target, cls, name, made, scope, plain=plain)
+                yield from self._of_attribute(target, cls, name, statement, scope, plain=plain)
             case _:
                 for name in sorted(scope_of(ast.Module([statement], [])).bound):
                     held = vars(cls).get(_mangled(cls, name), MISSING)
                     if held is not MISSING and not _is_descriptor(held):
                         yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=False)
 
-    def _check_base(self, cls: type, node: ast.expr, scope: _Scope) -> None:
+    def _check_base(self, cls: type, node: ast.expr, scope: _Bindings) -> None:
         base = _evaluated(node, scope)
         held = (*cls.__bases__, *vars(cls).get("__orig_bases__", ()))
         other = isinstance(base, type) and not any(base is each for each in held)
@@ -221,9 +234,17 @@ class Drift:
             raise NotRemadeError(certain=True)
 
     def _of_attribute(  # noqa: PLR0913 - a class, one of its attributes, and where that is from
-        self, target: str, cls: type, name: str, node: ast.expr, scope: _Scope, *, plain: bool
+        self,
+        target: str,
+        cls: type,
+        name: str,
+        made: ast.Assign | ast.AnnAssign,
+        scope: _Bindings,
+        *,
+        plain: bool,
     ) -> Iterator[Patch]:
-        fixed = _fixed(cls, name)
+        node: Any = made.value
+        fixed = _fixed(cls, name, annotated=isinstance(made, ast.AnnAssign))
         if any(self._differs(node, each, scope) for each in fixed):
             raise NotRemadeError(certain=True)
         # Where a decorator or a metaclass takes an attribute, something else is in its place.
@@ -233,11 +254,11 @@ class Drift:
         if held is MISSING or _is_descriptor(held) or isinstance(held, cls):
             if self._is_newer(node) or (not is_taken and (differs or held is MISSING)):
                 raise NotRemadeError(certain=True)
-        elif differs is not False:
+        elif differs or (differs is None and not any(is_same(held, each) for each in fixed)):
             yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=bool(differs))
 
     def _of_method(
-        self, target: str, cls: type, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: _Scope
+        self, target: str, cls: type, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: _Bindings
     ) -> Iterator[Patch]:
         member = vars(cls).get(_mangled(cls, node.name))
         for kind, attribute, suffix in (
@@ -256,7 +277,16 @@ class Drift:
                 yield from self._of_function(target, member, node, scope)
 
 
-def _evaluated(node: ast.expr, scope: _Scope) -> Any:
+def _reads_as(node: ast.expr, value: Any) -> bool:
+    """Return whether an expression is how a script would write `value`."""
+    try:
+        text = LiteralWriter().assignment("value", value)
+    except (NoLiteralError, RecursionError):
+        return False
+    return ast.dump(ast.parse(text)) == ast.dump(ast.parse(f"value = {ast.unparse(node)}"))
+
+
+def _evaluated(node: ast.expr, scope: _Bindings) -> Any:
     try:
         return evaluated(node, scope)
     except UnknownError:
@@ -265,12 +295,23 @@ def _evaluated(node: ast.expr, scope: _Scope) -> Any:
 
 def _is_made_by(value: Any, node: ast.AST) -> bool:
     """Return whether a value is the function that a statement has made, and nothing around it."""
-    if not isinstance(value, types.FunctionType) or not isinstance(node, _FunctionNode):
+    if not isinstance(value, types.FunctionType) or not isinstance(node, FunctionNode):
         return False
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     code = value.__code__
     first = node.lineno if isinstance(node, ast.Lambda) else first_line(node)
     return code.co_name == name and first <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+
+
+def _contents(function: types.FunctionType) -> list[Any]:
+    """Return the values of a function's closure; a variable that is not defined yet is None."""
+    found: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(None)
+    return found
 
 
 def _wrapped(value: Any) -> Any:
@@ -283,10 +324,14 @@ def _is_descriptor(value: Any) -> bool:
 
 def _attributes(target: str, function: Any, *, certain: bool) -> Iterator[Patch]:
     """Yield the attributes of a function; where `certain`, it had none when it was made."""
-    for name, value in getattr(function, "__dict__", {}).items():
+    if not isinstance(function, types.FunctionType | type(functools.cache(id))):
+        return  # what a library makes of a function has attributes of its own
+    ours = isinstance(function, types.FunctionType) and source_of(function.__code__) is not None
+    for name, value in vars(function).items():
         if certain and not name.isidentifier():
             raise NotRemadeError(certain=True)
-        if not _is_dunder(name) and (certain or type(value) in _DATA):
+        is_theirs = _is_dunder(name) or (name.startswith("_") and not ours)
+        if not is_theirs and (certain or type(value) in _DATA):
             yield Patch(f"{target}.{name}", value, certain=certain)
 
 
@@ -334,14 +379,14 @@ def _mangled(cls: type, name: str) -> str:
     return f"_{cls.__name__.lstrip('_')}{name}" if private else name
 
 
-def _fixed(cls: type, name: str) -> list[Any]:
+def _fixed(cls: type, name: str, *, annotated: bool) -> list[Any]:
     """Return what became of an attribute when the class was made: a field's default, a member's value."""
     found = []
-    field = vars(cls).get("__dataclass_fields__", {}).get(name)
+    field = vars(cls).get("__dataclass_fields__", {}).get(name) if annotated else None
     if field is not None and field.default is not MISSING:
         found.append(field.default)
     defaults = vars(cls).get("_field_defaults", {})
-    if name in defaults:
+    if annotated and name in defaults:
         found.append(defaults[name])
     if isinstance(cls, enum.EnumType) and "__new__" not in vars(cls) and name in cls.__members__:
         found.append(cls.__members__[name]._value_)

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_ATOMS = (int, float, complex, bool, str, bytes, type(None), type(...))
+_ATOMS = (int, float, complex, bool, str, bytes, type(None), type(...), range)
 _NUMBERS = (int, float, bool)
 _MOST_BITS = 64
 _MOST = 1 << _MOST_BITS
@@ -30,6 +30,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Invert: operator.invert,
     ast.Not: operator.not_,
 }
+_PURE = (int, float, bool, str, range, abs, min, max, round)
 _EMPTY = (list, dict, set, tuple)
 
 UNKNOWN = object()
@@ -55,6 +56,10 @@ def gives(node: ast.expr, value: Any, scope: Mapping[str, Any]) -> bool:
             return whole and _all_give(parts, list(value.values()), scope)
         case ast.Call(func=ast.Name(id=name), args=[], keywords=[]) if _named(name, scope) in _EMPTY:
             return type(value) is _named(name, scope) and not value
+        case ast.Call(func=ast.Name(id=name), args=[], keywords=parts) if _named(name, scope) is dict:
+            names = [part.arg for part in parts]
+            whole = type(value) is dict and None not in names and names == list(value)
+            return whole and _all_give([part.value for part in parts], list(value.values()), scope)
     return is_same(evaluated(node, scope), value)
 
 
@@ -95,6 +100,8 @@ def evaluated(node: ast.expr, scope: Mapping[str, Any]) -> Any:
             return _attribute(evaluated(owner, scope), name)
         case ast.Subscript(value=whole, slice=index):
             return _element(evaluated(whole, scope), evaluated(index, scope))
+        case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if _named(name, scope) in _PURE:
+            return _called(_named(name, scope), *(evaluated(part, scope) for part in parts))
     raise UnknownError
 
 
@@ -106,12 +113,20 @@ def _named(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def _calculated(kind: ast.AST, *operands: Any) -> Any:
-    small = all(type(each) in _NUMBERS and abs(each) < _MOST for each in operands)
     grows = isinstance(kind, ast.Pow | ast.LShift)
-    if type(kind) not in _OPERATORS or not small or (grows and abs(operands[-1]) > _MOST_BITS):
+    numbers = all(type(each) in _NUMBERS for each in operands)
+    if type(kind) not in _OPERATORS or not numbers or (grows and abs(operands[-1]) > _MOST_BITS):
+        raise UnknownError
+    return _called(_OPERATORS[type(kind)], *operands)
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of Python's own gives for values that are small, so that it takes no time."""
+    numbers = [each for each in arguments if type(each) in _NUMBERS]
+    if not all(type(each) in _ATOMS for each in arguments) or any(abs(each) > _MOST for each in numbers):
         raise UnknownError
     try:
-        return _OPERATORS[type(kind)](*operands)
+        return function(*arguments)
     except (ArithmeticError, TypeError, ValueError):
         raise UnknownError from None
 

@@ -177,7 +177,7 @@ def _after_cell(result: ExecutionResult) -> None:
         return
 
     def bound() -> frozenset[str]:
-        if not result.success:
+        if not result.success or auto.ran_on_ranks():
             return frozenset()
         with auto.suspended():
             source = running.transform_cell(info.raw_cell)

@@ -24,8 +24,7 @@ The phases of its life, by the names that error messages use:
     ...             a session's rank takes the next job; after a failed one first Recover -> Recovered
     leave           on Leave: threads, exit functions, process group, flush, exit code
 
-A job's payload changes nothing until it is whole on every rank of a session: `Arrived`, then `Proceed`, then
-it is kept; without `Proceed` all of it is undone.
+A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
 
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import itertools
 import os
 import pickle
 import re
@@ -13,6 +12,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -339,7 +339,7 @@ def _members_of(value: object) -> Iterator[tuple[str, object]]:
     with contextlib.suppress(Exception):  # a user's object may raise anything
         if isinstance(value, _WHOLE) or _is_sharded(value):
             return
-        for step, member in itertools.islice(parts_of(value), _MOST_MEMBERS):
+        for step, member in islice(parts_of(value), _MOST_MEMBERS):
             if step.startswith((".", "[")):
                 yield step, member
 

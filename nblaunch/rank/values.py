@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nblaunch._results import NotSent
-from nblaunch.capture import pickling, shared_memory, tensors
+from nblaunch.capture import pickling, shared_memory
 from nblaunch.capture.parts import type_name
 from nblaunch.capture.unpicklable import Culprit, find_culprit, reason_of
 
@@ -79,9 +79,7 @@ def _is_machinery(value: object) -> bool:
 
 def _culprit(value: object, error: BaseException) -> Culprit:
     """Return which part of a value cannot be pickled, and why; the value itself if it is no part of it."""
-    found = find_culprit(
-        {"value": value}, error, pickling.Homebound, seconds=_SEARCH_SECONDS, storages=tensors.WholeStorages()
-    )
+    found = find_culprit({"value": value}, error, pickling.Homebound, seconds=_SEARCH_SECONDS)
     return found or Culprit("value", "value", type_name(value), 0, reason_of(error))
 
 

@@ -6,6 +6,7 @@ import ast
 import textwrap
 
 import pytest
+from lanes import sampled
 
 DELETE_ALL = """
 for _name in [n for n in globals() if n not in kept_by_the_tests]:
@@ -74,13 +75,14 @@ def steps(notebook, *cells):
 
 
 @pytest.mark.parametrize(
-    "made", ["it = [1]", "it = 5000", "class It: pass\nit = It()", "import numpy; it = numpy.ones(3)"]
+    "made",
+    sampled(["it = [1]", "it = 5000", "class It: pass\nit = It()", "import numpy; it = numpy.ones(3)"]),
 )
 def test_none_in_place_of_an_object_is_taken(notebook, made):
     steps(notebook, made, ("it is None", False), "it = None", ("it is None", True))
 
 
-@pytest.mark.parametrize("same", ["0", "True", "'eval'", "None", "()"])
+@pytest.mark.parametrize("same", sampled(["0", "True", "'eval'", "None", "()"]))
 def test_a_variable_that_is_bound_again_to_the_same_object_is_noticed_where_the_ranks_have_their_own(
     notebook, same
 ):
@@ -112,22 +114,30 @@ def test_a_variable_that_is_bound_again_is_not_noticed_where_no_rank_has_its_own
     )
 
 
+def test_what_auto_has_run_on_the_ranks_the_notebook_has_not_bound(notebook):
+    steps(notebook, "step = 0", ("step", 0), ("step += 5; step", 5), "%distributed auto on", "step = 0")
+    steps(notebook, "%distributed auto off", ("step", 0))
+
+
 # --- what a rank binds is its own, wherever it does ----------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "bound",
-    [
-        "if it:\n    it = True",
-        "for it in [it]: pass",
-        "with suppress(KeyError):\n    it = True\n    {}[0]",
-        "try:\n    {}[0]\nexcept KeyError:\n    it = True",
-        "while it:\n    it = True\n    break",
-        "match it:\n    case it: pass",
-        "[it := True for _ in range(2)]",
-        "import contextlib\nwith contextlib.nullcontext(it) as it: pass",
-        "%%time\nit = True",
-    ],
+    sampled(
+        [
+            "if it:\n    it = True",
+            "for it in [it]: pass",
+            "with suppress(KeyError):\n    it = True\n    {}[0]",
+            "try:\n    {}[0]\nexcept KeyError:\n    it = True",
+            "while it:\n    it = True\n    break",
+            "match it:\n    case it: pass",
+            "[it := True for _ in range(2)]",
+            "import contextlib\nwith contextlib.nullcontext(it) as it: pass",
+            "%%time\nit = True",
+        ],
+        2,
+    ),
     ids=lambda each: each.replace("\n", " ")[:30],
 )
 def test_a_name_that_a_block_binds_to_what_it_was_is_the_ranks_own(notebook, bound):
@@ -206,39 +216,42 @@ def test_what_the_ranks_do_to_a_model_class_holds_for_models_that_come_later(not
 
 @pytest.mark.parametrize(
     ("made", "used", "before", "changed"),
-    [
-        ("class Cfg:\n    lr = 1", "Cfg.lr", 1, "Cfg.lr = 2"),
-        ("class Net:\n    lr = 1\nnet = Net()", "net.lr", 1, "Net.lr = 2"),
-        ("class Net:\n    def f(self): return 1\nnet = Net()", "net.f()", 1, "Net.f = lambda self: 2"),
-        ("class Cfg:\n    opts = {'lr': 0.1}", "Cfg.opts['lr']", 0.1, "Cfg.opts['lr'] = 0.5"),
-        (
-            "class Cfg:\n    @staticmethod\n    def f(x=[1]): return x",
-            "Cfg.f()",
-            [1],
-            "Cfg.f.__defaults__[0][0] = 2",
-        ),
-        (
-            "class Cfg:\n    @property\n    def lr(self): return 1\nc = Cfg()",
-            "c.lr",
-            1,
-            "Cfg.lr = property(lambda s: 2)",
-        ),
-        ("cfg = {'dim': -1}", "cfg['dim']", -1, "cfg['dim'] = -2"),
-        ("cfg = {'x': 0.0}", "cfg['x']", 0.0, "cfg['x'] = -0.0"),
-        ("cfg = [2**61 - 1]", "cfg[0]", 2**61 - 1, "cfg[0] = 0"),
-        (
-            "from functools import partial\ndef f(d): return d[0]\ng = partial(f, [1])",
-            "g()",
-            1,
-            "g.args[0][0] = 2",
-        ),
-        ("def f(*, d=[1]): return d[0]", "f()", 1, "f.__kwdefaults__['d'][0] = 2"),
-        ("it = [0] * 2000", "it[1000]", 0, "it[1000] = 1"),
-        ("it = {f'w{i}': i for i in range(5000)}", "it['w3']", 3, "it['w3'] = -1"),
-        ("it = set(range(2000))", "len(it)", 2000, "it.remove(1000)"),
-        ("import random\nit = random.Random(1)", "it is None", False, "it.random()"),
-        ("import io\nit = io.StringIO('a')", "it.getvalue()", "a", "it.write('b')"),
-    ],
+    sampled(
+        [
+            ("class Cfg:\n    lr = 1", "Cfg.lr", 1, "Cfg.lr = 2"),
+            ("class Net:\n    lr = 1\nnet = Net()", "net.lr", 1, "Net.lr = 2"),
+            ("class Net:\n    def f(self): return 1\nnet = Net()", "net.f()", 1, "Net.f = lambda self: 2"),
+            ("class Cfg:\n    opts = {'lr': 0.1}", "Cfg.opts['lr']", 0.1, "Cfg.opts['lr'] = 0.5"),
+            (
+                "class Cfg:\n    @staticmethod\n    def f(x=[1]): return x",
+                "Cfg.f()",
+                [1],
+                "Cfg.f.__defaults__[0][0] = 2",
+            ),
+            (
+                "class Cfg:\n    @property\n    def lr(self): return 1\nc = Cfg()",
+                "c.lr",
+                1,
+                "Cfg.lr = property(lambda s: 2)",
+            ),
+            ("cfg = {'dim': -1}", "cfg['dim']", -1, "cfg['dim'] = -2"),
+            ("cfg = {'x': 0.0}", "cfg['x']", 0.0, "cfg['x'] = -0.0"),
+            ("cfg = [2**61 - 1]", "cfg[0]", 2**61 - 1, "cfg[0] = 0"),
+            (
+                "from functools import partial\ndef f(d): return d[0]\ng = partial(f, [1])",
+                "g()",
+                1,
+                "g.args[0][0] = 2",
+            ),
+            ("def f(*, d=[1]): return d[0]", "f()", 1, "f.__kwdefaults__['d'][0] = 2"),
+            ("it = [0] * 2000", "it[1000]", 0, "it[1000] = 1"),
+            ("it = {f'w{i}': i for i in range(5000)}", "it['w3']", 3, "it['w3'] = -1"),
+            ("it = set(range(2000))", "len(it)", 2000, "it.remove(1000)"),
+            ("import random\nit = random.Random(1)", "it is None", False, "it.random()"),
+            ("import io\nit = io.StringIO('a')", "it.getvalue()", "a", "it.write('b')"),
+        ],
+        3,
+    ),
     ids=lambda each: str(each).replace("\n", " ")[:30],
 )
 def test_a_change_behind_a_class_a_partial_or_a_default_is_noticed_and_can_be_pushed(
@@ -256,28 +269,35 @@ def test_a_change_behind_a_class_a_partial_or_a_default_is_noticed_and_can_be_pu
 
 @pytest.mark.parametrize(
     "cells",
-    [
-        (MODEL, ("m = Net(); 1", 1), ("m = Net(); 2", 2)),
-        ("class Reg:\n    best = None", ("Reg.best = 0.99; Reg.best", 0.99), "r = Reg()", ("r.best", 0.99)),
-        (
-            "shape = (3, 4); cfg = {'shape': shape, 'lr': 0.1}",
-            ("shape, cfg['lr']", ((3, 4), 0.1)),
-            ("cfg['lr']", 0.1),
-        ),
-        (
-            "import torch, math\ndtype = torch.bfloat16\nf = math.sqrt\ncfg = {'d': dtype, 'f': f, ('k', 1): 2}",
-            ("str(dtype), f(4.0), len(cfg)", ("torch.bfloat16", 2.0, 3)),
-            ("len(cfg)", 3),
-            ("len(cfg), f(4.0)", (3, 2.0)),
-        ),
-        (
-            "import torch\nact = torch.relu\nclass Net(torch.nn.Module):\n    def __init__(self):\n"
-            "        super().__init__()\n        self.l = torch.nn.Linear(1, 1); self.act = act\nnet = Net()",
-            ("h = act(torch.ones(1))\nwith torch.no_grad(): net.l.weight.fill_(42.)\n1", 1),
-            ("net.l.weight.item()", 42.0),
-        ),
-        ("class A: pass\na = A()", ("isinstance(a, A)", True), ("isinstance(a, A)", True)),
-    ],
+    sampled(
+        [
+            [MODEL, ("m = Net(); 1", 1), ("m = Net(); 2", 2)],
+            [
+                "class Reg:\n    best = None",
+                ("Reg.best = 0.99; Reg.best", 0.99),
+                "r = Reg()",
+                ("r.best", 0.99),
+            ],
+            [
+                "shape = (3, 4); cfg = {'shape': shape, 'lr': 0.1}",
+                ("shape, cfg['lr']", ((3, 4), 0.1)),
+                ("cfg['lr']", 0.1),
+            ],
+            [
+                "import torch, math\ndt = torch.bfloat16\nf = math.sqrt\ncfg = {'d': dt, 'f': f, (1,): 2}",
+                ("str(dt), f(4.0), len(cfg)", ("torch.bfloat16", 2.0, 3)),
+                ("len(cfg)", 3),
+                ("len(cfg), f(4.0)", (3, 2.0)),
+            ],
+            [
+                f"import torch\nact = torch.relu\n{MODEL}\nnet.act = act",
+                ("h = act(torch.ones(1))\nwith torch.no_grad(): net.layer.weight.fill_(42.)\n1", 1),
+                ("net.layer.weight.item()", 42.0),
+            ],
+            ["class A: pass\na = A()", ("isinstance(a, A)", True), ("isinstance(a, A)", True)],
+        ],
+        2,
+    ),
     ids=["super()", "class attribute", "shape", "dtype", "act", "instance"],
 )
 def test_what_was_not_changed_gives_no_notice(notebook, cells):
@@ -310,15 +330,18 @@ def test_closures_over_one_variable_share_it_from_cell_to_cell(notebook):
 
 @pytest.mark.parametrize(
     "made",
-    [
-        "import functools\ng = functools.partial(f, 2)",
-        "class C:\n    def m(self): return f(2)\ng = C().m",
-        "g = (lambda kept: lambda: kept(2))(f)",
-        "class C:\n    @property\n    def p(self): return f(2)\nc = C()\ndef g(): return c.p",
-        "def g(*, f=f): return f(2)",
-        "import functools\ng = functools.partial(functools.partial(f), x=2)",
-        "import collections\nd = collections.defaultdict(lambda: f(2))\ndef g(): return d.pop(0, None) or d[0]",
-    ],
+    sampled(
+        [
+            "import functools\ng = functools.partial(f, 2)",
+            "class C:\n    def m(self): return f(2)\ng = C().m",
+            "g = (lambda kept: lambda: kept(2))(f)",
+            "class C:\n    @property\n    def p(self): return f(2)\nc = C()\ndef g(): return c.p",
+            "def g(*, f=f): return f(2)",
+            "import functools\ng = functools.partial(functools.partial(f), x=2)",
+            "from collections import defaultdict\nd = defaultdict(lambda: f(2))\ndef g(): return d[0]",
+        ],
+        2,
+    ),
     ids=["partial", "method", "closure", "property", "default", "partials", "factory"],
 )
 def test_a_name_that_is_defined_later_is_found_behind_whatever_holds_a_function(notebook, made):
@@ -330,7 +353,7 @@ def test_a_name_that_is_defined_later_is_found_behind_whatever_holds_a_function(
 # --- names that IPython binds ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", ["", "--fresh -n 1"])
+@pytest.mark.parametrize("line", sampled(["", "--fresh -n 1"]))
 def test_the_last_results_of_the_notebook_are_the_ranks(notebook, line):
     notebook("6 * 7")
     notebook("5 * 5")
@@ -366,10 +389,15 @@ def test_a_name_of_ipythons_that_a_rank_has_bound_is_its_own_without_a_notice(no
     )
 
 
-NAMED = "import gzip\nfrom gzip import open\ndef exit(): return 'mine'\nquit = 3\ndef f(): return open.__module__, exit()"
+NAMED = """
+from gzip import open
+def exit(): return 'mine'
+quit = 3
+def f(): return open.__module__, exit()
+"""
 
 
-@pytest.mark.parametrize("line", ["", "--fresh -n 1"])
+@pytest.mark.parametrize("line", sampled(["", "--fresh -n 1"]))
 def test_open_exit_and_quit_of_the_notebooks_own_are_meant(notebook, line):
     before = "open.__module__, type(exit).__name__, type(quit).__name__"
     assert notebook.ranks(before, line) == ("io", "ExitAutocall", "ExitAutocall")

@@ -203,6 +203,14 @@ def test_a_small_number_that_a_failed_cell_bound_is_the_ranks_own(notebook):
     assert notebook.both("n") == 1
 
 
+def test_what_a_block_bound_to_what_it_was_is_the_ranks_own_where_the_block_has_run(notebook):
+    notebook("a = b = True")
+    notebook.ranks("a, b; None")
+    notebook.ranks("if rank == 0:\n    a = True\nfor b in [b] * rank: pass")
+    notebook("a = b = False")
+    assert notebook.ranks("a, b").values == [(True, False), (False, True)]
+
+
 def test_a_helper_that_was_missing_is_found_once_it_is_defined(notebook):
     notebook("def outer():\n    return helper() + 1")
     assert notebook.ranks("outer()", check=False).root_cause.type.endswith("NameError")
@@ -254,7 +262,7 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
         (notice,) = notebook.ranks("it; None").warnings
         assert notice == (
             "it was changed in the notebook after it was sent; the ranks use what they have. "
-            "To send it: %distributed push it"
+            "To replace it: %distributed push it"
         )
     notebook.session.push({"it": notebook.variables["it"]})
     assert notebook.ranks("it; None").warnings == ()

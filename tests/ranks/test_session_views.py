@@ -1,4 +1,4 @@
-"""NumPy's views, torch's tensors over NumPy's memory and arrays of files are on the ranks what they are here."""
+"""NumPy's views, torch's tensors over NumPy's memory and arrays of files are on the ranks what they are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_an_object_and_its_parts_share_memory_on_fresh_ranks_and_in_the_notebook
     kernel.ok(f"""
         class Buffer:
             def __init__(self):
-                self.data = np.zeros({size}); self.head = self.data[:3]; self.tensor = torch.from_numpy(self.data)
+                self.data = np.zeros({size}); self.head = self.data[:3]
+                self.tensor = torch.from_numpy(self.data)
                 self.scores = torch.zeros({size}); self.array = self.scores.numpy()
             def fill(self):
                 self.head[:] = 1; self.tensor[0] = 5; self.array[1] = 7
@@ -114,15 +115,14 @@ def test_an_array_of_a_file_is_that_file_on_the_ranks(kernel, tmp_path, line):
         private[3] = -3
     """)
     cell = """
-        facts = [type(mm).__name__, str(mm.filename) == path, mm.offset, mm.mode, mm.shape, mm.flags.f_contiguous]
+        facts = [type(mm).__name__, str(mm.filename) == path, mm.offset, mm.mode, mm.shape]
         mm[0, 0] = 99; row[0] = 98; plain[0] = 97; mm.flush(); row.flush()
         facts, str(row.filename) == path, mm[:2, :2].tolist(), [private.mode, private[3], private[4]]
     """
-    facts = [["memmap", True, 80, "r+", [30, 10], True], True, [[99, 97], [98, 41]], ["c", -3, 4]]
+    facts = [["memmap", True, 80, "r+", [30, 10]], True, [[99, 97], [98, 41]], ["c", -3, 4]]
     assert ranks(kernel, cell, line) == (facts, [])
     assert kernel.value("[*np.fromfile(path)[[3, 10, 11, 40]]]") == [3, 99, 98, 97]
     assert kernel.value("[mm[0, 0], row[0], plain[0]]") == [99, 98, 97]
-    assert ranks(kernel, "mm.sum() == plain.base.sum()", line) == (True, [])
     kernel.ok("mm[0, 0] = 5")
     assert ranks(kernel, "float(mm[0, 0])", line) == (5, [])
     kernel.ok("%%distributed --out res\nmm")
@@ -141,13 +141,19 @@ def test_arrays_of_any_class_and_form_arrive_as_they_are(kernel):
         masked = np.ma.array(base[:6], mask=[0, 1, 0, 0, 1, 0], fill_value=-1.0, hard_mask=True)
         record = np.rec.array([(1, 2.0), (3, 4.0)], dtype=[("a", int), ("b", float)])
         readonly = base[:3].copy(); readonly.flags.writeable = False
-        every = [Signal(base, 44100)[2:5], Signal(base.copy(), 8000), np.matrix(base.reshape(3, 4)), masked, record,
-                 readonly, np.broadcast_to(base[:3], (4, 3)), base[::-2], base.reshape(3, 4).T, base[3:3], base[3:4].reshape(()),
-                 np.arange(3, dtype=">i4")[1:], np.array([{}, None, "x"], object)[::2], np.asfortranarray(base.reshape(3, 4)),
-                 np.frombuffer(bytearray(b"abcd"), np.uint8)[1:], np.frombuffer(b"abcd", np.uint8), record["b"],
-                 np.array(["2020", "2021"], "M8[s]")[1:], np.lib.stride_tricks.sliding_window_view(base, 5)]
+        every = [
+            Signal(base, 44100)[2:5], Signal(base.copy(), 8000), np.matrix(base.reshape(3, 4)), masked, record,
+            readonly, np.broadcast_to(base[:3], (4, 3)), base[::-2], base.reshape(3, 4).T, base[3:3],
+            base[3:4].reshape(()), np.arange(3, dtype=">i4")[1:], np.array([{}, None, "x"], object)[::2],
+            np.asfortranarray(base.reshape(3, 4)), np.frombuffer(bytearray(b"abcd"), np.uint8)[1:],
+            np.frombuffer(b"abcd", np.uint8), record["b"], np.array(["2020", "2021"], "M8[s]")[1:],
+            np.lib.stride_tricks.sliding_window_view(base, 5),
+        ]
         def facts(arrays):
-            return [[type(a).__name__, str(a.dtype), a.shape, a.strides, a.flags.writeable, repr(a), getattr(a, "rate", 0)] for a in arrays]
+            return [
+                [type(a).__name__, str(a.dtype), a.shape, a.strides, a.flags.writeable, repr(a), getattr(a, "rate", 0)]
+                for a in arrays
+            ]
     """)
     for line in ("--fresh -n 1", ""):
         kernel.ok(f"%%distributed --out res {line}\nfacts(every), every, masked.hardmask, every[3] is masked")
@@ -169,17 +175,18 @@ def test_a_tensor_of_inference_mode_is_one_on_the_ranks_and_back_here(kernel):
         ]
 
 
-def test_pandas_objects_have_memory_of_their_own_and_carry_what_they_show(kernel):
+def test_objects_of_pandas_that_share_memory_here_do_not_change_each_other_on_the_ranks(kernel):
     kernel.ok("""
         import pandas as pd
-        df = pd.DataFrame({"a": np.arange(100_000.), "b": np.arange(100_000)})
+        df = pd.DataFrame({"a": np.arange(1000.), "b": np.arange(1000)})
         head, column, same = df[:3], df["a"], df.copy(deep=False)
     """)
-    cell = "column += 1; same.loc[0, 'a'] = -1; df['a'][0], head['a'][0], column[0], same['a'][0]"
-    assert ranks(kernel, "[float(each) for each in (lambda: 0, )] and 0")[0] == 0
-    assert ranks(kernel, "head.shape")[0] == [3, 2]
-    kernel.ok(f"%%distributed --out res\n{cell}")
-    assert kernel.value("[*res[0]]") == [0, 0, 1, -1]
+    cell = """
+        column += 1; same.loc[0, "a"] = -1; df.loc[1, "b"] = 7
+        [float(each) for each in (df["a"][0], head["a"][0], column[0], same["a"][0], df["b"][1], same["b"][1])]
+    """
+    for line in ("--fresh -n 1", ""):
+        assert ranks(kernel, cell, line) == ([0, 0, 1, -1, 7, 1], [])
 
 
 @pytest.mark.full
@@ -187,7 +194,7 @@ def test_a_session_of_a_script_shares_as_a_notebook_does(place):
     import numpy as np
     import torch
 
-    X = np.arange(6.0)
+    X = np.arange(6.0)  # noqa: N806 - as in a notebook
     variables = {"X": X, "train": X[:4], "t": torch.from_numpy(X)}
     with place(2) as session:
         session.cell("X -= 1", namespace=variables)

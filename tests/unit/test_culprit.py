@@ -24,6 +24,7 @@ from nblaunch.capture.unpicklable import Culprit, find_culprit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 LOCK = threading.Lock()
 
@@ -475,11 +476,28 @@ def test_large_data_is_passed_over() -> None:
         tracemalloc.stop()
 
 
-def path_in_sent(value: object) -> str:
+def path_in_sent(value: object, namespace: dict[str, Any] | None = None) -> str:
     """Return the way to the culprit in a value that is sent to ranks."""
-    culprit = find_culprit({"v": value}, TypeError(), Outbound, namespace=None, known=None)
+    culprit = find_culprit({"v": value}, TypeError(), Outbound, namespace=namespace, known=None)
     assert culprit is not None
     return culprit.path
+
+
+def test_what_goes_by_key_is_not_taken_apart() -> None:
+    """A rank has a namespace of its own; what else is in the notebook's does not travel."""
+    names = notebook("def v(): return globals(), lock", other=(each for each in ()))
+    assert path_in_sent({"names": names, "function": names["v"]}, names) == "v['function'] (global lock)"
+
+
+def test_a_file_that_is_an_array_is_not_copied(tmp_path: Path) -> None:
+    """It is as large as a disk."""
+    mapped = np.memmap(tmp_path / "file", np.uint8, "w+", shape=1 << 26)
+    tracemalloc.start()
+    try:
+        assert path_in_sent([mapped, mapped[::2], LOCK]) == "v[2]"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_hooks_and_the_gradient_of_a_tensor_are_its_parts() -> None:
