@@ -10,8 +10,8 @@ import gc
 import types
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import looked
 import numpy as np
@@ -54,7 +54,7 @@ def marks(obj: Any) -> list[Any]:
 
 
 class Reach:
-    """All objects with an identity to which some lead, and the global names that functions among them read."""
+    """All objects with an identity to which some lead, and the global names that their functions read."""
 
     def __init__(self, roots: Iterable[Any], sent: dict[int, Sent]) -> None:
         self.objects: dict[int, Any] = {}
@@ -106,12 +106,17 @@ class Rank:
             if id(obj) in alive:
                 continue
             alive[id(obj)] = obj
-            if isinstance(obj, _STOPS) or (isinstance(obj, type | types.FunctionType) and not is_notebooks(obj)):
+            if isinstance(obj, _STOPS) or (
+                isinstance(obj, type | types.FunctionType) and not is_notebooks(obj)
+            ):
                 continue
             if obj is self.variables or obj is self.variables["__builtins__"]:
                 continue
             waiting += [*gc.get_referents(obj), *(taken_apart(obj)[1] if has_identity(obj) else ())]
         self.copies = {key: copy for key, copy in self.copies.items() if id(copy) in alive}
+        tensors = [copy for copy in self.copies.values() if isinstance(copy, torch.Tensor)]
+        used = {each.untyped_storage().data_ptr() for each in tensors}
+        self._memory = {key: pair for key, pair in self._memory.items() if pair[1].data_ptr() in used}
 
     # --- what a cell brings ---
 
@@ -161,7 +166,9 @@ class Rank:
                 self.fill(self.copies[key], obj)
         self.bring(name, value)
         self.note(objects.values())
-        read = {name for obj in new if isinstance(obj, types.FunctionType) for name in looked.reads(obj.__code__)}
+        read = {
+            name for obj in new if isinstance(obj, types.FunctionType) for name in looked.reads(obj.__code__)
+        }
         for each in self.reached(read, notebook):
             self.use(each, notebook[each])
 
@@ -200,12 +207,13 @@ class Rank:
         return made
 
     def _function(self, obj: Any) -> Any:
-        cells = tuple(types.CellType() for _ in obj.__closure__ or ())
-        cells = tuple(self.copies.setdefault(id(old), new) for old, new in zip(obj.__closure__ or (), cells))
-        made = types.FunctionType(obj.__code__, self.variables, obj.__name__, None, cells or None)
-        self.keep(obj, made)
-        for new, old in zip(cells, obj.__closure__ or (), strict=True):
-            self._fill_cell(new, old)
+        # What is in a cell may lead back to the function.
+        new = [each for each in obj.__closure__ or () if id(each) not in self.copies]
+        self.copies |= {id(each): types.CellType() for each in new}
+        cells = tuple(self.copies[id(each)] for each in obj.__closure__ or ()) or None
+        made = self.keep(obj, types.FunctionType(obj.__code__, self.variables, obj.__name__, None, cells))
+        for each in new:
+            self._fill_cell(self.copies[id(each)], each)
         self._fill_function(made, obj)
         return made
 
@@ -252,8 +260,10 @@ class Rank:
         made.keywords.update({name: self.copied(value) for name, value in obj.keywords.items()})
         return self.keep(obj, made)
 
-    _COPIES = {
-        **dict.fromkeys((int, float, str, bytes, type(None), types.ModuleType, types.CodeType), lambda _, obj: obj),
+    _COPIES: ClassVar[dict[type, Any]] = {
+        **dict.fromkeys(
+            (int, float, str, bytes, type(None), types.ModuleType, types.CodeType), lambda _, obj: obj
+        ),
         types.BuiltinFunctionType: lambda _, obj: obj,
         types.FunctionType: _function,
         types.CellType: _cell,
@@ -314,7 +324,10 @@ class Rank:
         return set(obj) if isinstance(obj, set) else {name: self.copied(value) for name, value in obj.items()}
 
     def _fill_function(self, copy: Any, obj: Any) -> None:
-        copy.__defaults__, copy.__kwdefaults__ = self.copied(obj.__defaults__), self.copied(obj.__kwdefaults__)
+        copy.__defaults__, copy.__kwdefaults__ = (
+            self.copied(obj.__defaults__),
+            self.copied(obj.__kwdefaults__),
+        )
         content = self._plain(vars(obj))
         vars(copy).clear()
         vars(copy).update(content)

@@ -70,15 +70,15 @@ def is_by_value(obj: type | types.FunctionType) -> bool:
 
 
 # `type`'s own descriptors: with a metaclass these may be properties.
-_namespace_of = type.__dict__["__dict__"].__get__
-_mro_of = type.__dict__["__mro__"].__get__
+namespace_of = type.__dict__["__dict__"].__get__
+mro_of = type.__dict__["__mro__"].__get__
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
-    for each in _mro_of(kind):
-        descriptor = _namespace_of(each).get("__dict__")
+    for each in mro_of(kind):
+        descriptor = namespace_of(each).get("__dict__")
         if descriptor is not None:
             # Code of the user's may have put anything there.
             return descriptor.__get__ if type(descriptor) in _C_DESCRIPTORS else None

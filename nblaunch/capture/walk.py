@@ -9,16 +9,19 @@ object.
 Of the user's code only pickling's own hooks run (`__reduce__`, `__getstate__`).
 
 Not compared: the elements of a tensor (its version and its address are), arrays and containers beyond a size
-but for a sample, and what pickles differently each time.
+but for a sample, what pickles differently each time, and what using an object fills: cached properties, weak
+dictionaries.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
 import operator
 import pickle
 import types
+import typing
 import weakref
 import zlib
 from collections import OrderedDict
@@ -45,6 +48,8 @@ _STATE = 2
 """Where a reduction has the state of the object."""
 _WITH_SETTER = 6
 """Parts of a reduction that says how the state is set."""
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+"""The garbage collector changes them, too."""
 _CONTAINERS = frozenset({dict, list, set, frozenset, OrderedDict})
 _FUNCTION_ATTRIBUTES = (
     "__name__",
@@ -512,6 +517,8 @@ class _FramePickler(Outbound):
             own = self._own_state(obj)
         except Exception:  # noqa: BLE001 - whatever the objects raise; and what is too large
             return ObjectFrame(None, tuple(dict.fromkeys(self._children)), frozenset(self._names))
+        if kind in _WEAK:
+            own = None
         return ObjectFrame(own, tuple(dict.fromkeys(self._children)), frozenset(self._names))
 
     def _own_state(self, obj: Any) -> object:
@@ -546,7 +553,7 @@ class _FramePickler(Outbound):
         return key
 
     def _met_again(self, obj: Any) -> int | None:
-        """Return a number for an object without a key that is in the frame already: a class leads to itself."""
+        """Return a number for an object without a key that the frame has already: a class leads to itself."""
         number = self._met.get(id(obj))
         if number is None:
             self._met[id(obj)] = -len(self._met) - 1
@@ -558,7 +565,11 @@ class _FramePickler(Outbound):
             return tuple, ((str(obj.dtype), *obj.shape),)
         if type(obj) is types.FunctionType and self.is_notebooks(obj):
             return self._reduced_function(obj)
+        if type(obj) is typing.ForwardRef:
+            return str, (obj.__forward_arg__,)  # it keeps what it was evaluated to
         reduced = super().reducer_override(obj)
+        if reduced is NotImplemented and (caches := _caches_of(type(obj))):
+            return _without(caches, obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             _drop_bookkeeping(reduced[_STATE][0])
         if isinstance(reduced, tuple) and len(reduced) == _WITH_SETTER:
@@ -588,6 +599,40 @@ class _FramePickler(Outbound):
             step = raw.nbytes // _SAMPLE | 1  # odd: not always the same byte of a number
             self._digest.write(bytes(numbers[::step]) + bytes(numbers[-_SAMPLE:]))
         return False
+
+
+def _caches_of(kind: type) -> frozenset[str]:
+    """Return the attributes in which objects of a class keep what can be computed again."""
+    if kind not in _caches:
+        found = {
+            name
+            for each in identity.mro_of(kind)
+            for name, value in identity.namespace_of(each).items()
+            if isinstance(value, functools.cached_property)
+        }
+        if kind.__module__.partition(".")[0] == "pandas":
+            found.add("_cache")
+        _caches[kind] = frozenset(found)
+    return _caches[kind]
+
+
+_caches: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _without(caches: frozenset[str], reduced: Any) -> Any:
+    """Return a reduction without these attributes."""
+    if not isinstance(reduced, tuple):
+        return reduced
+
+    def stripped(state: Any) -> Any:
+        if type(state) is dict:
+            return {name: value for name, value in state.items() if name not in caches} or None
+        if type(state) is not tuple:
+            return state
+        return tuple(each for each in map(stripped, state) if each is not None)
+
+    make, arguments, state, elements, items = (*reduced, None, None, None)[:5]
+    return tuple, ((make, arguments, stripped(state), list(elements or ()), list(items or ())),)
 
 
 def _drop_bookkeeping(state: dict[str, Any]) -> None:
