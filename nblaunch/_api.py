@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -243,10 +244,12 @@ class Session:
         """Give the ranks variables, large ones through shared memory, written once for all ranks.
 
         Raises `CaptureError` for a value that cannot be sent, `NblaunchError` while another job is running.
+        Warns of a tensor whose graph does not travel.
 
         >>> session.push({"scale": 10, "weights": torch.ones(1 << 28)})    # doctest: +SKIP
         """
-        self._live.push(mapping, ranks=ranks)
+        for notice in self._live.push(mapping, ranks=ranks):
+            warnings.warn(notice, stacklevel=2)
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return variables, each as a list in rank order.

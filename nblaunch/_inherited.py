@@ -75,6 +75,23 @@ def needed_by_rank(nproc: int) -> int:
     return RANK_AT_ALL + RANK_PER_PEER * nproc
 
 
+def check_descriptors(nproc: int) -> None:
+    """Raise `LaunchError` if `nproc` ranks with this process's limit would run out of descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = needed_by_rank(nproc)
+    if not allows(hard, needed):
+        raise too_few_descriptors(nproc, f"each of which needs about {needed} of its own", hard)
+
+
+def too_few_descriptors(nproc: int, what: str, hard: int, phase: str = "fork") -> LaunchError:
+    """Return the error for ranks that need more descriptors than a limit allows."""
+    msg = (
+        f"{nproc} ranks were to be started, {what}, but the limit on open files (descriptors) is {hard}. "
+        "Use fewer ranks, close files, or raise the hard limit: ulimit -n 65536 where Jupyter is started."
+    )
+    return LaunchError(msg, phase=phase, kind=FailureKind.OPEN_FILES)
+
+
 def allows(limit: int, wanted: int) -> bool:
     """Return whether a limit on descriptors allows so many."""
     return limit == resource.RLIM_INFINITY or limit >= wanted

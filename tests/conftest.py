@@ -363,10 +363,11 @@ class Leftovers(ThisProcess):
                 if logs:
                     yield f"{path} is there, though no result needs it"
             elif not any(str(path) in each for each in commands):
-                inside = (
-                    sorted(str(each.relative_to(path)) for each in path.rglob("*")) if path.is_dir() else []
-                )
-                yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
+                with contextlib.suppress(FileNotFoundError):  # it goes while this looks
+                    found = path.rglob("*") if path.is_dir() else ()
+                    inside = sorted(str(each.relative_to(path)) for each in found)
+                    path.lstat()
+                    yield f"{path} is there" + (f", with {inside[:10]}" if inside else "")
 
 
 _USED = "gc, sys, threading, time"
@@ -588,6 +589,8 @@ class Pending:
 class Kernel:
     """A real ipykernel, with `%load_ext nblaunch` done, driven as a notebook drives it."""
 
+    FIRST_CELL = "%load_ext nblaunch"
+
     def __init__(self, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.log = Path(os.environ["JUPYTER_RUNTIME_DIR"]) / f"{self.mark}.log"
@@ -602,7 +605,7 @@ class Kernel:
         self.client.start_channels()
         try:
             self.client.wait_for_ready(timeout=60)
-            self.ok("%load_ext nblaunch")
+            self.ok(self.FIRST_CELL)
             # So that collecting what a test leaves in the kernel does not go through all of torch.
             self.ok("import gc; gc.freeze()")
         except BaseException:

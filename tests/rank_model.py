@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from looked import has_identity, is_notebooks, taken_apart
 
-VIEWS_SHARE = False
+VIEWS_SHARE = True
 """Whether a view of an array leads to the array."""
 _STOPS = (types.ModuleType, types.BuiltinFunctionType)
 

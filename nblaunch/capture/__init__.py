@@ -24,13 +24,17 @@ Invariants:
 Modules, each after those that it imports:
 
     dataflow       scopes of a cell, what they bind, and what is bound on every path so far
-    identity       keys of objects; the tables at both ends
     tensors        torch storages as buffers: once for each storage, never as a CUDA handle
-    unpicklable    the parts of an object as pickle sees them; the path to the one that cannot be sent
+    parts          what an object is made of, and how the step to each part is written
+    arrays         NumPy arrays: views share their memory on the other side, and with torch's tensors
+    identity       keys of objects; the tables at both ends
+    recipes        what pickle cannot send of torch's objects: what makes each again
+    annotations    the names in annotations that are text
     push           the content of an object, which fills the one that a rank has
     modules        the notebook's own files that a job may import
     names          the names of the notebook that a cell needs, magics and shell commands included
     pickling       picklers and unpicklers, with buffers out of band and keys for known objects
+    unpicklable    the path to the part where pickling fails
     walk           objects as they were sent, and whether they would be sent otherwise now
     capture        a cell, a call, a push: what is sent for it, ready to be written
     shared_memory  payloads in memory files (or files), written once, held and mapped

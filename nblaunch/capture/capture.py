@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch._errors import CaptureError
 from nblaunch.capture import pickling
 from nblaunch.capture.names import cell_names
+from nblaunch.capture.parts import attributes_of
 from nblaunch.capture.pickling import Known, Packed
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ RANK_NAMES = frozenset({"rank", "local_rank", "world_size", "device"})
 _MODULE_NAMES = frozenset({"__name__", "__builtins__", "__builtin__", "get_ipython"})
 _SHELL_NAMES = frozenset({"exit", "quit", "open"})
 SHELL_NAMES = _SHELL_NAMES | _MODULE_NAMES
+IPYTHONS_CONTAINERS = frozenset({"In", "Out", "_ih", "_oh", "_dh"})
+"""IPython appends to these with each cell: they are sent as they are now."""
+IPYTHONS_NAMES = IPYTHONS_CONTAINERS | {"_", "__", "___", "_i", "_ii", "_iii"}
+"""IPython binds these anew with each cell of the notebook; nobody has assigned them."""
 
 
 def notebook_names(namespace: Mapping[str, Any]) -> AbstractSet[str]:
@@ -57,6 +62,8 @@ class Captured:
     """The variables in the payload."""
     used: frozenset[str] = frozenset()
     """All names that the cell may use."""
+    notices: tuple[str, ...] = ()
+    """What the user should know of the variables in it."""
 
 
 def capture_cell(
@@ -81,7 +88,10 @@ def capture_cell(
         packed, sent = _packed_cell(lacking, names.needed, namespace, known)
         more = _more(packed, lacking, available, known)
         if not more:
-            return Captured(packed, _submodules_in(names.dotted, namespace), _sources(packed), sent, used)
+            variables = {name: namespace[name] for name in sorted(sent)}
+            notices = _notices(packed, variables, namespace, known)
+            imports = _submodules_in(names.dotted, namespace)
+            return Captured(packed, imports, _sources(packed), sent, used, notices)
         lacking |= more
 
 
@@ -119,7 +129,8 @@ def capture_values(
     """Capture variables for a push. Raises `CaptureError` for one that cannot be sent."""
     with _explained(values, namespace, "the push holds"):
         packed = pickling.dumps(values, namespace, known, push=True)
-    return Captured(packed, (), _sources(packed), frozenset(values))
+    notices = _notices(packed, values, namespace, known)
+    return Captured(packed, (), _sources(packed), frozenset(values), notices=notices)
 
 
 def capture_call(
@@ -133,7 +144,7 @@ def capture_call(
 
     Raises `CaptureError` naming the part that cannot be sent.
     """
-    roots = {getattr(function, "__name__", type(function).__name__): function}
+    roots: dict[str, object] = {called_name(function).rpartition(".")[2]: function}
     roots |= {f"args[{position}]": value for position, value in enumerate(args)}
     roots |= {f"kwargs[{key!r}]": value for key, value in kwargs.items()}
     available = namespace or {}
@@ -145,8 +156,47 @@ def capture_call(
             packed = pickling.dumps(call, namespace, known, trim=known is None)
             more = _more(packed, lacking, notebook_names(available), known)
             if not more:
-                return Captured(packed, (), _sources(packed), lacking)
+                notices = _notices(packed, {**roots, **dict(variables)}, namespace, known)
+                return Captured(packed, (), _sources(packed), lacking, notices=notices)
             lacking |= more
+
+
+def called_name(function: object) -> str:
+    """Return the qualified name of what is called; runs no code of the user's."""
+    kind = type(function)
+    if issubclass(kind, types.FunctionType | types.MethodType | types.BuiltinFunctionType | type):
+        return str(function.__qualname__)  # type: ignore[attr-defined] # each of these has it
+    name = (attributes_of(function) or {}).get("__qualname__")
+    return name if type(name) is str else kind.__qualname__
+
+
+def _notices(
+    packed: Packed, variables: Mapping[str, object], namespace: dict[str, Any] | None, known: Known | None
+) -> tuple[str, ...]:
+    """Return a notice for each variable that leads to tensors whose graph stays behind."""
+    if not packed.detached:
+        return ()
+    waiting = {id(tensor): tensor for tensor in packed.detached}
+    variables = {**packed.carried, **variables}
+    notices = []
+    for name, value in variables.items():
+        if waiting.pop(id(value), None) is not None:
+            notices.append(
+                f"{name} has lost its graph: on the ranks it is a leaf, and backward() ends there. "
+                f"Compute it in the cell, or send {name}.detach()"
+            )
+    for name, value in variables.items():
+        if not waiting:
+            break
+        held = set(map(id, pickling.dumps(value, namespace, known).detached)) & waiting.keys()
+        if held:
+            notices.append(
+                f"{name} holds a tensor that has lost its graph: on the ranks it is a leaf, and backward() "
+                "ends there. Compute it in the cell, or detach it"
+            )
+        for address in held:
+            del waiting[address]
+    return tuple(notices)
 
 
 @contextmanager
@@ -157,7 +207,7 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
     except Exception as error:
         from nblaunch.capture.unpicklable import find_culprit
 
-        culprit = find_culprit(roots, lambda part: _refusal(part, namespace))
+        culprit = find_culprit(roots, error, pickling.Outbound, namespace=namespace, known=None)
         raise _capture_error(culprit, error, user) from error
 
 
@@ -174,12 +224,27 @@ def _capture_error(culprit: Culprit | None, error: Exception, user: str) -> Capt
         return CaptureError(
             f"What {user} cannot be sent to the ranks all together: {type(error).__name__}: {error}."
         )
+    advice = _ADVICE.get(culprit.type_name)
+    if advice is None:
+        advice = f"Make {culprit.path} on the ranks instead"
+        if culprit.path != culprit.name:
+            advice += f", or leave it out of {culprit.name}'s state (__getstate__)"
     msg = (
         f"{culprit.path}: {culprit.reason} ({culprit.type_name}, {culprit.size} bytes). "
-        f"{user.capitalize()} {culprit.name}, and what it holds is sent to every rank. Make "
-        f"{culprit.path} on the ranks instead, or leave it out of {culprit.name}'s state (__getstate__)."
+        f"{user.capitalize()} {culprit.name}, and what it holds is sent to every rank. {advice}."
     )
     return CaptureError(msg, name=culprit.name, path=culprit.path, size=culprit.size)
+
+
+_SCRIPTED = "Give torch.jit.save a file for it here, and torch.jit.load that file in the cell"
+_ADVICE = {
+    "numpy.ufunc": "Call np.frompyfunc in the cell: the function that it is given can be sent",
+    "torch.ScriptModule": _SCRIPTED,
+    "torch.jit.torch.jit.ScriptFunction": _SCRIPTED,
+    "torch.jit._script.RecursiveScriptModule": _SCRIPTED,
+    "torch.jit._trace.TopLevelTracedModule": _SCRIPTED,
+}
+"""What to do instead of sending an object of a class, where that is not to make it anew."""
 
 
 def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tuple[str, ...]:
@@ -187,8 +252,10 @@ def _submodules_in(dotted: frozenset[str], namespace: Mapping[str, Any]) -> tupl
     found = set()
     for chain in dotted:
         root, *attributes = chain.split(".")
-        name = getattr(namespace.get(root), "__name__", None)
-        if not isinstance(name, str) or sys.modules.get(name) is not namespace.get(root):
+        module = namespace.get(root)
+        # No attribute of anything else is looked up: that may run the user's code.
+        name = vars(module).get("__name__") if issubclass(type(module), types.ModuleType) else None
+        if not isinstance(name, str) or sys.modules.get(name) is not module:
             continue
         for attribute in attributes:
             name = f"{name}.{attribute}"

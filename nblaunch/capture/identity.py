@@ -21,20 +21,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from cloudpickle import cloudpickle as _cloudpickle
+from nblaunch.capture.parts import LEAVES, attributes_of, is_by_value
 
 MOST_OBJECTS = 200_000
 """How many objects of one payload get a key: in a larger structure, those found first."""
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code
-
-_VALUE_TYPES = frozenset(
-    {int, float, complex, bool, str, bytes, tuple, frozenset, range, slice}
-    | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
+_VALUE_TYPES = LEAVES | frozenset(
+    {tuple, frozenset, range, slice}
+    | {types.EllipsisType, types.NotImplementedType, types.CodeType, types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType}
 )
-LEAVES = frozenset({int, float, complex, bool, str, bytes, types.NoneType})
-"""Values that refer to nothing."""
+_MEMORY = frozenset({"ndarray", "memmap", "Memory", "UntypedStorage"})
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
     type,
@@ -62,36 +59,6 @@ def has_identity(obj: object) -> bool:
     return not isinstance(obj, type | types.FunctionType) or is_by_value(obj)
 
 
-def is_by_value(obj: type | types.FunctionType) -> bool:
-    """Return whether cloudpickle sends this class or function itself, not a name to import it by."""
-    if isinstance(obj, type) and not obj.__flags__ & _HEAP_TYPE:
-        return False
-    return not _cloudpickle._should_pickle_by_reference(obj)  # noqa: SLF001 - its own answer, never ours
-
-
-# `type`'s own descriptors: with a metaclass these may be properties.
-namespace_of = type.__dict__["__dict__"].__get__
-mro_of = type.__dict__["__mro__"].__get__
-_C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
-    """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
-    for each in mro_of(kind):
-        descriptor = namespace_of(each).get("__dict__")
-        if descriptor is not None:
-            # Code of the user's may have put anything there.
-            return descriptor.__get__ if type(descriptor) in _C_DESCRIPTORS else None
-    return None
-
-
-def attributes_of(obj: object) -> dict[str, Any] | None:
-    """Return the `__dict__` of an object, None if it has none of its own; runs no code of the user's."""
-    getter = attributes_getter(type(obj))
-    stored = None if getter is None else getter(obj)
-    return stored if type(stored) is dict else None
-
-
 class _Weak(weakref.ref[Any]):
     """A weak reference that knows its entry."""
 
@@ -109,6 +76,8 @@ class ObjectTable:
         self._held: dict[int, Any] = {}
         self._keys: dict[int, int] = {}
         self._lost: list[int] = []
+        self._memories: set[int] = set()
+        """Keys of objects that are, or were, memory of NumPy's or torch's."""
         self.attached: dict[int, Any] = {}
         """What is kept for an object as long as it is known, by key."""
         self._sweeping = threading.Lock()
@@ -131,11 +100,14 @@ class ObjectTable:
     def clear(self) -> None:
         """Forget all objects."""
         self._entries, self._held, self._keys, self._lost, self.attached = {}, {}, {}, [], {}
+        self._memories = set()
 
     def add(self, obj: Any, key: int) -> None:
         """Know `obj` by `key`, which no other object has."""
         address = id(obj)
         self._keys[address] = key
+        if type(obj).__name__ in _MEMORY:
+            self._memories.add(key)
         try:
             weak = _Weak(obj, self._died)
         except TypeError:
@@ -154,6 +126,12 @@ class ObjectTable:
         """Return the object, None if it is gone."""
         weak = self._entries.get(key)
         return self._held.get(key) if weak is None else weak()
+
+    def memories(self) -> list[tuple[int, Any]]:
+        """Return the arrays, memories of arrays and storages, with their keys."""
+        found = [(key, obj) for key in list(self._memories) if (obj := self.get(key)) is not None]
+        self._memories = {key for key, _ in found}
+        return found
 
     def discard(self, keys: Iterable[int]) -> None:
         """Forget objects; unknown keys are ignored."""

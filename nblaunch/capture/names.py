@@ -45,12 +45,13 @@ class CellNames:
     `needed` are loaded before the cell has certainly defined them. `maybe` might be: they are defined on some
     paths through the cell only, used in a function that the cell never uses, or in a magic's text. `dotted`
     holds the attribute chains that start at one of either (`xml.etree.ElementTree`): a part of a chain may be
-    a submodule that must be imported.
+    a submodule that must be imported. `bound` are those that the cell has certainly given a value by its end.
     """
 
     needed: frozenset[str]
     maybe: frozenset[str]
     dotted: frozenset[str]
+    bound: frozenset[str] = frozenset()
 
 
 def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNames:
@@ -76,6 +77,7 @@ def cell_names(source: str, *, transform: Callable[[str], str] = str) -> CellNam
         needed=frozenset(analysis.needed),
         maybe=frozenset(analysis.maybe - analysis.needed),
         dotted=frozenset(analysis.dotted),
+        bound=frozenset(analysis.bound),
     )
 
 
@@ -96,6 +98,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self.needed: set[str] = set()
         self.maybe: set[str] = set()
         self.dotted: set[str] = set()
+        self.bound: set[str] = set()
         self._transform = transform
         self._lazy_annotations = lazy_annotations
         self._module = LexicalScope(ScopeKind.MODULE)
@@ -110,6 +113,7 @@ class _Analysis(FlowVisitor, ast.NodeVisitor):  # the second for ruff: a visitor
         self.visit_all(tree.body)
         if self.flow.dead:
             self.flow = Flow()
+        self.bound = {variable.name for variable in self.flow.sure if variable.scope is self._module}
         with self._uncertainly():
             while unused := [body for body, times in self._followed.items() if not times]:
                 for body in unused:

@@ -16,7 +16,9 @@ Two things differ from plain cloudpickle:
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
+import dis
 import functools
 import hashlib
 import io
@@ -25,7 +27,6 @@ import sys
 import threading
 import traceback
 import types
-import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,11 +36,14 @@ from typing import Any, Protocol
 import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
-from nblaunch.capture import identity, push, tensors
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture import arrays, identity, push, recipes, tensors
+from nblaunch.capture.annotations import annotation_names
+from nblaunch.capture.parts import LEAVES, global_names
 
 OUT_OF_BAND = 4096
 """Buffers of fewer bytes stay inside the pickle stream."""
+_RAISE = dis.opmap["RAISE_VARARGS"]
+"""The instruction of a `raise`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +94,17 @@ def _memory_range(buffer: memoryview | tensors.Far) -> tuple[int, int] | None:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer.nbytes
 
 
-class _MainGlobals:
-    """Unpickles as the globals of the process's own `__main__`."""
-
-    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
-        return main_globals, ()
+_NAMESPACE = 0
+"""The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
 
 
 def main_globals() -> dict[str, Any]:
     """Return the globals of this process's `__main__`."""
     return sys.modules["__main__"].__dict__
+
+
+def _reduce_alone(obj: Any) -> Any:
+    return arrays.reduce_alone(obj) if arrays.is_array(obj) else tensors.reduce(obj)
 
 
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
@@ -109,11 +114,12 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         self, *arguments: Any, storages: tensors.WholeStorages | None = None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
-        self._reduce_tensor = tensors.reduce if storages is None else storages.reduce
+        self._reduce_memory = _reduce_alone if storages is None else storages.reduce
         self.filenames: set[str] = set()
         self.carried: dict[str, Any] = {}
         self.reads: set[str] = set()
         self.detached: list[Any] = []
+        self._recomputed: set[int] = set()
         self.keys: set[int] = set()
 
     def places(self, root: object) -> Sequence[tuple[int, Any]]:  # noqa: ARG002 - sessions need it
@@ -125,35 +131,63 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
             self.filenames.add(obj.co_filename)
         if tensors.is_tensor(obj):
             return self._tensor_with_parts(obj)
-        reduced = self._reduce_tensor(obj)
+        self._recomputed.update(tensors.recomputed_in(obj))
+        reduced = self._reduce_memory(obj)
         if reduced is NotImplemented:
-            reduced = reduce_notebook_type(obj)
+            reduced = recipes.reduce(obj)
+        if reduced is NotImplemented and _is_pandas(type(obj)):
+            return _with_arrays_by_value(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
             if type(obj) is types.FunctionType and obj.__closure__ is not None and isinstance(reduced, tuple):
-                reduced = _with_cells(obj.__closure__, reduced)
+                reduced = with_cells(obj.__closure__, reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple):
-            if slots := vars(obj).get("__slots__"):
-                _make_with_slots(slots, reduced)
+            _make_whole(obj, reduced)
             if reduced[0] in _TRACKED and (name := self._name_of(obj)):
                 reduced = _named_class(reduced, name)
         return reduced
 
     def _tensor_with_parts(self, tensor: Any) -> Any:
-        if tensor.grad_fn is not None:
+        if tensor.grad_fn is not None and id(tensor) not in self._recomputed:
             self.detached.append(tensor)
         parts = tensors.parts_of(tensor)
-        reduced = self._reduce_tensor(tensor)
-        if parts is None:
-            return super().reducer_override(tensor) if reduced is NotImplemented else reduced
-        return tensors.with_parts(tensor, reduced, parts)
+        reduced = self._reduce_memory(tensor)
+        if parts is not None:
+            reduced = tensors.with_parts(tensor, reduced, parts)
+        if tensor.is_inference():
+            reduced = tensors.as_inference(tensor, reduced)
+        return super().reducer_override(tensor) if reduced is NotImplemented else reduced
 
     def _name_of(self, obj: type) -> str:
         """Return the name of a class that ranks have made, empty for any other."""
         return _names.get(obj, "")
 
 
-def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+def _is_pandas(kind: type) -> bool:
+    module: object = kind.__module__  # a metaclass may have put anything there
+    return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
+
+
+def _with_arrays_by_value(obj: Any) -> Any:
+    """Have the arrays within an object of pandas arrive in memory of their own.
+
+    pandas knows which of its objects share memory, and copies on a write; pickling loses that.
+    """
+    if isinstance(obj, type | types.FunctionType):
+        return NotImplemented
+    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return _by_value(reduced) if isinstance(reduced, tuple) else reduced
+
+
+def _by_value(part: Any) -> Any:
+    if type(part) is tuple:
+        return tuple(map(_by_value, part))
+    if type(part) is dict:
+        return {name: _by_value(value) for name, value in part.items()}
+    return push.ByValue(part) if arrays.is_array(part) else part
+
+
+def with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     """Have a function be made with its cells, which are objects: functions share them.
 
     cloudpickle makes new cells for each function, and copies what is in them.
@@ -162,24 +196,17 @@ def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> 
     return (make, (*arguments[:-1], cells), (attributes, {**slots, "__closure__": None}), *others)
 
 
-def _reduce_cell(cell: types.CellType) -> tuple[Any, ...]:
-    # Its content, which may lead back to the cell, comes after it.
-    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
-    try:
-        content = cell.cell_contents
-    except ValueError:  # the variable is not defined yet
-        return make, ()
-    return make, (), (content,), None, None, push.fill_cell
-
-
-def _make_with_slots(slots: Any, reduced: tuple[Any, ...]) -> None:
-    """Have a class that is sent by value be made with its slots.
+def _make_whole(cls: type, reduced: tuple[Any, ...]) -> None:
+    """Have a class that is sent by value be made with its slots and its qualified name.
 
     cloudpickle sets `__slots__` afterwards, which makes no slots: objects of that class would have a
     `__dict__`, and could not be sent back to the notebook's class, which has none.
     """
     if reduced[0] is _cloudpickle._make_skeleton_class:  # noqa: SLF001 - no public name
-        reduced[1][3]["__slots__"] = slots
+        names = reduced[1][3]
+        names["__qualname__"] = cls.__qualname__
+        if slots := vars(cls).get("__slots__"):
+            names["__slots__"] = slots
 
 
 class Known(Protocol):
@@ -187,6 +214,9 @@ class Known(Protocol):
 
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that all of these ranks have."""
+
+    def memories(self) -> Iterable[Any]:
+        """Return the arrays, memories of arrays and storages that all of these ranks have."""
 
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether the ranks need the variable `name` of the notebook, which is `value`."""
@@ -206,35 +236,72 @@ class Outbound(_ValuePickler):
         self, *arguments: Any, namespace: dict[str, Any] | None, known: Known | None, **keywords: Any
     ) -> None:
         super().__init__(*arguments, **keywords)
-        notebook = [globals_ for globals_ in (namespace, main_globals()) if globals_ is not None]
-        self._notebook = frozenset(map(id, notebook))
+        self._namespace = main_globals() if namespace is None else namespace
+        self._named = namespace is not None
         self._known = known
-        for each in self._notebook:
-            # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-            self.globals_ref[each] = _MainGlobals()
+        self._notebook: set[int] = set()
+        for each in (self._namespace, main_globals()):
+            self._add_notebook(each)
+
+    def _add_notebook(self, globals_: dict[str, Any]) -> None:
+        self._notebook.add(id(globals_))
+        # cloudpickle rebuilds functions of one module around one dictionary, kept here.
+        self.globals_ref[id(globals_)] = globals_
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the key of an object that ranks have: of the namespace, which some objects hold."""
+        return _NAMESPACE if id(obj) in self._notebook else None
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
+        is_notebooks = self.is_notebooks(obj)  # first: it may find out which dictionary is the notebook
         reduced = super().reducer_override(obj)
-        if type(obj) is types.FunctionType and isinstance(reduced, tuple) and self.is_notebooks(obj):
-            return self._with_globals(obj, reduced)
+        if is_notebooks and isinstance(reduced, tuple):
+            return self._offering(obj, reduced)
         return tensors.reduce_device(obj) if reduced is NotImplemented else reduced
 
-    def is_notebooks(self, function: types.FunctionType) -> bool:
-        """Return whether a function reads its globals in the notebook."""
-        return id(function.__globals__) in self._notebook
+    def is_notebooks(self, obj: Any) -> bool:
+        """Return whether a function reads its globals in the notebook, or a class its annotations.
 
-    def _with_globals(self, function: types.FunctionType, reduced: tuple[Any, ...]) -> Any:
-        """Have a function offer its globals to the rank, which decides; cloudpickle would set them."""
-        make, arguments, (attributes, slots), *_ = reduced
-        names = set(global_names(function))
+        In a push before the first cell nothing says which dictionary that is but the functions themselves.
+        """
+        if type(obj) is not types.FunctionType:
+            return isinstance(obj, type) and obj.__module__ == self._namespace.get("__name__")
+        globals_ = obj.__globals__
+        if not self._named and id(globals_) not in self._notebook and globals_.get("__name__") == "__main__":
+            self._add_notebook(globals_)
+        return id(globals_) in self._notebook
+
+    def read_by(self, obj: Any) -> frozenset[str]:
+        """Return the names of the notebook that a function or a class of it reads."""
+        names = annotation_names(obj, self._namespace)
+        return names if isinstance(obj, type) else names.union(global_names(obj))
+
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        """Return the variables that a function or a class needs there."""
+        names = self.read_by(obj)
         self.reads |= names
-        needed = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        globals_ = self._namespace if isinstance(obj, type) else obj.__globals__
+        needed = {name: globals_[name] for name in names if name in globals_}
         if self._known is not None:
             needed = {name: value for name, value in needed.items() if self._known.lacks(name, value)}
         self.carried.update(needed)
-        state = (attributes, {**slots, "__globals__": {}}, needed)
-        return make, arguments, state, None, None, _set_function
+        return needed
+
+    def _offering(self, obj: Any, reduced: tuple[Any, ...]) -> Any:
+        """Have an object offer the variables that it reads to the rank, which decides."""
+        if len(reduced) < WITH_SETTER:
+            return reduced
+        make, arguments, state, elements, items, fill = reduced
+        if not isinstance(obj, type):
+            attributes, slots = state
+            state = attributes, {**slots, "__globals__": {}}  # cloudpickle would set them
+        needed = self.needed_by(obj)
+        return make, arguments, (fill, state, needed), elements, items, _set_offering
+
+
+WITH_SETTER = 6
+"""So many parts has a reduction that says how the state is set."""
 
 
 class _Identifying(Outbound):
@@ -242,13 +309,14 @@ class _Identifying(Outbound):
 
     _known: Known
 
-    # Not in `Outbound`: pickle calls it for every single object.
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is not None:
             self.keys.add(key)
+        elif id(obj) in self._notebook:
+            return _NAMESPACE
         return key
 
     def places(self, root: object) -> Sequence[tuple[int, Any]]:
@@ -264,11 +332,11 @@ class _Refreshing(_Identifying):
         self._new: set[int] = set()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if type(obj) in identity.LEAVES:
+        if type(obj) in LEAVES:
             return None
         key = self._known.key_of(obj)
         if key is None or key in self._new:
-            return None
+            return _NAMESPACE if id(obj) in self._notebook else None
         if key not in self.keys:
             content = push.content_of(obj)
             if content is None:
@@ -287,9 +355,9 @@ class _Refreshing(_Identifying):
         super().dump([])
 
 
-def _set_function(function: types.FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
-    attributes, slots, offered = state
-    _cloudpickle._function_setstate(function, (attributes, slots))  # noqa: SLF001 - cloudpickle's own way
+def _set_offering(obj: Any, state: tuple[Callable[[Any, Any], Any], Any, dict[str, Any]]) -> None:
+    fill, own, offered = state
+    fill(obj, own)
     getattr(_loading, "offer", _offer_to_main)(offered)
 
 
@@ -302,7 +370,7 @@ def _offer_to_main(offered: Mapping[str, Any]) -> None:
 _loading = threading.local()
 
 
-class _Homebound(_ValuePickler):
+class Homebound(_ValuePickler):
     """From a rank to the notebook: classes that came from there go back by name.
 
     A class that a rank has made is sent by value, under a digest of its definition: classes of several ranks
@@ -310,6 +378,7 @@ class _Homebound(_ValuePickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
         if isinstance(obj, type) and obj in received_classes:
             return known_class, (received_classes[obj],)
         tensors.refuse_bound(obj)
@@ -328,7 +397,7 @@ class _Homebound(_ValuePickler):
         return name
 
 
-class _Defining(_Homebound):
+class _Defining(Homebound):
     """Pickles a class to be compared: with all it refers to, and without names that are random."""
 
     def _name_of(self, obj: type) -> str:  # noqa: ARG002 - its definition alone is compared
@@ -437,17 +506,30 @@ def dumps(
         kind: type[Outbound] = Outbound
     else:
         kind = _Refreshing if push else _Identifying
-    return _packed(value, functools.partial(kind, namespace=namespace, known=known), trim=trim)
+    make = functools.partial(kind, namespace=namespace, known=known)
+    if trim or known is None:
+        return _packed(value, make, arrays.TrimmedMemories if trim else arrays.WholeMemories)
+    return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
 
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _packed(value, _Homebound, trim=True)
+    return _packed(value, Homebound, arrays.TrimmedMemories)
 
 
-def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) -> Packed:
+def _packed(
+    value: object, make: Callable[..., _ValuePickler], memories: Callable[..., arrays.WholeMemories]
+) -> Packed:
+    whole: list[Any] = []
+    while True:
+        try:
+            return _packed_once(value, make, memories(first=whole))
+        except arrays.OverlapError as error:
+            whole.append(error.root)
+
+
+def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: arrays.WholeMemories) -> Packed:
     buffers: list[memoryview | tensors.Deferred] = []
-    storages = tensors.TrimmedStorages() if trim else tensors.WholeStorages()
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         if (deferred := storages.deferred(buffer)) is not None:
@@ -465,11 +547,13 @@ def _packed(value: object, make: Callable[..., _ValuePickler], *, trim: bool) ->
     stream = io.BytesIO()
     pickler = make(stream, protocol=5, buffer_callback=keep_inside, storages=storages)
     pickler.dump(value)
+    taken = tuple(each if isinstance(each, memoryview) else each() for each in buffers)
+    storages.forget()
     return Packed(
         # Neither this nor `getbuffer` copies. But from Python 3.13 on a BytesIO that is collected while
         # a buffer of it is in use prints an error.
         memoryview(stream.getvalue()),
-        tuple(each if isinstance(each, memoryview) else each() for each in buffers),
+        taken,
         frozenset(pickler.filenames),
         pickler.carried,
         frozenset(pickler.reads),
@@ -485,32 +569,49 @@ def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device
     Only for bytes from an authenticated sender: unpickling runs code.
     """
     with _loading_on(device):
-        return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
+        return _Loader(io.BytesIO(stream), buffers=buffers).load()
 
 
 @contextmanager
 def _loading_on(device: str | None) -> Iterator[None]:
-    """Refuse an object that raises `SystemExit`: it must end neither a rank nor the notebook."""
+    """Refuse an object that raises what is no `Exception`: it must end neither a rank nor the notebook."""
     try:
         with tensors.arriving_on(device):
             yield
-    except SystemExit as error:
+    except BaseException as error:
+        if isinstance(error, Exception) or _is_interrupt(error):
+            raise
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         name = frame.f_code.co_name
         where = f" (in {name})" if name not in {loads.__name__, loads_known.__name__} else ""
-        code = "" if error.code is None else repr(error.code)
-        msg = f"it raised SystemExit({code}) while it was loaded{where}"
+        # Others may have a repr that raises.
+        given = ", ".join(f"{each!r:.100}" for each in error.args if isinstance(each, str | int))
+        msg = f"it raised {type(error).__name__}({given}) while it was loaded{where}"
         raise pickle.UnpicklingError(msg) from error
 
 
-class _Loader(pickle.Unpickler):
-    """Finds objects by the notebook's keys."""
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether SIGINT has raised this, and no object: it comes between any two instructions."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    raised = step is not None and step.tb_frame.f_code.co_code[step.tb_lasti] == _RAISE
+    return type(error) is KeyboardInterrupt and not raised
 
-    def __init__(self, *arguments: Any, found: Callable[[int], Any], **keywords: Any) -> None:
+
+class _Loader(pickle.Unpickler):
+    """Finds objects by the notebook's keys; without `found` there is the namespace alone."""
+
+    def __init__(self, *arguments: Any, found: Callable[[int], Any] | None = None, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._found = found
 
     def persistent_load(self, key: int) -> Any:
+        if key == _NAMESPACE:
+            return main_globals()
+        if self._found is None:
+            msg = "an object that the notebook sent to the ranks of a session alone"
+            raise pickle.UnpicklingError(msg)
         return self._found(key)
 
 
@@ -555,65 +656,5 @@ def loads_known(
 def dumps_plain(value: object) -> bytes:
     """Pickle a small object for the notebook, buffers included."""
     stream = io.BytesIO()
-    _Homebound(stream, protocol=5).dump(value)
+    Homebound(stream, protocol=5).dump(value)
     return stream.getvalue()
-
-
-# Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.
-# The standard library pickles some of these by name, which a rank cannot look up in the notebook, and others
-# not at all, because of a lock or a weak reference that has no meaning elsewhere.
-
-
-def reduce_notebook_type(obj: Any) -> Any:
-    """Return how to rebuild one of these, `NotImplemented` for anything else."""
-    reducer = _REDUCERS.get(type(obj))
-    return NotImplemented if reducer is None else reducer(obj)
-
-
-def _reduce_cached_function(obj: Any) -> Any:
-    if not _is_notebooks_own(obj):
-        return NotImplemented
-    return _cached_function, (obj.__wrapped__, obj.cache_parameters())
-
-
-def _reduce_new_type(obj: Any) -> Any:
-    if not _is_notebooks_own(obj):
-        return NotImplemented
-    return _new_type, (obj.__name__, obj.__supertype__, obj.__module__)
-
-
-def _reduce_mapping(obj: Any) -> Any:
-    return type(obj), (dict(obj),)
-
-
-def _is_notebooks_own(obj: object) -> bool:
-    return _cloudpickle._lookup_module_and_qualname(obj) is None  # noqa: SLF001 - as for functions and classes
-
-
-def _cached_function(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
-    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
-    return made
-
-
-def _cached_property(function: Callable[..., Any], name: str | None) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
-def _new_type(name: str, supertype: Any, module: str) -> Any:
-    made = typing.NewType(name, supertype)  # type: ignore[misc] # not for a type checker
-    made.__module__ = module
-    return made
-
-
-_REDUCERS: dict[type, Callable[[Any], Any]] = {
-    type(functools.cache(id)): _reduce_cached_function,
-    types.CellType: _reduce_cell,
-    functools.cached_property: lambda obj: (_cached_property, (obj.func, obj.attrname)),
-    typing.NewType: _reduce_new_type,
-    # `functools.singledispatch` keeps a weak dictionary and a proxy in the function that it makes.
-    weakref.WeakKeyDictionary: _reduce_mapping,
-    weakref.WeakValueDictionary: _reduce_mapping,
-    types.MappingProxyType: _reduce_mapping,
-}

@@ -9,18 +9,18 @@ from __future__ import annotations
 import copyreg
 import functools
 import pickle
-import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from nblaunch.capture import tensors
+import cloudpickle
+
+from nblaunch.capture import arrays, recipes, tensors
+from nblaunch.capture.parts import class_attributes, type_name
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
-
-_NOT_REFRESHED = {"__dict__", "__weakref__", "__module__", "__abstractmethods__", "_abc_impl"}
 
 
 class RefreshError(TypeError):
@@ -35,6 +35,11 @@ class ByValue:
 
     def __reduce__(self) -> Any:
         """Reduce to the content of the object."""
+        if isinstance(self.obj, arrays.Memory):
+            return self.obj.by_value()
+        if arrays.is_array(self.obj):
+            reduced = arrays.reduce_alone(self.obj)
+            return self.obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduced is NotImplemented else reduced
         return tensors.reduce_by_value(self.obj)
 
 
@@ -43,14 +48,19 @@ def content_of(obj: Any) -> Content | None:
     kind = type(obj)
     if kind in (list, deque):
         return "list", list(obj)
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in (dict, OrderedDict):
         return "dict", dict(obj)
+    if kind is defaultdict:
+        return "defaultdict", (obj.default_factory, dict(obj))
     if kind is set:
         return "set", list(obj)
     if kind is bytearray:
         return "list", bytes(obj)
-    numpy = sys.modules.get("numpy")
-    if tensors.is_tensor(obj) or tensors.is_storage(obj) or (numpy is not None and kind is numpy.ndarray):
+    if kind is arrays.Memory:
+        return "memory", ByValue(obj)
+    if arrays.is_array(obj):
+        return ("array", ByValue(obj)) if kind.__module__ == "numpy" and kind.__name__ == "ndarray" else None
+    if tensors.is_tensor(obj) or tensors.is_storage(obj):
         return "array", ByValue(obj)
     if kind is types.FunctionType:
         facts = obj.__code__, obj.__defaults__, obj.__kwdefaults__, dict(obj.__dict__)
@@ -58,19 +68,18 @@ def content_of(obj: Any) -> Content | None:
     if kind is types.CellType:
         return "cell", (obj.cell_contents,)
     if isinstance(obj, type):
-        plain = (types.GetSetDescriptorType, types.MemberDescriptorType)
-        return "class", {
-            name: value
-            for name, value in vars(obj).items()
-            if name not in _NOT_REFRESHED and not isinstance(value, plain)
-        }
+        attributes = {name: value for name, value in class_attributes(obj) if name != "__module__"}
+        return "class", (attributes, obj.__bases__)
     return _state_of(obj)
 
 
 def _state_of(obj: Any) -> Content | None:
-    if isinstance(obj, tuple | types.ModuleType):
+    # What cloudpickle has a way of its own for (a property, a static method) holds more than its state.
+    if isinstance(obj, tuple | types.ModuleType) or type(obj) in cloudpickle.Pickler.dispatch_table:
         return None
-    reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    reduced = recipes.reduce(obj)
+    if reduced is NotImplemented:
+        reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if not isinstance(reduced, tuple):
         return None
     make, arguments, *rest = reduced
@@ -80,7 +89,9 @@ def _state_of(obj: Any) -> Content | None:
         return None
     given: tuple[Any, ...] = (*rest, None, None, None)
     state, elements, items = given[:3]
-    return "object", (dict(state) if type(state) is dict else state, list(elements or ()), dict(items or ()))
+    state = dict(state) if type(state) is dict else state
+    # Its class goes along: what is behind that (`Net.lr = 2`) is a part of the object for its user.
+    return "object", (state, list(elements or ()), dict(items or ()), type(obj))
 
 
 def fill(target: Any, content: Content) -> Callable[[], None]:
@@ -99,18 +110,19 @@ def _fill_dict(target: Any, data: Any) -> None:
     target.update(data)
 
 
+def _fill_defaultdict(target: Any, data: Any) -> None:
+    target.default_factory, items = data
+    _fill_dict(target, items)
+
+
 def _fill_function(target: Any, data: Any) -> None:
     # Its cells are filled on their own.
     target.__code__, target.__defaults__, target.__kwdefaults__, attributes, _ = data
     _fill_dict(target.__dict__, attributes)
 
 
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a variable of a closure its value."""
-    (cell.cell_contents,) = content
-
-
-def _fill_class(target: Any, data: Any) -> None:
+def _fill_class(target: Any, content: tuple[dict[str, Any], Any]) -> None:
+    data, _ = content
     for name in [name for name in vars(target) if name not in data and not name.startswith("__")]:
         delattr(target, name)
     for name, value in data.items():
@@ -119,7 +131,7 @@ def _fill_class(target: Any, data: Any) -> None:
 
 
 def _fill_object(target: Any, data: Any) -> None:
-    state, elements, items = data
+    state, elements, items, _ = data
     if isinstance(target, list | dict | deque):  # of a class of its own
         target.clear()
     if elements:
@@ -137,13 +149,20 @@ def _fill_object(target: Any, data: Any) -> None:
         setattr(target, name, value)
 
 
+def _fill_memory(target: Any, data: Any) -> None:
+    if data is not None:  # a file has its content
+        arrays.bytes_of(target)[:] = data
+
+
 _FILL: dict[str, Callable[[Any, Any], None]] = {
     "list": _fill_list,
     "dict": _fill_dict,
+    "defaultdict": _fill_defaultdict,
     "set": _fill_dict,
     "function": _fill_function,
-    "cell": fill_cell,
+    "cell": recipes.fill_cell,
     "class": _fill_class,
+    "memory": _fill_memory,
     "object": _fill_object,
 }
 
@@ -158,9 +177,8 @@ def _filled_array(target: Any, data: Any) -> Callable[[], None]:
         return lambda: tensors.copy_content(target, data)
     if tensors.is_plain_tensor(target) and tensors.is_tensor(data):
         return lambda: setattr(target, "data", data.detach())
-    shown = f"{type(target).__module__}.{type(target).__qualname__}"
     msg = (
-        f"a {shown} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the pushed one "
-        f"of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
+        f"a {type_name(target)} of shape {tuple(getattr(target, 'shape', ()))} on the ranks cannot take the "
+        f"pushed one of shape {tuple(getattr(data, 'shape', ()))}. Assign it in a cell instead."
     )
     raise RefreshError(msg)

@@ -16,6 +16,7 @@ import operator
 import pickle
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,9 +40,8 @@ def reduce(obj: Any) -> Any:
         return _typed, (obj._untyped_storage, obj.dtype)  # noqa: SLF001 - torch warns on the public name
     if type(obj) is torch.Tensor and obj.dtype in torch.storage._new_dtypes():  # noqa: SLF001 - no public list
         return _with_typed_storage(torch, obj)
-    if type(obj) is torch.UntypedStorage and obj.device.type in ("cpu", *ACCELERATORS):
+    if is_readable_storage(obj):
         kind = obj.device.type
-        _refuse_unreadable(obj)
         here = obj if kind == "cpu" else obj.cpu()
         return _untyped, (_buffer(here), here.nbytes(), kind)
     return NotImplemented
@@ -55,13 +55,6 @@ def only_from(readable: Callable[[Any], bool]) -> Iterator[None]:
         yield
     finally:
         del _outgoing.readable
-
-
-def _refuse_unreadable(storage: Any) -> None:
-    readable = getattr(_outgoing, "readable", None)
-    if readable is not None and not readable(storage.device):
-        msg = f"a tensor on {storage.device} cannot be read: the device is busy, or of no use any more"
-        raise pickle.PicklingError(msg)
 
 
 def refuse_bound(obj: Any) -> None:
@@ -153,7 +146,9 @@ def state_of(tensor: Any) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
     with suppress(RuntimeError):  # a sparse tensor, or one without storage
         address = tensor.data_ptr()
     facts = version, address, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    parts = (parts_of(tensor), tensor.__dict__ or None)
+    # torch.compile marks the parameters that it has seen: that is no change.
+    own = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+    parts = (parts_of(tensor), own or None)
     return facts, None if parts == (None, None) else parts
 
 
@@ -198,7 +193,14 @@ def has_usual_state(kind: type) -> bool:
 def is_tensor(obj: Any) -> bool:
     """Return whether `obj` is a torch tensor of any class."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.Tensor)
+    # Not `isinstance`, which reads `obj.__class__`: that may be a property.
+    return torch is not None and issubclass(type(obj), torch.Tensor)
+
+
+def is_module(obj: Any) -> bool:
+    """Return whether `obj` is a torch module of any class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and issubclass(type(obj), torch.nn.Module)
 
 
 def is_plain_tensor(obj: Any) -> bool:
@@ -210,13 +212,50 @@ def is_plain_tensor(obj: Any) -> bool:
 def is_storage(obj: Any) -> bool:
     """Return whether `obj` is the memory of tensors."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(obj, torch.UntypedStorage)
+    return torch is not None and issubclass(type(obj), torch.UntypedStorage)
+
+
+def is_borrowed(obj: Any) -> bool:
+    """Return whether `obj` is a storage over memory that torch has not made: it may be an array's."""
+    # The name first of all: pickle asks this for every object.
+    if type(obj).__name__ != "UntypedStorage" or not is_storage(obj):
+        return False
+    return bool(
+        obj.device.type == "cpu" and obj.nbytes() and not obj.resizable() and not hasattr(obj, "is_copy")
+    )
+
+
+def storage_over(array: Any) -> Any:
+    """Return a storage over the memory of an array of bytes."""
+    import torch
+
+    storage: Any = torch.from_numpy(array).untyped_storage()
+    storage.is_shared_with_arrays = True  # torch counts only its own users
+    return storage
+
+
+def array_over(storage: Any) -> Any:
+    """Return an array of bytes over the memory of a storage."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def is_readable_storage(obj: Any) -> bool:
+    """Return whether `obj` is a storage whose bytes can be sent; raise if they cannot now."""
+    if not is_storage(obj) or obj.device.type not in ("cpu", *ACCELERATORS):
+        return False
+    readable = getattr(_outgoing, "readable", None)
+    if readable is not None and not readable(obj.device):
+        msg = f"a tensor on {obj.device} cannot be read: the device is busy, or of no use any more"
+        raise pickle.PicklingError(msg)
+    return True
 
 
 def reduce_by_value(obj: Any) -> Any:
-    """Return how to rebuild a copy of a tensor, a storage or an array, in memory of its own."""
+    """Return how to rebuild a copy of a tensor or a storage, in memory of its own."""
     if not is_tensor(obj):
-        return reduce(obj) if is_storage(obj) else obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return reduce(obj)
     import torch
 
     alone = _elsewhere(obj)
@@ -236,7 +275,8 @@ def _elsewhere(tensor: Any) -> Any:
     if plain and tensor.nbytes and type(tensor) in _plain(torch) and not tensor.is_quantized:
         memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
         memory.tensor = tensor  # lives as long as the memory is read
-        alone = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        alone: Any = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+        alone.untyped_storage().is_copy = True
     else:
         alone = tensor.detach().clone()
     return alone.requires_grad_() if tensor.requires_grad else alone
@@ -252,6 +292,10 @@ def copy_content(target: Any, data: Any) -> None:
         return
     import torch
 
+    if target.is_inference():
+        with torch.inference_mode():
+            target.copy_(data)
+        return
     with torch.no_grad():
         alike = target.device == data.device and target.stride() == data.stride()
         if alike and target.layout is torch.strided and _is_sole_user(torch, target):
@@ -269,7 +313,9 @@ def _is_sole_user(torch: Any, tensor: Any) -> bool:
     A view, an array of NumPy, a DLPack capsule, a collective at work and a graph that saved the tensor each
     add to a count. The counts of a new tensor differ between versions of torch.
     """
-    return type(tensor) in _plain(torch) and _users(torch, tensor) == _users(torch, torch.empty(1))
+    if type(tensor) not in _plain(torch) or hasattr(tensor.untyped_storage(), "is_shared_with_arrays"):
+        return False
+    return _users(torch, tensor) == _users(torch, torch.empty(1))
 
 
 def _users(torch: Any, tensor: Any) -> tuple[int, ...]:
@@ -297,6 +343,27 @@ def parts_of(tensor: Any) -> tuple[Any, Any, Any] | None:
     return None if gradient is hooks is later is None else (gradient, hooks, later)
 
 
+_RECOMPUTED = ("_orig", "_g", "_v")
+
+
+def recomputed_in(obj: Any) -> list[int]:
+    """Return the addresses of the tensors that a module computes anew, before each call, from parameters.
+
+    `torch.nn.utils.prune` and the older `weight_norm` and `spectral_norm` do: the graph of these is no loss.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or not issubclass(type(obj), torch.nn.Module):
+        return []
+    attributes = obj.__dict__
+    if not attributes.get("_forward_pre_hooks"):
+        return []
+    return [
+        id(value)
+        for name, value in attributes.items()
+        if is_tensor(value) and any(name + ending in attributes["_parameters"] for ending in _RECOMPUTED)
+    ]
+
+
 def _hooks(hooks: Any) -> Any:
     """Return a tensor's hooks, None if it has none; those of torch's wrappers belong to a process group."""
     if not hooks or any(_is_torchs(hook) for hook in hooks.values()):
@@ -305,8 +372,10 @@ def _hooks(hooks: Any) -> Any:
 
 
 def _is_torchs(hook: Any) -> bool:
-    module = getattr(getattr(hook, "__func__", hook), "__module__", None)
-    return isinstance(module, str) and module.startswith("torch.")
+    function = hook.__func__ if type(hook) is types.MethodType else hook
+    # An object's class: to look up an attribute of its own may run the user's code.
+    owner = function if type(function) is types.FunctionType else type(function)
+    return str(owner.__module__).startswith("torch.")
 
 
 def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:
@@ -316,6 +385,20 @@ def with_parts(tensor: Any, reduced: Any, parts: tuple[Any, Any, Any]) -> Any:
             reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     make, arguments, *state = reduced
     return make, arguments, (state[0] if state else None, parts), None, None, _set_state
+
+
+def as_inference(tensor: Any, reduced: Any) -> Any:
+    """Return the reduction of a tensor that was made in inference mode, to be made there again."""
+    if reduced is NotImplemented:
+        reduced = tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return reduced if type(reduced) is not tuple else (_in_inference_mode, reduced[:2], *reduced[2:])
+
+
+def _in_inference_mode(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+
+    with torch.inference_mode():
+        return make(*arguments)
 
 
 def _set_state(tensor: Any, state: tuple[Any, Any]) -> None:
@@ -427,7 +510,7 @@ class TrimmedStorages(WholeStorages):
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts: dict[int, _StoragePart] = {}
+        self._parts: dict[int, StoragePart] = {}
         self._table = _Table(self._parts)
         self._table.placeholder = self.defer(self._table.data)  # no circle: storages are freed at once
 
@@ -444,15 +527,23 @@ class TrimmedStorages(WholeStorages):
             return _same, (part,)
         return reduce(obj)
 
-    def _part_of(self, storage: Any) -> _StoragePart | None:
+    def _part_of(self, storage: Any) -> StoragePart | None:
         """Return the record of a large storage, None for any other."""
         if storage.device.type not in ("cpu", *ACCELERATORS) or storage.nbytes() < LARGE:
             return None
         key = storage._cdata  # noqa: SLF001 - two Python objects may wrap one storage
         if key not in self._parts:
-            part = self._parts[key] = _StoragePart(storage, len(self._parts))
-            part.placeholder = self.defer(part.data)
+            self._add(key, _TensorPart(storage, len(self._parts)))
         return self._parts[key]
+
+    def _add(self, key: int, part: StoragePart) -> None:
+        self._parts[key] = part
+        part.placeholder = self.defer(part.data)
+
+    def _placed(self, storage: Any, width: int) -> tuple[StoragePart | None, Any, int]:  # noqa: ARG002 - see arrays
+        """Return the part in which a storage is, what tensors are made of, and where the storage begins."""
+        part = self._part_of(storage)
+        return part, part, 0
 
     def _tensor(self, torch: Any, tensor: Any) -> Any:
         kind = type(tensor)
@@ -476,40 +567,50 @@ class TrimmedStorages(WholeStorages):
         storage, offset, size, stride, *others = arguments
         if type(storage) is torch.UntypedStorage:
             storage = _typed(storage, torch.uint8)  # see `_with_typed_storage`
-        part = self._part_of(storage._untyped_storage)  # noqa: SLF001 - see `reduce`
+        width = tensor.element_size()
+        part, memory, shift = self._placed(storage._untyped_storage, width)  # noqa: SLF001 - see `reduce`
         if part is None:
             return rebuild, (storage, *arguments[1:])
-        width = tensor.element_size()
+        offset += shift // width
         if 0 not in size:
             last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
             part.show(offset * width, (last + 1) * width)
-        where = (part, self._table, part.number, storage.dtype, width)
+        where = (memory, self._table, part.number, storage.dtype, width)
         return _rebuilt_within, (rebuild, *where, offset, size, stride, *others)
 
 
-class _StoragePart:
-    """A storage of which a pickle takes the bytes from `start` to `high`."""
+class StoragePart:
+    """Memory of which a pickle takes the bytes from `start` to `high`."""
 
     placeholder: pickle.PickleBuffer
+    data: Callable[[], memoryview | Far]
 
-    def __init__(self, storage: Any, number: int) -> None:
-        self.storage, self.number = storage, number
-        self.low: int = storage.nbytes()
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self._size = self.low = size
         self.high = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _untyped_part, (self.placeholder, self.storage.device.type)
 
     def show(self, low: int, high: int) -> None:
         """Include a range; of a storage that was resized below its tensors, the whole."""
-        if high > self.storage.nbytes():
-            low, high = 0, self.storage.nbytes()
+        if high > self._size:
+            low, high = 0, self._size
         self.low, self.high = min(self.low, low), max(self.high, high)
 
     @property
     def start(self) -> int:
         """How many bytes at the beginning are left out."""
         return self.low // _ALIGNED * _ALIGNED if self.high else 0
+
+
+class _TensorPart(StoragePart):
+    """A storage as its tensors show it."""
+
+    def __init__(self, storage: Any, number: int) -> None:
+        super().__init__(number, storage.nbytes())
+        self.storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _untyped_part, (self.placeholder, self.storage.device.type)
 
     def data(self) -> memoryview | Far:
         """Return the bytes of the range."""
@@ -525,7 +626,7 @@ class _Table:
 
     placeholder: pickle.PickleBuffer
 
-    def __init__(self, parts: dict[int, _StoragePart]) -> None:
+    def __init__(self, parts: dict[int, StoragePart]) -> None:
         self._parts = parts
 
     def __reduce__(self) -> tuple[Any, ...]:

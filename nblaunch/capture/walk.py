@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
-from nblaunch.capture import identity, tensors
-from nblaunch.capture.pickling import Outbound
-from nblaunch.capture.unpicklable import global_names
+from nblaunch.capture import arrays, identity, tensors
+from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf, mro_of, namespace_of
+from nblaunch.capture.pickling import WITH_SETTER, Outbound
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -46,8 +46,6 @@ _SMALL = 1024
 _MOST_VISITED = 20_000
 _STATE = 2
 """Where a reduction has the state of the object."""
-_WITH_SETTER = 6
-"""Parts of a reduction that says how the state is set."""
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 """The garbage collector changes them, too."""
 _CONTAINERS = frozenset({dict, list, set, frozenset, OrderedDict})
@@ -76,6 +74,8 @@ class ObjectFrame:
 
 
 _UNKNOWN = ObjectFrame(None)
+CHANGED = ObjectFrame("changed")
+"""Of an object that is not as the ranks have it."""
 
 
 class SentFrames:
@@ -119,12 +119,13 @@ class SentFrames:
         found: frozenset[str] = frozenset()
         for key in keys:
             if key not in self._names:
-                frames = (self._frames.get(each) for each in self._reached_from(key))
+                frames = (self._frames.get(each) for each in self.reached_from(key))
                 self._names[key] = frozenset().union(*(frame.names for frame in frames if frame is not None))
             found |= self._names[key]
         return found
 
-    def _reached_from(self, key: int) -> set[int]:
+    def reached_from(self, key: int) -> set[int]:
+        """Return the keys of the objects to which an object led when it was sent, with its own."""
         waiting, reached = [key], {key}
         while waiting:
             frame = self._frames.get(waiting.pop())
@@ -146,6 +147,8 @@ class Inspection:
         self._sent = frames
         self._pickler = _FramePickler(self._key_of, namespace)
         self._verdicts: dict[int, tuple[bool, tuple[int, ...]]] = {}
+        self._parts: dict[int, tuple[int, ...]] = {}
+        """By the key of a memory, the digests of its parts as it is now."""
 
     def _key_of(self, obj: Any) -> int | None:
         # A value (a tuple, a dtype) may have a key as a variable, and has none within an object.
@@ -155,6 +158,67 @@ class Inspection:
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object as it is now."""
         return self._pickler.frame(obj)
+
+    def arriving(self, new: Mapping[int, Any], filled: Iterable[int]) -> dict[int, ObjectFrame]:
+        """Return the frames of new objects, and of those whose content has been pushed, by key."""
+        frames = {key: self.frame(obj) for key, obj in new.items()}
+        pushed = {key: self._table.get(key) for key in filled}
+        frames |= {key: self.frame(obj) for key, obj in pushed.items()}
+        for key, obj in new.items():
+            if type(obj) is arrays.Memory and self._was_changed(obj.root(), frames):
+                frames[key] = ObjectFrame((None,) * arrays.PARTS)
+        for obj in pushed.values():
+            self._refresh(frames, obj)
+        for key, obj in new.items():
+            # A new view of memory that the ranks have shows what is there.
+            if not self._is_current(frames, obj):
+                frames[key] = CHANGED
+        return frames
+
+    def _was_changed(self, array: Any, frames: Mapping[int, ObjectFrame]) -> bool:
+        """Return whether the ranks have an array, and it has been changed."""
+        key = self._key_of(array)
+        sent = None if key is None or key in frames else self._sent.get(key)
+        return sent is not None and _differs(sent, self.frame(array))
+
+    def _memory_as_sent(
+        self, frames: Mapping[int, ObjectFrame], root: Any
+    ) -> tuple[int, list[Any], tuple[int, ...]] | None:
+        """Return the key of an array's memory, and digests of its parts as they were sent and as they are."""
+        memory = arrays.memory_of(root)
+        key = None if memory is None else self._key_of(memory)
+        sent = None if key is None else frames.get(key, self._sent.get(key))
+        if key is None or sent is None or not isinstance(sent.digest, tuple):
+            return None
+        if key not in self._parts:
+            self._parts[key] = arrays.digests(root)
+        return key, list(sent.digest), self._parts[key]
+
+    def _refresh(self, frames: dict[int, ObjectFrame], pushed: Any) -> None:
+        """Compare what shares memory with pushed content with what it is now."""
+        root, low, high = arrays.shown_by(pushed)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None:
+            return
+        memory, sent, now = found
+        for part in arrays.parts_within(root, low, high, wholly=True) if now else ():
+            sent[part] = now[part]
+        frames[memory] = ObjectFrame(tuple(sent))
+        for key, obj in self._table.memories():
+            other, first, end = arrays.shown_by(obj)
+            if key not in self._sent or other is not root or type(obj) is arrays.Memory:
+                continue
+            if low <= first <= end <= high or self._is_current(frames, obj):
+                frames[key] = self.frame(obj)
+
+    def _is_current(self, frames: Mapping[int, ObjectFrame], obj: Any) -> bool:
+        """Return whether the ranks have the bytes that a view shows, if they have its memory."""
+        root, low, high = arrays.shown_by(obj)
+        found = None if root is None else self._memory_as_sent(frames, root)
+        if found is None or not found[-1]:
+            return True
+        _, sent, now = found
+        return all(sent[part] == now[part] for part in arrays.parts_within(root, low, high, wholly=False))
 
     def changed(self, root: Any, sent: ObjectFrame | None = None) -> bool:
         """Return whether `root`, or an object that it leads to, has another frame than was sent.
@@ -186,6 +250,8 @@ class Inspection:
                     if child not in seen:
                         seen.add(child)
                         waiting.append(child)
+            if not all(key in self._sent for key in seen):
+                return False  # of what is about to be sent there is nothing to compare with
             shortcut = _Shortcut(self._table, self._sent, seen, self._key_of)
         self._sent.shortcuts[root] = shortcut
         return False
@@ -285,9 +351,7 @@ class _Shortcut:
 
     def _can_hold(self, parts: Iterable[Any]) -> bool:
         """Return whether all parts have a key or are small values, which are held from here on."""
-        held = {
-            id(part): part for part in parts if type(part) in identity.LEAVES or self._key_of(part) is None
-        }
+        held = {id(part): part for part in parts if type(part) in LEAVES or self._key_of(part) is None}
         if len(held) > _SMALL or not all(map(_is_small_value, held.values())):
             return False
         self._held |= held
@@ -392,7 +456,7 @@ def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     usual = usual and tensors.has_usual_state(kind) and kind not in copyreg.dispatch_table
     plain = usual and not issubclass(kind, _BUILT_IN) and kind.__weakrefoffset__ > 0
     plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
-    return identity.attributes_getter(kind) if plain else None
+    return attributes_getter(kind) if plain else None
 
 
 def _is_small_value(obj: Any, depth: int = 3) -> bool:
@@ -405,7 +469,7 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
     if issubclass(kind, type | types.FunctionType):
         return not identity.has_identity(obj)
     return (
-        kind in identity.LEAVES
+        kind in LEAVES
         or kind in (types.ModuleType, types.BuiltinFunctionType)
         or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
@@ -432,6 +496,8 @@ def _leaf_digest(container: Any) -> _Leaf:
     pickler.fast = True
     try:
         pickler.dump(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
+    except OverflowError:
+        pass  # what came before is compared, and the length
     except Exception:  # noqa: BLE001 - it holds other things
         return _Leaf()
     return _Leaf((kind, len(container), *sink.state()))
@@ -444,17 +510,13 @@ def _columns(container: Any) -> tuple[list[Any], list[Any]]:
 
 class _ValuesOnly(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is OrderedDict:
+        if obj is complex or type(obj) in (OrderedDict, complex):
             return NotImplemented
         raise TypeError
 
 
 def _is_leaf(container: Any) -> bool:
-    """Return whether a container holds numbers and texts only."""
-    if len(container) > MOST_ELEMENTS:
-        container = list(_sample(container))
-    values = container.values() if isinstance(container, dict) else ()
-    return identity.LEAVES.issuperset(map(type, container)) and identity.LEAVES.issuperset(map(type, values))
+    return is_leaf(list(_sample(container)) if len(container) > MOST_ELEMENTS else container)
 
 
 def _sample(container: Any) -> Iterator[Any]:
@@ -508,6 +570,8 @@ class _FramePickler(Outbound):
     def frame(self, obj: Any) -> ObjectFrame:
         """Return the frame of an object; one without a digest if it cannot be compared."""
         kind = type(obj)
+        if id(obj) in self._notebook:
+            return _UNKNOWN  # it leads to all variables, which are known by name
         if kind in _CONTAINERS and (not obj or _is_leaf(obj)):
             return ObjectFrame(_leaf_digest(obj))
         self._digest.reset()
@@ -531,6 +595,8 @@ class _FramePickler(Outbound):
             return facts, self._digest.state()
         if tensors.is_storage(obj):
             return ("storage",)  # its tensors have versions
+        if type(obj) is arrays.Memory:
+            return arrays.digests(obj.root())
         if type(obj) in _CONTAINERS and len(obj) > MOST_ELEMENTS:
             self._begun = True
             self.dump((len(obj), list(_sample(obj))))
@@ -540,11 +606,13 @@ class _FramePickler(Outbound):
 
     def persistent_id(self, obj: Any) -> int | None:
         kind = type(obj)
-        if kind in identity.LEAVES:
+        if kind in LEAVES:
             return None
         if not self._begun:
             self._begun = True
             return None
+        if (namespace := super().persistent_id(obj)) is not None:
+            return namespace
         key = self._keyed(obj)
         if key is not None:
             self._children.append(key)
@@ -553,7 +621,7 @@ class _FramePickler(Outbound):
         return key
 
     def _met_again(self, obj: Any) -> int | None:
-        """Return a number for an object without a key that the frame has already: a class leads to itself."""
+        """Return the number of an object without a key that is in the frame already, as a class may be."""
         number = self._met.get(id(obj))
         if number is None:
             self._met[id(obj)] = -len(self._met) - 1
@@ -567,23 +635,31 @@ class _FramePickler(Outbound):
             return self._reduced_function(obj)
         if type(obj) is typing.ForwardRef:
             return str, (obj.__forward_arg__,)  # it keeps what it was evaluated to
+        if arrays.is_array(obj) and obj.nbytes > MOST_BYTES and not obj.flags.forc:
+            return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented and (caches := _caches_of(type(obj))):
             return _without(caches, obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
-            _drop_bookkeeping(reduced[_STATE][0])
-        if isinstance(reduced, tuple) and len(reduced) == _WITH_SETTER:
+            state = reduced[_STATE]
+            _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
+        if isinstance(reduced, tuple) and len(reduced) == WITH_SETTER:
             # Pickle writes the object again for its setter, and needs the memo for that.
             return tuple, ((reduced[:_STATE], *reduced[_STATE:-1]),)
         return reduced
 
-    def _reduced_function(self, function: types.FunctionType) -> Any:
-        """Reduce a function of the notebook to all that is sent of it but its globals.
+    def needed_by(self, obj: Any) -> dict[str, Any]:
+        # Variables of their own, known by name.
+        self._names |= self.read_by(obj)
+        return {}
 
-        These are variables of their own, known by name. cloudpickle's reduction looks through all modules for
-        those that the function may use, which takes a millisecond.
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function of the notebook to all that is sent of it.
+
+        cloudpickle's reduction looks through all modules for those that the function may use, which takes a
+        millisecond.
         """
-        self._names.update(global_names(function))
+        self.needed_by(function)
         attributes = {name: getattr(function, name) for name in _FUNCTION_ATTRIBUTES}
         return tuple, ((function.__code__, attributes, function.__closure__, function.__dict__),)
 
@@ -606,8 +682,8 @@ def _caches_of(kind: type) -> frozenset[str]:
     if kind not in _caches:
         found = {
             name
-            for each in identity.mro_of(kind)
-            for name, value in identity.namespace_of(each).items()
+            for each in mro_of(kind)
+            for name, value in namespace_of(each).items()
             if isinstance(value, functools.cached_property)
         }
         if kind.__module__.partition(".")[0] == "pandas":

@@ -24,7 +24,11 @@ def prepare_of(
 
     A `script` finds what it finds under torchrun: its own directory in place of an interactive session's,
     and, unless it is to have a process group, devices that were not touched.
+    Raises `LaunchError` where ranks with this process's limits, or in its directory, could not work.
     """
+    if options.on is None:
+        # The runtime has the limit of when it was started, the ranks the present one.
+        _inherited.check_descriptors(placement.nproc)
     may_have_devices = placement.device_type != "cpu" or options.on is not None
     untouched = script and not options.init_process_group and may_have_devices
     # torchrun leaves this in its environment, so its workers have it; here no handler is ever installed.

@@ -11,18 +11,26 @@ from __future__ import annotations
 
 import itertools
 import threading
+import types
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch.capture.capture import RANK_NAMES, Captured, notebook_names
+from nblaunch.capture.capture import (
+    IPYTHONS_CONTAINERS,
+    IPYTHONS_NAMES,
+    RANK_NAMES,
+    Captured,
+    notebook_names,
+)
 from nblaunch.capture.identity import ObjectTable, has_identity
-from nblaunch.capture.walk import Inspection, ObjectFrame, SentFrames
+from nblaunch.capture.walk import CHANGED, Inspection, ObjectFrame, SentFrames
 from nblaunch.protocol.messages import Names, Objects
 from nblaunch.protocol.reports import format_ranks
 
 _NO_NAMES = Names(rank=-1, names=())
+_IMPORTED = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType)
 
 
 @dataclass(slots=True)
@@ -32,6 +40,8 @@ class _Binding:
     key: int | None
     frame: ObjectFrame | None = None
     """Of a value without identity (a tuple, a bound method): what it led to when it was sent."""
+    again: bool = False
+    """A cell of the notebook has bound the name again, perhaps to this very object: `step = 0`."""
 
 
 class _Record:
@@ -98,6 +108,19 @@ class Knowledge:
         with self._lock:
             self._table.close()
             self._records = []
+
+    def bound_again(self, names: Iterable[str]) -> None:
+        """Note which variables a cell of the notebook has bound, each perhaps to the object that it had.
+
+        Those that are imported mean the same on the ranks, whoever has bound them.
+        """
+        with self._lock:
+            for record in self._records:
+                for name in record.bound.keys() & names:
+                    binding = record.bound[name]
+                    known = None if binding.key is None else self._table.get(binding.key)
+                    if not isinstance(known, _IMPORTED):
+                        record.bound[name] = replace(binding, again=True)
 
     def sweep(self) -> None:
         """Drop the keys of objects that the notebook has freed."""
@@ -186,36 +209,52 @@ class KnowledgeView:
         self.ranks_own: set[str] = set()
         """Variables of the notebook whose name means something else on each rank, such as `rank`."""
         self._knowledge = knowledge
+        self._globals = namespace
         self._namespace = {} if namespace is None else namespace
         self._names = {rank: frozenset(names.get(rank, _NO_NAMES).names) for rank in ranks}
         self._rebound = {rank: frozenset(names.get(rank, _NO_NAMES).rebound) for rank in ranks}
         self._declined: dict[str, _Binding] = {}
         self._reached: set[str] = set()
         self._shared = notebook_names(self._namespace)
+        containers = (self._namespace.get(name) for name in IPYTHONS_CONTAINERS)
+        self._anew = {self.record.table.key_of(each) for each in containers if each is not None}
 
     def key_of(self, obj: Any) -> int | None:
         """Return the key of an object that these ranks have."""
         key = self.record.table.key_of(obj)
-        return key if key is not None and key in self.record.frames else None
+        return key if key is not None and key in self.record.frames and key not in self._anew else None
+
+    def memories(self) -> Iterable[Any]:
+        """Return the arrays, memories of arrays and storages that these ranks have."""
+        return [obj for key, obj in self.record.table.memories() if key in self.record.frames]
 
     def lacks(self, name: str, value: Any) -> bool:
         """Return whether these ranks need the notebook's variable: one has none, or it was assigned again."""
         if name not in self._shared:
             return False
         everywhere = all(name in names for names in self._names.values())
-        binding = self.record.bound.get(name)
+        binding = self._bound(name)
         if binding is None:
             return not everywhere
-        if binding.key is None:
-            # Pushed under a name that the notebook did not have, or that no job has compared.
-            binding.key = self._knowledge.key_for(value)
-        if self.record.table.key_of(value) == binding.key:
+        is_same = self.record.table.key_of(value) == binding.key
+        if is_same and not binding.again and name not in IPYTHONS_CONTAINERS:
             return not everywhere
         own = [rank for rank, names in self._rebound.items() if name in names]
-        if own:
+        if is_same:
+            self._declined[name] = replace(binding, again=False)
+        elif own:
             self._declined[name] = self._binding(value)
+        if own and name not in IPYTHONS_NAMES:
             self.kept[name] = frozenset(own)
-        return len(own) < len(self.ranks)
+        return len(own) < len(self.ranks) and not (is_same and everywhere)
+
+    def _bound(self, name: str) -> _Binding | None:
+        """Return what the ranks have under the name of a variable of the notebook."""
+        binding = self.record.bound.get(name)
+        if binding is not None and binding.key is None:
+            # Pushed under a name that the notebook did not have, or that no job has compared.
+            binding.key = self._knowledge.key_for(self._namespace[name])
+        return binding
 
     def _binding(self, value: Any, inspection: Inspection | None = None) -> _Binding:
         frame = None
@@ -234,7 +273,7 @@ class KnowledgeView:
             reached |= waiting
             read: set[str] = set()
             for name in waiting & self._namespace.keys():
-                binding = self.record.bound.get(name)
+                binding = self._bound(name)
                 if binding is not None and self.record.table.key_of(self._namespace[name]) == binding.key:
                     read |= binding.frame.names if binding.frame is not None else set()
                     led_to = binding.frame.children if binding.frame is not None else (binding.key,)
@@ -245,15 +284,14 @@ class KnowledgeView:
         return frozenset(name for name in reached if self.lacks(name, self._namespace[name]))
 
     def _inspect(self) -> Inspection:
-        return Inspection(self.record.table, self.record.frames, self._namespace)
+        return Inspection(self.record.table, self.record.frames, self._globals)
 
     def delivery(self, captured: Captured, pushed: Mapping[str, Any] | None = None) -> Delivery:
         """Return what these ranks will know once `captured` has arrived."""
         key_for, packed, inspection = self._knowledge.key_for, captured.packed, self._inspect()
         keys = [key_for(obj) for _, obj in packed.places]
-        frames = {key: inspection.frame(obj) for key, (_, obj) in zip(keys, packed.places, strict=True)}
-        if pushed is not None:
-            frames |= {key: inspection.frame(self.record.table.get(key)) for key in packed.keys}
+        new = {key: obj for key, (_, obj) in zip(keys, packed.places, strict=True)}
+        frames = inspection.arriving(new, () if pushed is None else packed.keys)
         variables = {name: self._namespace[name] for name in captured.names} if pushed is None else {}
         bound = {
             name: self._binding(value, inspection) for name, value in {**packed.carried, **variables}.items()
@@ -262,6 +300,7 @@ class KnowledgeView:
             # The next cells compare with the notebook's variable of that name, if there is one.
             known = name in self._namespace
             bound[name] = self._binding(self._namespace[name], inspection) if known else _Binding(None)
+        self._note_stale(bound, frames)
         gone = tuple(self.record.gone)
         objects = Objects(
             wait=bool(bound or frames),
@@ -273,14 +312,26 @@ class KnowledgeView:
         plain = not (packed.keys or keys or gone or objects.wait)
         return Delivery({**self._declined, **bound}, frames, gone, None if plain else objects)
 
+    def _note_stale(self, bound: Mapping[str, _Binding], frames: Mapping[int, ObjectFrame]) -> None:
+        """Note variables that arrive, and lead to memory that was changed since the ranks got it."""
+        stale = {key for key, frame in frames.items() if frame is CHANGED}
+        if not stale:
+            return
+        known = self.record.frames.copy()
+        known.update(frames)
+        for name, binding in bound.items():
+            led_to = binding.frame.children if binding.frame is not None else (binding.key,)
+            if any(stale & known.reached_from(key) for key in led_to if key is not None):
+                self.changed.add(name)
+
     def look_for_changes(self) -> None:
         """Note objects in use that were changed in place since the ranks got them."""
         inspection = self._inspect()
         for name in sorted(self._reached):
             if name in RANK_NAMES:
                 self.ranks_own.add(name)
-            elif not all(self._is_own(name, rank) for rank in self.ranks):
-                value, binding = self._namespace[name], self.record.bound.get(name)
+            elif name not in IPYTHONS_NAMES and not all(self._is_own(name, rank) for rank in self.ranks):
+                value, binding = self._namespace[name], self._bound(name)
                 same = binding is not None and binding.key == self.record.table.key_of(value)
                 if inspection.changed(value, binding.frame if binding is not None and same else None):
                     self.changed.add(name)
@@ -307,7 +358,7 @@ def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
         ),
         *(
             f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
-            f"To send it: %distributed push {name}"
+            f"To replace it: %distributed push {name}"
             for name in sorted(changed)
         ),
         *(own_name_notice(name) for name in sorted(ranks_own)),

@@ -15,7 +15,7 @@ from nblaunch import _inherited, _notebook
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.capture.capture import Captured, capture_call
+from nblaunch.capture.capture import Captured, called_name, capture_call
 from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.client.local import Runtime, local
@@ -182,8 +182,7 @@ def function_job(fn: object, args: Sequence[Any]) -> FunctionJob:
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         msg = f"run(): args={args!r:.200} is not a tuple or list. Pass args=({args!r:.200},)."
         raise OptionError(msg, kind=FailureKind.WRONG_ARGUMENTS)
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return FunctionJob(name=name.replace("<locals>.", ""))
+    return FunctionJob(name=called_name(fn).replace("<locals>.", ""))
 
 
 def prepare_call(

@@ -104,7 +104,8 @@ def run_job(
 ) -> Outcome:
     """Give the runtime a job and wait for its end; every failure of the job is in the outcome."""
     state = RunState.fresh(launch.placement.nproc, ranks, time=time.time())
-    for text in launch.notices:
+    captured = (text for each in launch.payloads for text in each.captured.notices)
+    for text in dict.fromkeys((*launch.notices, *captured)):
         state = advance(state, Noticed(text=text))
     job = JobView(
         giver.runtime.number(),

@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -337,8 +337,8 @@ class LiveSession:
         brought = self._bring(capture, namespace, ranks)
         return self._prepared(_JobRequest(job, "cell", ranks, brought, options))
 
-    def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> None:
-        """Give the ranks variables; names that refer to one object go on referring to one.
+    def push(self, variables: Mapping[str, Any], *, ranks: Sequence[int] | None = None) -> tuple[str, ...]:
+        """Give the ranks variables; names that refer to one object go on referring to one. Return notices.
 
         An object that the ranks have from the notebook is filled with its present content, so that whatever
         refers to it there follows.
@@ -358,7 +358,7 @@ class LiveSession:
             return capture_values(dict(variables), namespace, view)
 
         brought = self._bring(capture, namespace, ranks, variables)
-        self._perform(_JobRequest(PushJob(), "push", ranks, brought, internal=True)).unwrap()
+        return self._perform(_JobRequest(PushJob(), "push", ranks, brought, internal=True)).unwrap().warnings
 
     def pull(self, *names: str, ranks: Sequence[int] | None = None) -> dict[str, list[Any]]:
         """Return each variable as a list in rank order. Raises `NblaunchError` for one that a rank lacks."""
@@ -631,7 +631,7 @@ class LiveSession:
             view.look_for_changes()
             delivery = view.delivery(captured, pushed)
             # The objects themselves are the notebook's to keep or to free.
-            captured = replace(captured, packed=replace(captured.packed, places=(), carried={}))
+            captured = replace(captured, packed=replace(captured.packed, places=(), carried={}, detached=()))
             payloads.append(RankPayload(captured, view.ranks, delivery.objects))
             deliveries.append((view, delivery))
         again = functools.partial(self._bring, capture, namespace, ranks, pushed)
@@ -661,6 +661,10 @@ class LiveSession:
     def sweep(self) -> None:
         """Drop what is known of objects that the notebook has freed."""
         self._knowledge.sweep()
+
+    def bound_again(self, names: Iterable[str]) -> None:
+        """Note which variables a cell of the notebook has bound, also those bound to what they had."""
+        self._knowledge.bound_again(names)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the variables that rank 0 has."""

@@ -11,28 +11,35 @@ _Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
-def report(
+def report(  # noqa: PLR0913 - all that is known of the ranks
     answers: Mapping[int, Where],
     *,
     silent: Mapping[int, str] | None = None,
     finished: Iterable[int] = (),
+    finishing: Mapping[int, str] | None = None,
     elsewhere: Mapping[int, str] | None = None,
     hosts: Mapping[int, str] | None = None,
 ) -> HangReport:
     """Combine the answers of the ranks.
 
     `silent` maps ranks that did not answer in time to the stack that faulthandler wrote; `finished` are ranks
-    that have returned already; `elsewhere` describes where ranks without a stack of their own are. `hosts`
-    maps ranks to their hosts; it is empty if there is only one host.
+    that have returned already; `finishing` says what ranks do whose job is done, `elsewhere` where ranks
+    without a stack of their own are. `hosts` maps ranks to their hosts; it is empty if there is only one.
     """
     answers, words, hosts = dict(sorted(answers.items())), elsewhere or {}, hosts or {}
+    ends = finishing or {}
     stacks = {
-        rank: tuple((frame.filename, frame.line, frame.function) for frame in answer.frames)
+        rank: (ends.get(rank), *((frame.filename, frame.line, frame.function) for frame in answer.frames))
         for rank, answer in answers.items()
         if rank not in words
     }
     groups = [
-        StackGroup(ranks=ranks, headline=_where(one), frames=one.frames, importing=one.importing)
+        StackGroup(
+            ranks=ranks,
+            headline=_finishing(ends[ranks[-1]], one) if ranks[-1] in ends else _where(one),
+            frames=one.frames,
+            importing=one.importing,
+        )
         for ranks in ranks_by_answer(stacks).values()
         for one in (answers[ranks[-1]],)
     ]
@@ -58,6 +65,11 @@ def _where(answer: Where) -> str:
     'at cell line 9: dist.all_reduce(t)'
     """
     return f"importing {_place(answer.frames)}" if answer.importing else _place(answer.frames)
+
+
+def _finishing(what: str, answer: Where) -> str:
+    """Return what a rank does whose job is done, and the user's own line where it runs one."""
+    return f"finishing: {what}{f', {_place(answer.frames)}' if own_frame(answer.frames) else ''}"
 
 
 def _place(frames: tuple[FrameRecord, ...]) -> str:

@@ -166,6 +166,10 @@ class RankAgent(LocalElasticAgent):
             slot.released = True
         self._waker.wake()
 
+    def let_finish(self) -> None:
+        """Wait for released ranks without a limit: one that has failed ends as a script does."""
+        self._leave_by = float("inf")
+
     # --- torchelastic's own steps ----------------------------------------------------------------
 
     def run(self, *arguments: Any, **keywords: Any) -> RunResult:
@@ -460,6 +464,7 @@ class AgentThread:
     forget_orders = _passed_on(RankAgent.forget_orders)
     skip_grace = _passed_on(RankAgent.skip_grace)
     release = _passed_on(RankAgent.release)
+    let_finish = _passed_on(RankAgent.let_finish)
 
     def __init__(
         self,

@@ -14,9 +14,13 @@ import errno
 import os
 import resource
 
-from nblaunch._errors import LaunchError
-from nblaunch._help import FailureKind
-from nblaunch._inherited import RANK_AT_ALL, RANK_PER_PEER, allows, needed_by_rank
+from nblaunch._inherited import (
+    RANK_AT_ALL,
+    RANK_PER_PEER,
+    allows,
+    check_descriptors,
+    too_few_descriptors,
+)
 
 RUNTIME_AT_ALL = 32
 RUNTIME_PER_RANK = 7
@@ -40,18 +44,12 @@ def make_room(nproc: int, *, replaced: int = 0) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(in_use(soft) - _PIPES * replaced, 0)
     needed = used + RUNTIME_AT_ALL + RUNTIME_PER_RANK * nproc
-    own = needed_by_rank(nproc)
-    if not allows(hard, own):
-        raise LaunchError(
-            _too_few(nproc, f"each of which needs about {own} of its own", hard),
-            phase="fork",
-            kind=FailureKind.OPEN_FILES,
-        )
+    check_descriptors(nproc)
     if allows(soft, needed):
         return
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"for which this process needs about {needed} ({used} are open already)"
-        raise LaunchError(_too_few(nproc, what, hard), phase="fork", kind=FailureKind.OPEN_FILES)
+        raise too_few_descriptors(nproc, what, hard)
 
 
 def make_room_for_nodes(nodes: int, nproc: int) -> None:
@@ -63,7 +61,7 @@ def make_room_for_nodes(nodes: int, nproc: int) -> None:
         return
     if not allows(hard, needed) or not _raise(needed + _MARGIN, soft, hard):
         what = f"on {nodes} nodes, for which this process needs about {needed} ({used} are open already)"
-        raise LaunchError(_too_few(nproc, what, hard), phase="engine", kind=FailureKind.OPEN_FILES)
+        raise too_few_descriptors(nproc, what, hard, "engine")
 
 
 def room(hard: int) -> int:
@@ -88,13 +86,6 @@ def raise_soft_limit() -> None:
     """Raise this process's soft limit as far as anybody needs; for the keeper and what it starts."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     _raise(_ENOUGH, soft, hard)
-
-
-def _too_few(nproc: int, what: str, hard: int) -> str:
-    return (
-        f"{nproc} ranks were to be started, {what}, but the limit on open files (descriptors) is {hard}. "
-        "Use fewer ranks, close files, or raise the hard limit: ulimit -n 65536 where Jupyter is started."
-    )
 
 
 def _raise(wanted: int, soft: int, hard: int) -> bool:

@@ -6,23 +6,25 @@ import importlib.util
 import io
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import pickling
+from nblaunch.capture import pickling, recipes
+from nblaunch.capture.parts import global_names
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
-from nblaunch.export.literals import quoted
-
-Own = Callable[[object], str | None]
-"""Returns the name under which a script defines an object itself; None where it does not."""
+from nblaunch.export.literals import Own, quoted
 
 _ORDERED_KEYS = 30
+
+Range = tuple[int, int]
+"""Where memory begins and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +38,56 @@ class Load:
     write: Callable[[Path], None]
     uses: frozenset[str] = frozenset()
     """Definitions that must stand above it."""
+    later: frozenset[str] = frozenset()
+    """What must be there when functions that are loaded run."""
+    objects: frozenset[int] = frozenset()
+    """The addresses of the objects in it."""
+    ranges: tuple[Range, ...] = ()
+    """The memory of the arrays and tensors in it."""
+
+    def holds(self, address: int) -> bool:
+        """Return whether an object, or the elements of an array, is saved there."""
+        return address in self.objects or any(first <= address < end for first, end in self.ranges)
 
 
-def how_to_load(values: Mapping[str, object], own: Own, directory: str, *, device: bool) -> list[Load]:
+def how_to_load(
+    values: Mapping[str, object],
+    own: Own,
+    directory: str,
+    *,
+    device: bool,
+    called: Callable[[str], str] = str,
+) -> list[Load]:
     """Return how to load `values`; `directory` is the script's variable for where the files are.
 
-    With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. Raises
-    `NblaunchError` for a value that cannot be saved.
+    With `device` the script has a variable of that name, on which tensors of a GPU are to arrive. `called` is
+    what the user calls a variable. Raises `NblaunchError` for a value that cannot be saved.
     """
-    arrays, tensors, rest = [], {}, {}
+    apart: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     for name, value in values.items():
-        if _is_array(value):
-            arrays.append(_array(name, value, directory))
-        elif _is_saved_safely(value):
-            tensors[name] = value
-        else:
-            rest[name] = value
-    pickled = _Pickled(rest, own)
+        (apart if _is_array(value) or _is_saved_safely(value) else rest)[name] = value
+    pickled = _Pickled(rest, own, called)
     # Memory that two of them share is shared in one pickle only.
-    while shared := _sharing(tensors, pickled):
-        rest |= {name: tensors.pop(name) for name in shared}
-        pickled = _Pickled(rest, own)
-    safe = [_safetensors(name, value, directory, device=device) for name, value in tensors.items()]
-    return [*arrays, *safe, *([pickled.load(directory, device=device)] if rest else [])]
+    while shared := _sharing(apart, pickled):
+        rest |= {name: apart.pop(name) for name in sorted(shared)}
+        pickled = _Pickled(rest, own, called)
+    loads = [
+        _array(name, value, directory)
+        if _is_array(value)
+        else _safetensors(name, value, directory, device=device)
+        for name, value in apart.items()
+    ]
+    return [*loads, *([pickled.load(directory, device=device)] if rest else [])]
+
+
+def _is_numpys(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray and not value.dtype.hasobject
+    return _is_numpys(value) and type(value).__name__ == "ndarray" and not value.dtype.hasobject
 
 
 def _array(name: str, value: Any, directory: str) -> Load:
@@ -75,7 +99,8 @@ def _array(name: str, value: Any, directory: str) -> Load:
     file = f"{name}.npy"
     text = f"# {_what(value)}, saved from the notebook with numpy.save.\n"
     text += f'{name} = np.load({directory} / "{file}")'
-    return Load((name,), text, (Import("numpy", alias="np"),), file, write)
+    ranges = tuple(_ranges_of([value]))
+    return Load((name,), text, (Import("numpy", alias="np"),), file, write, ranges=ranges)
 
 
 def _is_saved_safely(value: object) -> bool:
@@ -84,7 +109,7 @@ def _is_saved_safely(value: object) -> bool:
     if torch is None or importlib.util.find_spec("safetensors") is None:
         return False
     tensors = _tensors_in(value)
-    own_memory = len({_address(each) for each in tensors}) == len(tensors)
+    own_memory = len(set(_ranges_of(tensors))) == len(tensors)
     return bool(tensors) and own_memory and all(_is_plain(torch, each) for each in tensors)
 
 
@@ -113,19 +138,46 @@ def _is_plain(torch: Any, tensor: Any) -> bool:
     )
 
 
-def _sharing(tensors: Mapping[str, object], pickled: _Pickled) -> list[str]:
-    owners: dict[int, set[str]] = {}
-    for name, value in tensors.items():
-        for tensor in _tensors_in(value):
-            owners.setdefault(_address(tensor), set()).add(name)
-    shared = [names for where, names in owners.items() if len(names) > 1 or where in pickled.storages]
-    return sorted(set().union(*shared))
+def _sharing(apart: Mapping[str, Any], pickled: _Pickled) -> set[str]:
+    """Return the variables whose memory is that of another one, too."""
+    owners = [(each, "") for each in pickled.ranges]
+    for name, value in apart.items():
+        owners += [(each, name) for each in _ranges_of([value] if _is_array(value) else _tensors_in(value))]
+    shared: set[str] = set()
+    furthest, reaching = 0, ""
+    for (first, end), name in sorted(owners):
+        if first < furthest and name != reaching:
+            shared |= {name, reaching}
+        if end > furthest:
+            furthest, reaching = end, name
+    return shared - {""}
 
 
-def _address(tensor: Any) -> int:
-    """Return where a tensor's memory is; 0 where it has none of its own."""
-    dense = tensor.layout is sys.modules["torch"].strided and not tensor.is_meta
-    return int(tensor.untyped_storage().data_ptr()) if dense else 0
+def _ranges_of(values: Iterable[Any]) -> list[Range]:
+    """Return the memory that arrays and tensors are parts of; nothing for those that have none."""
+    ranges = (_bounds(_root(each)) if _is_numpys(each) else _storage(each) for each in values)
+    return [(first, end) for first, end in ranges if first < end]
+
+
+def _storage(tensor: Any) -> Range:
+    if tensor.layout is not sys.modules["torch"].strided or tensor.is_meta:
+        return 0, 0
+    first = int(tensor.untyped_storage().data_ptr())
+    return first, first + int(tensor.untyped_storage().nbytes())
+
+
+def _bounds(array: Any) -> Range:
+    start = array.__array_interface__["data"][0]
+    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    first = start + sum(step for step in reach if step < 0)
+    return first, start + sum(step for step in reach if step > 0) + array.itemsize if array.size else first
+
+
+def _root(array: Any) -> Any:
+    """Return the array of which this one is a view."""
+    while _is_numpys(array.base):
+        array = array.base
+    return array
 
 
 def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load:
@@ -145,17 +197,34 @@ def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load
     if not single and 1 < len(content) <= _ORDERED_KEYS and list(content) != sorted(content):
         keys = ", ".join(map(quoted, content))
         text += f"\n# The file has an order of its own.\n{name} = {{key: {name}[key] for key in ({keys})}}"
-    return Load((name,), text, (Import("safetensors.torch", "load_file"),), file, write)
+    ranges = tuple(_ranges_of(content.values()))
+    return Load((name,), text, (Import("safetensors.torch", "load_file"),), file, write, ranges=ranges)
 
 
 def _what(value: Any) -> str:
     return f"{tuple(value.shape)} of {value.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Unpickles as the result of a call."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
 class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Pickles by reference what the script defines, by value what cannot be imported."""
 
     note: _Pickled
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        # The functions read and bind the script's variables.
+        self.globals_ref[id(pickling.main_globals())] = _Made(vars, (sys.modules["__main__"],))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
@@ -164,22 +233,60 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
                 self.note.uses.add(name.partition(".")[0])
                 return name
             self.note.by_value.add(obj.__qualname__)
+        if type(obj) is types.FunctionType:
+            return self._function(obj)
+        if type(obj) is types.CellType:
+            return _reduced_cell(obj)
         torch = sys.modules.get("torch")
+        reduced: Any = NotImplemented
         if torch is not None and isinstance(obj, torch.Tensor):
             self.note.tensors.append(obj)
-        reduced = pickling.reduce_notebook_type(obj)
+            reduced = self.note.reduced_tensor(obj)
+        elif _is_numpys(obj):
+            self.note.arrays.append(obj)
+            reduced = self.note.reduced_array(obj)
+        if reduced is NotImplemented:
+            reduced = recipes.reduce_notebook_type(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def _function(self, function: types.FunctionType) -> Any:
+        # What helps to load a pickle is not here to be imported where the script runs.
+        ours = function.__module__ in {pickling.__name__, recipes.__name__}
+        reduced = self._dynamic_function_reduce(function) if ours else super().reducer_override(function)
+        if not isinstance(reduced, tuple):
+            return reduced
+        if function.__closure__ is not None:
+            reduced = pickling.with_cells(function.__closure__, reduced)
+        if function.__globals__ is pickling.main_globals():
+            self.note.reads.update(global_names(function))
+            make, arguments, (attributes, slots), *others = reduced
+            reduced = (make, arguments, (attributes, {**slots, "__globals__": {}}), *others)
+        return reduced
+
+
+def _reduced_cell(cell: types.CellType) -> Any:
+    """Return how to make a cell: functions have cells in common, and a cell may lead back to itself."""
+    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
+    try:
+        return make, (), (None, {"cell_contents": cell.cell_contents})
+    except ValueError:  # the variable is not defined yet
+        return make, ()
 
 
 class _Pickled:
     """Variables in one pickle, so that what they have in common stays in common."""
 
-    def __init__(self, values: Mapping[str, object], own: Own) -> None:
+    def __init__(self, values: Mapping[str, object], own: Own, called: Callable[[str], str]) -> None:
         self.own = own
         self.uses: set[str] = set()
+        self.reads: set[str] = set()
         self.by_value: set[str] = set()
         self.tensors: list[Any] = []
-        self.storages: set[int] = set()
+        self.arrays: list[Any] = []
+        self.ranges: list[Range] = []
+        self._owners: dict[int, Any] = {}
+        """The array over whose memory an array or tensor is made, by its address."""
+        self._objects: frozenset[int] = frozenset()
         self._names = tuple(values)
         self._pickler = type("Pickler", (_ScriptPickler,), {"note": self})
         self._data = b""
@@ -188,15 +295,72 @@ class _Pickled:
         content = next(iter(values.values())) if len(values) == 1 else tuple(values.values())
         try:
             self._data = self._dumped(content)
+            self.ranges = _ranges_of([*self.tensors, *self.arrays])
+            self._find_owners()
             if self.tensors:
                 self._data = self._dumped_by_torch(content)
-                self.storages = set(map(_address, self.tensors))
+            elif self._owners:
+                self._data = self._dumped(content)
         except Exception as error:
-            raise self._unsavable(values, error) from error
+            raise self._unsavable({called(name): value for name, value in values.items()}, error) from error
+
+    def _find_owners(self) -> None:
+        """Find what shares its memory with an array; of tensors alone torch's own pickle takes care."""
+        found = {id(each): each for each in [*self.arrays, *self.tensors]}
+        placed = [
+            (first, -end, type(each).__name__ == "Tensor", key)
+            for key, each in found.items()
+            for first, end in _ranges_of([each])
+            if not (_is_numpys(each) and each.dtype.hasobject)
+        ]
+        groups: list[list[int]] = []
+        furthest = 0
+        for first, end, _, key in sorted(placed):
+            if first >= furthest:
+                groups.append([])
+            groups[-1].append(key)
+            furthest = max(furthest, -end)
+        for group in groups:
+            arrays = [_root(found[key]) for key in group if _is_numpys(found[key])]
+            if arrays and (len(group) > 1 or _file_of(arrays[0])):
+                self._owners |= dict.fromkeys([*group, id(arrays[0])], arrays[0])
+
+    def reduced_array(self, array: Any) -> Any:
+        """Return how to make an array that shares its memory, or a file's, with others of this pickle."""
+        owner: Any = self._owners.get(id(array))
+        if array is owner and (file := _file_of(array)):
+            mode = "r+" if array.mode == "w+" else array.mode
+            return type(array), (file, array.dtype, mode, array.offset, array.shape, "CF"[array.flags.fnc])
+        if owner is None or array is owner:
+            return NotImplemented
+        return self._view(owner, array)
+
+    def reduced_tensor(self, tensor: Any) -> Any:
+        """Return how to make a tensor that shares its memory with an array of this pickle."""
+        owner = self._owners.get(id(tensor))
+        if owner is None:
+            return NotImplemented
+        if type(tensor) is not sys.modules["torch"].Tensor or tensor.requires_grad:
+            msg = "it shares its memory with an array, and is no plain tensor"
+            raise TypeError(msg)
+        return sys.modules["torch"].from_numpy, (_Made(*self._view(owner, tensor.numpy())),)
+
+    def _view(self, owner: Any, view: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        (first, end), (first_of_view, end_of_view) = _bounds(owner), _bounds(view)
+        if first_of_view < first or end_of_view > end:
+            msg = "it shares a part of its memory with an array"
+            raise TypeError(msg)
+        offset = view.__array_interface__["data"][0] - first
+        buffer = owner if owner.flags.c_contiguous else _Made(sys.modules["numpy"].transpose, (owner,))
+        kind = sys.modules["numpy"].ndarray
+        return kind, (view.shape, view.dtype, buffer, offset, view.strides)
 
     def _dumped(self, content: object) -> bytes:
         stream = io.BytesIO()
-        self._pickler(stream, protocol=5).dump(content)
+        self.tensors, self.arrays = [], []
+        pickler = self._pickler(stream, protocol=5)
+        pickler.dump(content)
+        self._objects = frozenset(pickler.memo.copy())
         return stream.getvalue()
 
     def _dumped_by_torch(self, content: object) -> bytes:
@@ -228,15 +392,25 @@ class _Pickled:
         comment = f"# {len(self._data):,} bytes, saved from the notebook with {saved_by}."
         if self.by_value:
             names = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
-            comment += f"\n# Reading it needs cloudpickle, for code that has no source to be copied: {names}."
+            comment += f"\n# Reading it needs cloudpickle, for code that is not written here: {names}."
 
         def write(path: Path) -> None:
             path.write_bytes(self._data)
 
-        return Load(self._names, f"{comment}\n{text}", (by,), file, write, frozenset(self.uses))
+        return Load(
+            self._names,
+            f"{comment}\n{text}",
+            (by,),
+            file,
+            write,
+            frozenset(self.uses),
+            frozenset(self.reads),
+            self._objects,
+            tuple(self.ranges),
+        )
 
     def _unsavable(self, values: Mapping[str, object], error: Exception) -> NblaunchError:
-        culprit = find_culprit(values, self._refusal)
+        culprit = find_culprit(values, error, self._pickler)
         if culprit is None:
             return NblaunchError(
                 f"{', '.join(values)} cannot be saved for a script: {type(error).__name__}: {error}"
@@ -252,3 +426,9 @@ class _Pickled:
         except Exception as error:  # noqa: BLE001 - whatever the objects raise
             return error
         return None
+
+
+def _file_of(array: Any) -> str:
+    """Return the file that an array of NumPy is mapped from, empty for any other."""
+    mapped = type(array) is sys.modules["numpy"].memmap and array.mode in ("r", "r+", "w+")
+    return str(array.filename or "") if mapped else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import argparse
 import builtins
 import dataclasses
@@ -11,8 +12,10 @@ import pathlib
 import sys
 import textwrap
 import types
+from collections.abc import Callable
 from typing import Any
 
+from nblaunch.capture.identity import has_identity
 from nblaunch.export.imports import LINE, Import
 
 _MOST_CHARACTERS = 2000
@@ -20,7 +23,11 @@ _MOST_DEPTH = 20
 _FEW_ELEMENTS = 16
 _EXACT = ("float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 """Types whose numbers Python writes exactly."""
-_FIXED = (int, float, complex, str, bytes, tuple, frozenset, type, type(None))
+_PLAIN: tuple[Any, ...] = (int, float, str, bytes, tuple)
+"""Built-in types whose `__getnewargs__` is the value without its class."""
+
+Own = Callable[[object], str | None]
+"""Returns the name under which a script defines a function or class itself; None where it does not."""
 
 
 class NoLiteralError(Exception):
@@ -61,13 +68,13 @@ def _laid_out(text: _Bracketed | str, margin: str, taken: int) -> str:
 class LiteralWriter:
     """Writes one value; `imports` and `names` are what the text refers to."""
 
-    def __init__(self, owned: dict[str, Any]) -> None:
-        """`owned` are the classes of the notebook that the script will define, by name."""
+    def __init__(self, own: Own = lambda _: None) -> None:
+        """`own` knows the functions and classes of the notebook that the script defines."""
         self.imports: set[Import] = set()
         self.names: set[str] = set()
-        self.mutable: set[int] = set()
-        """What is written out and could be changed in place: two values may not have it in common."""
-        self._owned = owned
+        self.memory: set[int] = set()
+        """The addresses of what could be changed in place: two values may not have these in common."""
+        self._own = own
         self._around: list[int] = []
 
     def assignment(self, name: str, value: object) -> str:
@@ -82,8 +89,8 @@ class LiteralWriter:
     def _text(self, value: object) -> _Bracketed | str:
         if id(value) in self._around or len(self._around) > _MOST_DEPTH:
             raise NoLiteralError
-        if not isinstance(value, _FIXED):
-            self.mutable.add(id(value))
+        if has_identity(value) and not isinstance(value, enum.Enum | pathlib.PurePath):
+            self.memory.add(id(value))
         self._around.append(id(value))
         try:
             return self._written(value)
@@ -121,31 +128,51 @@ class LiteralWriter:
 
     def _object(self, value: Any) -> _Bracketed | str:
         kind = type(value)
-        if isinstance(value, type | types.BuiltinFunctionType):
+        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
             name = str(getattr(value, "__name__", ""))
-            return name if vars(builtins).get(name) is value else _no()
-        if isinstance(value, enum.Enum) and self._is_owned(kind):
-            return f"{kind.__qualname__}.{value.name}"
+            return name if vars(builtins).get(name) is value else self._owned(value)
         if kind is type(pathlib.Path()):
             self.imports.add(Import("pathlib", "Path"))
             return f"Path({self._text(str(value))})"
         if kind is types.SimpleNamespace or kind is argparse.Namespace:
             self.imports.add(Import(kind.__module__, kind.__name__))
-            return self._call(kind, vars(value))
-        if dataclasses.is_dataclass(value) and self._is_owned(kind):
-            return self._dataclass(value)
-        bare = kind.__init__ is object.__init__ and getattr(value, "__dict__", None) == {}
-        if bare and self._is_owned(kind):
-            return f"{kind.__qualname__}()"
+            return self._call(kind.__qualname__, vars(value))
+        if kind.__module__ == "__main__":
+            return self._instance(value)
         return self._of_torch(value)
 
-    def _is_owned(self, kind: type) -> bool:
-        owned = self._owned.get(kind.__qualname__) is kind
-        if owned:
-            self.names.add(kind.__qualname__)
-        return owned
+    def _owned(self, definition: Any) -> str:
+        name = self._own(definition) if definition.__module__ == "__main__" else None
+        if name is None:
+            raise NoLiteralError
+        self.names.add(name.partition(".")[0])
+        return name
 
-    def _dataclass(self, value: Any) -> _Bracketed:
+    def _instance(self, value: Any) -> _Bracketed | str:
+        """Write an object of a class of the notebook, where making it again runs no code of that class."""
+        kind = type(value)
+        name = self._owned(kind)
+        if isinstance(value, enum.Enum):
+            return self._member(name, value)
+        if dataclasses.is_dataclass(value):
+            return self._dataclass(name, value)
+        if type(kind) not in (type, abc.ABCMeta) or object.__getstate__(value) is not None:
+            raise NoLiteralError
+        plain: Any = next((each for each in _PLAIN if isinstance(value, each)), object)
+        if (kind.__new__, kind.__init__) != (plain.__new__, object.__init__):
+            raise NoLiteralError
+        arguments = [] if plain is object else [("", self._text(plain.__getnewargs__(value)[0]))]
+        return _Bracketed(f"{name}(", arguments, ")")
+
+    def _member(self, name: str, value: Any) -> _Bracketed | str:
+        """Write a member of an enumeration, or flags as their members."""
+        members = type(value).__members__
+        parts = str(value._name_).split("|")
+        if all(part in members and part.isidentifier() for part in parts):
+            return " | ".join(f"{name}.{part}" for part in parts)
+        return _Bracketed(f"{name}(", [("", self._text(value._value_))], ")")
+
+    def _dataclass(self, name: str, value: Any) -> _Bracketed:
         """Write the call that makes it, where that does nothing but keep its arguments."""
         kind, fields = type(value), dataclasses.fields(value)
         simple = {"__init__", "__dataclass_params__"} <= vars(kind).keys() and kind.__dataclass_params__.init
@@ -153,13 +180,13 @@ class LiteralWriter:
             raise NoLiteralError
         if getattr(value, "__dict__", {}).keys() - {each.name for each in fields}:
             raise NoLiteralError
-        return self._call(kind, {each.name: getattr(value, each.name) for each in fields})
+        return self._call(name, {each.name: getattr(value, each.name) for each in fields})
 
-    def _call(self, kind: type, arguments: dict[str, object]) -> _Bracketed:
-        if not all(name.isidentifier() for name in arguments):
+    def _call(self, name: str, arguments: dict[str, object]) -> _Bracketed:
+        if not all(key.isidentifier() for key in arguments):
             raise NoLiteralError
-        parts = [(f"{name}=", self._text(value)) for name, value in arguments.items()]
-        return _Bracketed(f"{kind.__qualname__}(", parts, ")")
+        parts = [(f"{key}=", self._text(value)) for key, value in arguments.items()]
+        return _Bracketed(f"{name}(", parts, ")")
 
     def _of_torch(self, value: Any) -> str:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -185,6 +212,7 @@ class LiteralWriter:
             return _no()
         if not bool(torch.isfinite(value).all()):
             return _no()
+        self.memory.add(value.untyped_storage().data_ptr())
         shown = "" if dtype in ("float32", "int64", "bool") else f", dtype={value.dtype}"
         return f"torch.tensor({self._numbers(_shortest(torch, value))}{shown})"
 
@@ -194,14 +222,15 @@ class LiteralWriter:
             return _no()
         if value.base is not None or not value.dtype.isnative or not numpy.isfinite(value).all():
             return _no()
+        self.memory.add(value.ctypes.data)
         shown = "" if dtype in ("float64", "int64", "bool") else f", dtype=np.{dtype}"
         return f"np.array({self._numbers(value.tolist())}{shown})"
 
     def _numbers(self, made: object) -> str:
         """Write lists that were made for this alone: nothing else can have them in common."""
-        kept = set(self.mutable)
+        kept = set(self.memory)
         text = self._text(made)
-        self.mutable = kept
+        self.memory = kept
         return str(text)
 
 

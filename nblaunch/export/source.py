@@ -15,14 +15,14 @@ import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
 from nblaunch.export.imports import Import, imports_in
 from nblaunch.export.literals import quoted
 
-_MADE_BY_CALLS = (
+MADE_BY_CALLS = (
     *(types.FunctionType, type, functools.partial, typing.TypeVar, typing.ParamSpec, typing.NewType),
     *(types.GenericAlias, types.UnionType, logging.Logger, re.Pattern, functools.partialmethod),
 )
@@ -57,11 +57,13 @@ class BindingStatement:
     text: str
     place: tuple[int, int]
     names: CellNames
+    node: ast.stmt = field(compare=False)
 
     @classmethod
     def of(cls, chunk: Chunk, number: int) -> BindingStatement:
         """Take it from a chunk of a cell."""
-        return cls(chunk.text.strip("\n"), (number, chunk.nodes[0].lineno), cell_names(chunk.text))
+        node = chunk.nodes[0]
+        return cls(chunk.text.strip("\n"), (number, node.lineno), cell_names(chunk.text), node)
 
 
 class NotebookSource:
@@ -71,7 +73,7 @@ class NotebookSource:
         """Read `cells`: execution number -> source, IPython's syntax transformed."""
         self.imports: list[Import] = []
         self._numbers: dict[str, int] = {}
-        self._bindings: dict[str, tuple[int, Chunk]] = {}
+        self._bindings: dict[str, list[tuple[int, Chunk]]] = {}
         for number, text in sorted(cells.items()):
             for part in _with_bodies(text):
                 self._numbers[part.strip("\n")] = number
@@ -79,19 +81,31 @@ class NotebookSource:
                     for node in chunk.nodes:
                         self.imports += [each for inner in _run(node) for each in imports_in(inner)]
                     for name in _stored(chunk):
-                        self._bindings[name] = (number, chunk)
+                        self._bindings.setdefault(name, []).append((number, chunk))
+
+    def _last(self, name: str) -> tuple[int, Chunk | None]:
+        return self._bindings[name][-1] if name in self._bindings else (0, None)
 
     def place(self, name: str) -> tuple[int, int]:
         """Return where the notebook bound `name`; before everything else if that is unknown."""
-        number, chunk = self._bindings.get(name, (0, None))
+        number, chunk = self._last(name)
         return number, chunk.nodes[0].lineno if chunk is not None else 0
+
+    def is_newer(self, name: str, place: tuple[int, int]) -> bool:
+        """Return whether the notebook has bound `name` to something else since it was at `place`."""
+        if self.place(name) <= place:
+            return False
+        *_, (_, last) = self._bindings[name]
+        before = [chunk for number, chunk in self._bindings[name] if (number, chunk.nodes[0].lineno) <= place]
+        # The same cell, run again.
+        return not before or before[-1].text.strip() != last.text.strip() or not _is_constant(last)
 
     def definition(self, name: str, value: object) -> BindingStatement | None:
         """Return the `def` or `class` statement that made `value`, if it is called `name`."""
-        number, chunk = self._bindings.get(name, (0, None))
+        number, chunk = self._last(name)
         if chunk is not None and not chunk.definition and hasattr(value, "__wrapped__"):
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
-        cells = {code: text for code in _codes(value) if (text := _source_of(code)) is not None}
+        cells = {code: text for code in _codes(value) if (text := source_of(code)) is not None}
         found = {self._defined_at(name, code, text) for code, text in cells.items()}
         if isinstance(value, type) and (len(found) > 1 or None in found):
             return None  # a method was put into the class, or another one for it, after its definition
@@ -109,7 +123,7 @@ class NotebookSource:
                 node = chunk.definition
                 if node is None or node.name != name:
                     continue
-                within = _first_line(node) <= code.co_firstlineno <= (node.end_lineno or node.lineno)
+                within = first_line(node) <= code.co_firstlineno <= (node.end_lineno or node.lineno)
                 if within and (isinstance(node, ast.ClassDef) or code.co_name == name):
                     return BindingStatement.of(chunk, self._numbers.get(text.strip("\n"), 0))
         return None
@@ -119,8 +133,8 @@ class NotebookSource:
 
         That is so where it refers to nothing but functions, classes and modules.
         """
-        number, chunk = self._bindings.get(name, (0, None))
-        if chunk is None or not isinstance(value, _MADE_BY_CALLS):
+        number, chunk = self._last(name)
+        if chunk is None or not isinstance(value, MADE_BY_CALLS):
             return None
         match chunk.node:
             case ast.Assign(targets=[ast.Name()], value=made) | ast.AnnAssign(target=ast.Name(), value=made):
@@ -128,7 +142,7 @@ class NotebookSource:
             case _:
                 return None
         names = cell_names(chunk.text)
-        if any(self.place(each) > (number, chunk.nodes[0].lineno) for each in names.needed):
+        if any(self.is_newer(each, (number, chunk.nodes[0].lineno)) for each in names.needed):
             return None  # what it was made of has been defined again since
         used = [namespace[each] for each in names.needed & namespace.keys() if each != "__name__"]
         if name in names.needed or not all(
@@ -140,7 +154,15 @@ class NotebookSource:
         return BindingStatement.of(chunk, number)
 
 
-def _source_of(code: types.CodeType) -> str | None:
+def _is_constant(chunk: Chunk) -> bool:
+    """Return whether a statement binds the same each time that it is run."""
+    return bool(chunk.definition) or all(
+        isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+        for node in chunk.nodes
+    )
+
+
+def source_of(code: types.CodeType) -> str | None:
     """Return the source of the cell that code was compiled from."""
     entry = linecache.cache.get(code.co_filename)
     # Entries without a modification time are no files: IPython puts cells there.
@@ -272,7 +294,7 @@ def chunks(source: str) -> tuple[list[Chunk], str]:
     found: list[Chunk] = []
     begin = end = 0
     for node in ast.parse(source).body:
-        if found and _first_line(node) <= end:
+        if found and first_line(node) <= end:
             nodes = (*found.pop().nodes, node)
         else:
             begin, nodes = end, (node,)
@@ -283,7 +305,8 @@ def chunks(source: str) -> tuple[list[Chunk], str]:
     return found, "\n".join(lines[end:]).strip("\n")
 
 
-def _first_line(node: ast.stmt) -> int:
+def first_line(node: ast.stmt) -> int:
+    """Return the line that a statement begins on, its decorators included."""
     decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(each.lineno for each in decorators)])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import RANK_NAMES
-from nblaunch.capture.dataflow import scope_of
+from nblaunch.capture.dataflow import args_of, scope_of
 from nblaunch.capture.names import cell_names
 from nblaunch.export.collect import Collected, CollectedItem, Collector
 from nblaunch.export.files import Load
@@ -39,7 +39,8 @@ MARKER = "exported from a notebook by nblaunch"
 """In the docstring of each script: a file that has it there may be overwritten."""
 
 _RANK_NAMES = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
-_REACH_ALL = frozenset({"globals", "exec", "eval"})
+_REACH_ALL = frozenset({"globals", "locals", "vars", "dir", "exec", "eval"})
+"""What reads or binds variables of a module that its text does not show."""
 _BEFORE_IMPORTS = frozenset({"environ", "putenv", "path", "use", "install", "set_start_method"})
 """What a cell may do before an import for that import to see it."""
 
@@ -53,6 +54,8 @@ class Split:
     body: str = ""
     shared: list[str] = field(default_factory=list)
     """Variables of the body that functions outside of it use."""
+    by_name: frozenset[str] = frozenset()
+    """What it calls that reads or binds variables by name: such a body runs in no function."""
     waits: bool = False
 
 
@@ -85,14 +88,18 @@ def split(source: str, imports: set[Import], above: Iterable[str], used_above: I
             continue
         may_move = may_move and not any(_prepares(node) for node in chunk.nodes)
         body.append(chunk)
-    body = _without_definitions(body, found, made, taken)
+    imported_names = {each.bound for each in imports | found.imports}
+    body = _without_definitions(body, found, made, taken, imported_names)
     found.body = _spaced(body) + (f"\n{tail}" if tail else "")
     tree = ast.parse(found.body)
-    at_top = {*above, *(each.bound for each in imports | found.imports)}
+    at_top = {*above, *imported_names}
     outside = set(used_above).union(*(_names(text) for text in found.definitions))
-    found.shared = sorted(_shared(tree, at_top | outside))
-    found.body = _without_annotations(tree, found.body, set(found.shared))
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    found.by_name = _REACH_ALL & (loaded | outside) - scope_of(tree).bound - at_top
     found.waits = uses_await(tree)
+    if not found.by_name:
+        found.shared = sorted(_shared(tree, at_top | outside))
+        found.body = _without_annotations(tree, found.body, set(found.shared))
     return found
 
 
@@ -125,14 +132,17 @@ def _names(text: str) -> frozenset[str]:
 
 
 def _without_definitions(
-    body: list[Chunk], found: Split, made: Counter[str], elsewhere: set[str]
+    body: list[Chunk], found: Split, made: Counter[str], elsewhere: set[str], imported: set[str]
 ) -> list[Chunk]:
     """Move the functions and classes to the top that need nothing of the body."""
     moving = []
     for chunk in body:
         node = chunk.definition
         if node is not None and made[node.name] == 1 and node.name not in elsewhere:
-            moving.append(chunk)
+            # What else they are made of, the body may change before.
+            made_of = cell_names(chunk.text).needed - imported - vars(builtins).keys()
+            if made_of <= _mentioned(node):
+                moving.append(chunk)
     while True:
         stays = [chunk for chunk in body if chunk not in moving]
         of_the_body = frozenset[str]().union(*(_bound(node) for chunk in stays for node in chunk.nodes))
@@ -141,6 +151,16 @@ def _without_definitions(
             found.definitions = [chunk.text.strip("\n") for chunk in moving]
             return stays
         moving = kept
+
+
+def _mentioned(node: Definition) -> set[str]:
+    """Return the names that a definition only refers to: bases and annotations."""
+    roots = node.bases if isinstance(node, ast.ClassDef) else [node.returns, *_annotations(node)]
+    return {root.id for root in roots if isinstance(root, ast.Name)}
+
+
+def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | None]:
+    return [each.annotation for each in args_of(node)]
 
 
 def _spaced(body: list[Chunk]) -> str:
@@ -155,8 +175,6 @@ def _spaced(body: list[Chunk]) -> str:
 def _shared(tree: ast.Module, outside: set[str]) -> set[str]:
     """Return the variables that must be the module's own, although the main function makes them."""
     bound = set(scope_of(tree).bound)
-    if any(isinstance(node, ast.Name) and node.id in _REACH_ALL for node in ast.walk(tree)):
-        return bound
     shared = bound & outside
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -244,8 +262,15 @@ def export(  # noqa: PLR0913 - a notebook, and what is wanted of it
     used_above = found.names - names.needed - names.maybe
     functions = {name for item in found.items for name in item.needs | item.later}
     body = split(source, found.imports, above | of_ranks, used_above | functions)
-    writer = _ScriptWriter(found, body, setting, used | found.names, of_ranks)
     titles = ", ".join(cell.title for cell in cells)
+    if body.waits and body.by_name:
+        msg = (
+            f"{titles} was to become a script, but uses `await`, which needs a function there, and "
+            f"{', '.join(sorted(body.by_name))}, which would not see the variables of a function. Put what "
+            "uses `await` into an `async def`, and call it with asyncio.run."
+        )
+        raise NblaunchError(msg)
+    writer = _ScriptWriter(found, body, setting, used | found.names, of_ranks)
     text = writer.text(_docstring(titles, command), f'{saved} = Path(__file__).with_name("{directory}")')
     return ExportedScript(text, tuple(found.files), tuple(found.left_out))
 
@@ -296,8 +321,13 @@ class _ScriptWriter:
         constants, others = self._constants()
         blocks = [docstring, as_statements(self._imports), "\n".join(top), *constants]
         above = "\n\n".join(block for block in blocks if block)
-        function = self._function(main, first, last)
-        below = [*others, *self._body.definitions, function, f'if __name__ == "__main__":\n    {call}']
+        body = self._statements(first, last)
+        if self._body.by_name:
+            ends = [f'if __name__ == "__main__":\n{body}']
+        else:
+            kind = "async def" if self._body.waits else "def"
+            ends = [f"{kind} {main}() -> None:\n{body}", f'if __name__ == "__main__":\n    {call}']
+        below = [*others, *self._body.definitions, *ends]
         return above + "".join(f"\n\n\n{block}" for block in below) + "\n"
 
     def _constants(self) -> tuple[list[str], list[str]]:
@@ -343,8 +373,8 @@ class _ScriptWriter:
             self._imports |= {dist} if prefix else {Import("torch.distributed", name) for name in called}
         return on_gpu + first, last
 
-    def _function(self, name: str, first: list[str], last: list[str]) -> str:
-        """Return the main function: `first`, the cells, `last`."""
+    def _statements(self, first: list[str], last: list[str]) -> str:
+        """Return what the script runs: `first`, the cells, `last`."""
         body = self._body.body.strip("\n") if self._body.body.strip() else ""
         lines = [f"global {', '.join(self._body.shared)}"] if self._body.shared else []
         lines += first
@@ -355,7 +385,7 @@ class _ScriptWriter:
         text = "\n".join(lines)
         if not ast.parse(text).body:
             text += "\npass"
-        return f"{'async ' if self._body.waits else ''}def {name}() -> None:\n{indented(text)}"
+        return indented(text)
 
 
 def _grouped(items: list[CollectedItem]) -> list[str]:

@@ -129,6 +129,9 @@ class Agent(Protocol):
     def release(self, *, succeeded: bool, others: frozenset[int]) -> None:
         """Expect the exits of the ranks, and stop the `others`."""
 
+    def let_finish(self) -> None:
+        """Wait for released ranks of this machine as long as they work."""
+
     def skip_grace(self) -> None:
         """Skip the rest of the grace period."""
 
@@ -820,6 +823,8 @@ class WorkerGroup:
                 self._agent.skip_grace()
                 if self._followers is not None:
                     self._followers.skip_grace()
+            case Order.LET_FINISH:
+                self._agent.let_finish()
             case Order.END_RANKS:
                 self._may_end.set()
             case _:

@@ -29,6 +29,7 @@ from nblaunch.protocol.messages import (
     Cleared,
     Dispatch,
     Displayed,
+    Finishing,
     FromRank,
     Noticed,
     Offsets,
@@ -170,7 +171,10 @@ class RankLogs:
             case Displayed(offsets=offsets) | Cleared(offsets=offsets) | Asked(offsets=offsets):
                 yield from tail.up_to(offsets)
             case (
-                Returned(offsets=offsets) | Raised(offsets=offsets) | Preempted(offsets=Offsets() as offsets)
+                Returned(offsets=offsets)
+                | Raised(offsets=offsets)
+                | Preempted(offsets=Offsets() as offsets)
+                | Finishing(offsets=Offsets() as offsets)
             ):
                 self._present[message.rank] = replace(known, ended=offsets)
                 yield from tail.up_to(offsets)

@@ -26,7 +26,8 @@ that do not come back are replaced.
                                                  is waited for
     RECOVERING   a kept job has not succeeded    READY: all ranks are fit for another job; the job ends
                                                  REPLACING: one is not, or does not answer in time
-    LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again
+    LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again;
+                                                 before that, ranks that have failed end as scripts do
     REPLACING    kept ranks must be ended        STARTING: torchelastic starts others; the job ends
     CHANGING     the membership changes          STARTING: after the next rendezvous; a dispatched job starts
                                                  again
@@ -60,6 +61,7 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     Entered,
     Exited,
+    Finishing,
     FromRank,
     GivenTo,
     Hello,
@@ -412,6 +414,7 @@ class Order(enum.Enum):
     SKIP_GRACE = "kill ranks that are being ended"
     END_RANKS = "no rank is inside NCCL any more: the agent may end them"
     KEEP_PAYLOAD = "remember that the whole payload is on every rank"
+    LET_FINISH = "wait for released ranks as long as they work: each ends as a script does"
     FINISH_JOB = "end the job: its result can be made"
     FORGET_VALUES = "release the values of this attempt: the next one begins the job again"
 
@@ -598,8 +601,8 @@ class _Step:
                 self.located(message)
             case Recovered():
                 self.recovered(message)
-            case Aborted():
-                self.released_nccl(message.rank)
+            case Aborted() | Finishing():
+                self.leaves(message)
             case Preempting() | Preempted():
                 self.saves(message)
             case _:
@@ -613,6 +616,12 @@ class _Step:
             self.send(rank, replace(state.prepare, joins=True) if state.adopted else state.prepare)
         self.set(connected=state.connected.with_rank(rank))
         self.limit_process_group()
+
+    def leaves(self, message: Aborted | Finishing) -> None:
+        if isinstance(message, Aborted):
+            self.released_nccl(message.rank)
+        elif self.state.stage is Stage.LEAVING:
+            self.act(Order.LET_FINISH)
 
     def payload_arrived(self, rank: int) -> None:
         """Begin the job once its payload is whole on every rank; if one cannot load it, no rank keeps it."""
@@ -929,12 +938,13 @@ class _Step:
             return
         self.set_job(interrupted=True)
         self.begin_interruption()
-        if job.dispatched:
+        if job.dispatched and not job.settled:
             return
         if self.state.kept:
             self.finish()
         else:
-            self.act(Order.STOP_AGENT)  # nothing of the user's runs yet, so there is nothing to wait for
+            # Nothing of the user's runs yet, or only what a rank that has failed does at its end.
+            self.act(Order.STOP_AGENT)
 
     def preempt(self, event: Preemption) -> None:
         """Have all ranks save; the running job ends for that."""

@@ -77,7 +77,7 @@ class StackRequest:
             if known.state is State.SUCCEEDED:
                 finished.append(known.rank)
                 answers.pop(known.rank, None)
-            elif known.state.final:
+            elif known.state.final and not known.finishing:
                 continue
             elif answer is None and known.rank in dumps:
                 silent[known.rank] = dumps[known.rank]
@@ -85,12 +85,19 @@ class StackRequest:
                 here[known.rank] = known.pid
             elif answer is None or not answer.frames:
                 idle = known.phase is Phase.READY
-                elsewhere[known.rank] = "idle" if idle else f"in phase '{known.phase}'"
+                elsewhere[known.rank] = (
+                    f"finishing: {known.finishing}"
+                    if known.finishing
+                    else "idle"
+                    if idle
+                    else f"in phase '{known.phase}'"
+                )
         silent |= stacks_of_silent(here, directory, titles)
         return hang.report(
             answers,
             silent=dict(sorted(silent.items())),
             finished=finished,
+            finishing={rank: known.finishing for rank, known in state.ranks.items() if known.finishing},
             elsewhere=elsewhere,
             hosts=hosts_of(state.ranks),
         )

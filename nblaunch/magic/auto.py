@@ -31,6 +31,8 @@ class _AutoState:
     users = False
     """Whether the user runs it; front ends run code of their own, to list variables for example."""
     silent = False
+    on_ranks = False
+    """Whether the cell that runs, or ran last, is one that got the magic."""
 
 
 _state = _AutoState()
@@ -45,7 +47,13 @@ def on() -> bool:
 def take_inserted() -> bool:
     """Return, once, whether `transform` put the magic above the cell that runs."""
     inserted, _state.inserted = _state.inserted, False
+    _state.on_ranks = inserted
     return inserted
+
+
+def ran_on_ranks() -> bool:
+    """Return whether the cell that has just ended got the magic, and nothing of it ran in the notebook."""
+    return _state.on_ranks
 
 
 @contextlib.contextmanager
@@ -99,7 +107,7 @@ def install(shell: Any) -> None:
 
 def _on_begin() -> None:
     # What is silent triggers no `pre_run_cell`, which comes after this.
-    _state.running, _state.users, _state.silent = True, False, True
+    _state.running, _state.users, _state.silent, _state.on_ranks = True, False, True, False
 
 
 def _on_run_cell(info: Any) -> None:

@@ -231,7 +231,7 @@ def _interrupt(line: str, _: Namespace) -> str:
     return f"session {session.name!r}: {'the running job is interrupted' if running else 'no job runs'}"
 
 
-def _push(line: str, namespace: Namespace) -> None:
+def _push(line: str, namespace: Namespace) -> str | None:
     names, options = _names_in(line, "push")
     for name in names:
         if name not in namespace:
@@ -239,7 +239,9 @@ def _push(line: str, namespace: Namespace) -> None:
             what_to_do = f" Did you mean {guess!r}?" if guess else ""
             msg = f"push: there is no variable {name!r} in the notebook.{what_to_do}"
             raise NblaunchError(msg, kind=FailureKind.NO_SUCH_VARIABLE)
-    sessions.named(options.session).push({name: namespace[name] for name in names}, ranks=options.ranks)
+    pushed = {name: namespace[name] for name in names}
+    notices = sessions.named(options.session).push(pushed, ranks=options.ranks)
+    return "\n".join(f"note: {text}" for text in notices) or None
 
 
 _NCCL, _ON = "--nccl", "--on"

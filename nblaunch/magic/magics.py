@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.utils.text import DollarFormatter
 
@@ -18,6 +19,7 @@ from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 from nblaunch._results import Handle, Perform
 from nblaunch.capture.capture import RANK_NAMES, capture_cell
+from nblaunch.capture.names import cell_names
 from nblaunch.client.knowledge import own_name_notice
 from nblaunch.client.launch import Launch, RankPayload, place_launch, refuse_inside_rank
 from nblaunch.client.run import run_fresh
@@ -149,7 +151,7 @@ def register(shell: InteractiveShell) -> None:
     method: Any = DistributedMagics.distributed
     method.__doc__ = f"{options_on_a_screen('%%distributed')}"
     shell.register_magics(magics)
-    shell.events.register("post_run_cell", sessions.sweep)
+    shell.events.register("post_run_cell", _after_cell)
     auto.install(shell)
     completer: Any = shell.Completer
     completer.custom_matchers = [
@@ -166,6 +168,23 @@ def register(shell: InteractiveShell) -> None:
         lambda _shell, event: command_completions(event.text_until_cursor),
         str_key="%distributed",
     )
+
+
+def _after_cell(result: ExecutionResult) -> None:
+    """Let the sessions know of a cell that has run; a callback of IPython's."""
+    running, info = _notebook.shell(), result.info
+    if running is None or info is None:
+        return
+
+    def bound() -> frozenset[str]:
+        if not result.success or auto.ran_on_ranks():
+            return frozenset()
+        with auto.suspended():
+            source = running.transform_cell(info.raw_cell)
+            return cell_names(source, transform=running.transform_cell).bound
+
+    with contextlib.suppress(SyntaxError):  # what a magic's text is, nobody has run
+        sessions.look_at_cell(bound)
 
 
 # Completion in the body of a `%%distributed` cell: names and attributes that live on rank 0.

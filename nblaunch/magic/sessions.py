@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from nblaunch._errors import NblaunchError, OptionError
@@ -162,9 +163,11 @@ def stop(session: LiveSession) -> str:
     return f"session {session.name!r} has ended"
 
 
-def sweep(_result: object = None) -> None:
-    """After a cell, drop what is known of objects that the notebook has freed; a callback of IPython's."""
+def look_at_cell(bound: Callable[[], frozenset[str]]) -> None:
+    """After a cell, note which variables it has bound, and drop what is known of objects that are gone."""
+    names = bound() if _sessions else frozenset[str]()
     for session in _sessions.values():
+        session.bound_again(names)
         session.sweep()
 
 

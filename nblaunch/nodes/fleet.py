@@ -730,6 +730,9 @@ class FleetGroup(Peers, Agent):
         """Expect the exits of the ranks, and stop the `others`."""
         self._ordered(lambda: director.ReleaseOrdered(self.events.attempt, succeeded, others))
 
+    def let_finish(self) -> None:
+        """Do nothing: each node waits for its own ranks."""
+
     def skip_grace(self) -> None:
         """Skip the rest of the grace period."""
         self._fleet.hub.run(lambda: self._send_all(wire.SkipGrace(group=self.name)), 0)

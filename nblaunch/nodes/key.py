@@ -109,8 +109,9 @@ def versions() -> tuple[str, str]:
     """Return the Python minor and the torch that all nodes share: functions travel as bytecode."""
     import torch  # only here: the command that starts a node imports none
 
-    # Without the part behind `+`: a machine with GPUs has another build of the same torch.
-    return f"{sys.version_info.major}.{sys.version_info.minor}", torch.__version__.partition("+")[0]
+    # Without the part behind `+`: a machine with GPUs has another build of the same torch. A `TorchVersion`,
+    # which messages cannot carry, is its own first part where there is no `+`.
+    return f"{sys.version_info.major}.{sys.version_info.minor}", str(torch.__version__).partition("+")[0]
 
 
 def refusal_of(node: Joining) -> str:

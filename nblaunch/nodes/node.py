@@ -46,6 +46,7 @@ from nblaunch.protocol.messages import (
     Entered,
     Exited,
     FailureRecord,
+    Finishing,
     FromRank,
     Hello,
     Interrupt,
@@ -241,6 +242,8 @@ class NodeRelay:
 
     def receive(self, message: FromRank, data: bytes) -> None:
         """Send a rank's message on, after the output that came before it."""
+        if isinstance(message, Finishing):
+            self._agent.let_finish()
         if not self._started:
             self._early.append((message, data))
             return

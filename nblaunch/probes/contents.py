@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.parts import closure_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
 from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
 
@@ -212,9 +213,7 @@ def _clipped(text: str, limit: int) -> str:
 
 def type_of(obj: object) -> str:
     """Return the name of an object's type, with its module if it is no built-in one."""
-    kind = type(obj)
-    module = getattr(kind, "__module__", "")
-    return kind.__qualname__ if module in {"builtins", "__main__"} else f"{module}.{kind.__qualname__}"
+    return type_name(obj).removeprefix("__main__.")
 
 
 # --- one object ----------------------------------------------------------------------------------------
@@ -321,10 +320,6 @@ def _named(obj: Any) -> TakenApart:
 
 
 def _function(obj: types.FunctionType) -> TakenApart:
-    cells = {
-        name: cell.cell_contents
-        for name, cell in zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False)
-    }
     inside = [
         (".__code__", obj.__code__),
         (".__defaults__", obj.__defaults__),
@@ -336,7 +331,7 @@ def _function(obj: types.FunctionType) -> TakenApart:
         "function",
         digest(named.content, code),
         named.shown,
-        children=iter([*inside[1:], *((f".<{name}>", value) for name, value in cells.items())]),
+        children=iter([*inside[1:], *((f".<{name}>", value) for name, value in closure_of(obj).items())]),
     )
 
 

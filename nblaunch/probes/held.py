@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import FrameRecord, HeldMemory
 from nblaunch.protocol.reports import is_ours, nearest_frame, place
 
@@ -31,7 +32,7 @@ _LEAST = 1 << 20
 _NAME_CHARACTERS = 120
 
 PlacedVariables = tuple[str, Mapping[str, object]]
-"""PlacedVariables, and where they are: `cell line 7 in train`."""
+"""Where variables are (`cell line 7 in train`), and the variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,39 +188,7 @@ def _named(found: HeldParts, variables: Iterable[PlacedVariables]) -> None:
         if part is not None:
             found.add(part)
         if depth < _DEEPEST:
-            for inner, path in _inside(value, name):
-                pending.append((inner, path, root, where, depth + 1))
-
-
-def _inside(value: object, name: str) -> Iterator[tuple[object, str]]:
-    """Yield what an object holds, each with its path; runs no code of the object's own."""
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        if value.is_leaf and value.grad is not None:  # type: ignore[attr-defined]
-            yield value.grad, f"{name}.grad"  # type: ignore[attr-defined]
-    elif issubclass(kind, dict):
-        items: list[tuple[object, object]] = list(dict.items(value))  # type: ignore[arg-type]
-        for key, inner in items:
-            shown = repr(key) if type(key) in (str, int) else f"<{type(key).__name__}>"
-            yield inner, f"{name}[{shown:.40}]"
-    elif issubclass(kind, list | tuple | set | frozenset | deque):
-        for number, inner in enumerate(list(value)):  # type: ignore[call-overload]
-            yield inner, f"{name}[{number}]"
-    elif issubclass(kind, torch.nn.Module):
-        for inside in ("_parameters", "_buffers", "_modules"):
-            held = value.__dict__.get(inside) or {}
-            yield from ((inner, f"{name}.{key}") for key, inner in list(dict.items(held)))
-        yield from _attributes(value, name)
-    elif not issubclass(kind, type) and kind.__module__ != "builtins":
-        yield from _attributes(value, name)
-
-
-def _attributes(value: object, name: str) -> Iterator[tuple[object, str]]:
-    held = getattr(value, "__dict__", None)
-    if type(held) is dict:
-        yield from (
-            (inner, f"{name}.{key}") for key, inner in list(held.items()) if not str(key).startswith("__")
-        )
+            pending += ((inner, name + step, root, where, depth + 1) for step, inner in parts_of(value))
 
 
 # The line that made it: of CUDA tensors, where torch records it.

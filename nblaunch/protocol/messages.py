@@ -354,9 +354,13 @@ class Raised(_OfRank, frozen=True):
 
 
 class Finishing(_OfRank, frozen=True):
-    """The job is done, and the rank still works, as a script does at its end: in threads, in exit functions."""
+    """The job is done, and the rank still works, as a script does at its end: in threads, in exit functions.
+
+    After a failure, which is reported first, an empty `what` with `offsets` says that this is over.
+    """
 
     what: str
+    offsets: Offsets | None = None
 
 
 class Colored(_OfRank, frozen=True):

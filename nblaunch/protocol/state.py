@@ -24,8 +24,8 @@ from nblaunch.protocol.messages import (
     EngineSaid,
     Entered,
     Exited,
-    Finishing,
     FailureRecord,
+    Finishing,
     FromRank,
     GivenTo,
     Hello,
@@ -127,7 +127,7 @@ class RankState(msgspec.Struct, frozen=True, gc=False):
     waiting: str = ""
     """If it has been interrupted and does not end: since when, and where it is."""
     finishing: str = ""
-    """What it still does after its job."""
+    """What it still does after its job, whether that has failed or not."""
 
     @property
     def used(self) -> MemoryUse | None:
@@ -499,18 +499,14 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
         case Entered():
             phase = known.phase if known.state.final else message.phase
             return replace(known, phase=phase, device=message.device or known.device)
-        case Started() | Reached() | Unwritten() | Finishing() | Returned() | Raised() | Profiled() if (
-            known.state.final
-        ):
+        case Started() | Reached() | Unwritten() | Returned() | Raised() | Profiled() if known.state.final:
             return known
         case Started():
             warning = _LATE if message.late else known.warning
             return replace(known, state=State.RUNNING, phase=Phase.JOB, started=message.time, warning=warning)
-        case Finishing():
-            return replace(known, finishing=message.what)
         case Printed() | Displayed() | Cleared():
             return replace(known, transcript=_written(known.transcript, message))
-        case Reached() | Unwritten() | Profiled():
+        case Reached() | Unwritten() | Profiled() | Finishing():
             return _counted(known, message)
         case Returned():
             return replace(
@@ -520,6 +516,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 value_text=message.text,
                 value_html=message.html,
                 value_not_sent=message.not_sent,
+                finishing="",
                 ended=message.time,
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
@@ -532,6 +529,7 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
                 failure=failure,
                 phase=failure.phase,
                 exitcode=failure.exitcode,
+                finishing="",
                 ended=failure.time,
                 peak_gpu_memory=message.peak_gpu_memory,
                 memory=message.memory,
@@ -546,11 +544,13 @@ def _advance_rank(known: RankState, message: Message) -> RankState:
             return known  # of interest to the worker group only
 
 
-def _counted(known: RankState, message: Reached | Unwritten | Profiled) -> RankState:
+def _counted(known: RankState, message: Reached | Unwritten | Profiled | Finishing) -> RankState:
     if isinstance(message, Reached):
         return replace(known, collectives=message.collectives)
     if isinstance(message, Profiled):
         return replace(known, profile=message.data)
+    if isinstance(message, Finishing):
+        return replace(known, finishing=message.what)
     return replace(known, unwritten=message.size)
 
 
@@ -567,6 +567,7 @@ def _written(transcript: Transcript, message: Printed | Displayed | Cleared) -> 
 
 
 def _exited(known: RankState, message: Exited) -> RankState:
+    known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         if known.state is State.SUCCEEDED and known.exitcode is None:
             bad = message.exitcode != 0 and not message.expected
@@ -587,9 +588,11 @@ def _exited(known: RankState, message: Exited) -> RankState:
 
 
 def _give_up(known: RankState, message: RunEnded) -> RankState:
+    known = replace(known, finishing="") if known.finishing else known
     if known.state.final:
         return known
-    return replace(known, state=State.STOPPED if message.stopped else State.LOST, ended=message.time)
+    state = State.STOPPED if message.stopped else State.LOST
+    return replace(known, state=state, ended=message.time)
 
 
 def signal_name(exitcode: int | None) -> str | None:

@@ -19,13 +19,12 @@ The phases of its life, by the names that error messages use:
     connect         streams into the log files; Hello with the token of the worker group
     process group   on Prepare: environment, directory, limits, device; the default process group
     ready           waits for a job (ranks of a standby group wait in `connect`, without Prepare)
-    job             on Dispatch: Started, unpickle, run; Returned or Raised
-    value transfer  packs the value; from here only the last interrupt counts
+    job             on Dispatch: Started, unpickle, run, wait for threads unless kept; Returned or Raised
+    value transfer  packs the value, where only the last interrupt counts; then exit functions unless kept
     ...             a session's rank takes the next job; after a failed one first Recover -> Recovered
-    leave           on Leave: atexit, process group, flush, exit code
+    leave           on Leave: threads, exit functions, process group, flush, exit code
 
-A job's payload changes nothing until it is whole on every rank of a session: `Arrived`, then `Proceed`, then
-it is kept; without `Proceed` all of it is undone.
+A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
 
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
@@ -54,6 +53,7 @@ Modules, each after those that it imports:
     preempt          what is called before the node is taken back
     shell            the IPython shell: cells, displays, progress bars, completion
     failure          an exception as a record, with the user's frames only
+    stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
     stacks           where the main thread is; frees a collective that it is stuck in
     control          the control thread: inbox, outbox, interrupts

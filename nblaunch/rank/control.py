@@ -240,6 +240,11 @@ class Link:
         with self._lock:
             self._working, self._finishing = False, True
 
+    def resume_job(self) -> None:
+        """From here on an interrupt reaches the main thread again: the value is packed."""
+        with self._lock:
+            self._working = True
+
     def end_job(self) -> None:
         """From here on an interrupt arrives too late and is ignored."""
         with self._lock:
@@ -262,7 +267,7 @@ class Link:
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         while True:
             ready = dict(self._poller.poll(self._patience()))
-            self._reaper.look()
+            self._reaper.look(working=self._working)
             # A probe that breaks must not end the thread that carries the rank's messages.
             with contextlib.suppress(Exception):
                 self.metrics.send_due()
@@ -298,7 +303,9 @@ class Link:
             return _IMPORT_MS
         if self._switches:
             return _BUNCH_MS
-        return int(LOOK_SECONDS * 1000) if self._working else None
+        # Also between two jobs, as long as there are processes that a cell has left in the background.
+        idle = not self._working and self._reaper.has_nothing_to_do
+        return None if idle else int(LOOK_SECONDS * 1000)
 
     def _receive(self, message: ToRank) -> None:
         match message:

@@ -1,4 +1,7 @@
-"""A rank's exception as a record: the user's own frames, with source. Recording never fails."""
+"""A rank's exception as a record: the user's own frames, with source. Recording never fails.
+
+The exception's own code may raise anything, `KeyboardInterrupt` too; no interrupt reaches the main thread here.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,7 @@ def _text(error: BaseException) -> str:
         return traceback.format_exception_only(error)[-1].strip().partition(": ")[2]
     try:
         return str(error)
-    except (Exception, SystemExit) as broken:  # noqa: BLE001 - an exception's __str__ may do anything
+    except BaseException as broken:  # noqa: BLE001 - an exception's __str__ may do anything
         return f"<its text raised {type(broken).__name__}>"
 
 
@@ -112,7 +115,7 @@ def _pickled(error: BaseException) -> bytes | None:
         data = pickling.dumps_plain(error)
         # Some exceptions pickle and do not unpickle (required arguments): find out here, not in the kernel.
         pickling.loads(data)
-    except (Exception, SystemExit):  # noqa: BLE001 - then the record has its text only
+    except BaseException:  # noqa: BLE001 - then the record has its text only
         return None
     return data if len(data) <= _EXCEPTION_LIMIT else None
 
@@ -123,8 +126,10 @@ def _format(error: BaseException, titles: Mapping[str, str]) -> str:
         for part in memory.chain(report):
             _trim(part, titles)
         text = "".join(report.format())
-    except Exception as broken:  # noqa: BLE001 - a broken exception must still be reported
-        return f"{_qualified_name(type(error))}: {_text(error)} (its traceback raised {broken!r})\n"
+    except BaseException as broken:  # noqa: BLE001 - a broken exception must still be reported
+        return (
+            f"{_qualified_name(type(error))}: {_text(error)} (its traceback raised {type(broken).__name__})\n"
+        )
     return re.sub(r'File "(Cell In\[[^"]*)", line', r"\1, line", text)
 
 
@@ -136,7 +141,7 @@ def shown(error: BaseException) -> str:
             first = first.tb_next
         with unwaited():
             return encodable(shorten(shell.prepare().colored_traceback(error, first)))
-    except Exception:  # noqa: BLE001 - the plain text is there
+    except BaseException:  # noqa: BLE001 - the plain text is there
         return ""
 
 
@@ -183,7 +188,7 @@ def _frames(error: BaseException, titles: Mapping[str, str]) -> Iterator[FrameRe
 def _variables(values: Mapping[str, object]) -> dict[str, str]:
     shown = {}
     for name, value in list(values.items())[:_VARIABLES]:
-        with contextlib.suppress(Exception):  # a repr that raises costs that variable, not the failure
+        with contextlib.suppress(BaseException):  # a repr that raises costs that variable, not the failure
             shown[name] = encodable(_short_repr.repr(value))
     return shown
 
@@ -193,7 +198,7 @@ def write_error_file(error: BaseException) -> None:
     handlers = sys.modules.get("torch.distributed.elastic.multiprocessing.errors")
     if handlers is not None and isinstance(error, Exception):
         # For torch's own tools; the notebook gets the record.
-        with contextlib.suppress(Exception), unwaited():
+        with contextlib.suppress(BaseException), unwaited():
             handlers.get_error_handler().record_exception(error)
 
 

@@ -129,15 +129,21 @@ class Reaper:
         self._due = 0.0
         self._seen: dict[int, float] = {}
         """Process id -> when it was first found to have ended."""
+        self.has_nothing_to_do = True
+        """No orphan can appear until the rank starts a process."""
 
-    def look(self, *, now: bool = False) -> None:
-        """Reap the orphans that ended a while ago, if it is time to look, or `now`."""
+    def look(self, *, now: bool = False, working: bool = True) -> None:
+        """Reap the orphans that ended a while ago, if it is time to look, or `now`.
+
+        Whoever is not `working` starts no process.
+        """
         clock = time.monotonic()
         if not now and clock < self._due:
             return
         self._due = clock + LOOK_SECONDS
         before = set(_started)
         present = children() or set()
+        self.has_nothing_to_do = not present and not working
         _started.difference_update(before - present)
         self._seen = {pid: self._seen.get(pid, clock) for pid in present - _started if _has_ended(pid)}
         for pid, seen in self._seen.items():

@@ -6,7 +6,7 @@
         Rank(orders)        the control thread connects and sends Hello
         Rank.live           the main thread takes one order after the other from the inbox
           Prepare             environment, device, process group: Entered(READY)
-          Dispatch            a job: Started, then Returned or Raised
+          Dispatch            a job: Started, Finishing if it takes a while, then Returned or Raised
           Recover             another process group, or the same one: Recovered
           Adopt               another rank from here on, which the control thread has said already
           Leave               exit functions, the process group, the exit code
@@ -18,7 +18,6 @@ reported their outcome.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import functools
 import importlib
@@ -29,6 +28,7 @@ import platform
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 import msgspec
 import torch
+from torch.utils import hooks
 
 from nblaunch._process_tree import this_python
 from nblaunch.capture import pickling, shared_memory
@@ -48,8 +49,8 @@ from nblaunch.protocol.messages import (
     Colored,
     Dispatch,
     Entered,
-    Finishing,
     FailureRecord,
+    Finishing,
     FunctionJob,
     Hello,
     Leave,
@@ -125,6 +126,7 @@ def _live(orders: Orders) -> int:
     keep_sockets_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
+    script.leave_out_finalizers()
     process_group.remember_agent_address(orders.attempt)
     try:
         return Rank(orders).live()
@@ -157,6 +159,9 @@ class Rank:
         self.orders = orders
         self.rank = int(os.environ["RANK"])
         self._spill = functools.partial(Path, orders.spill)
+        # Hooks have numbers, and come with a module from the notebook: a new one must not replace them. The
+        # numbers are the same on all ranks, whose modules can be compared.
+        hooks.RemovableHandle.next_id = zlib.crc32(os.environ["TORCHELASTIC_RUN_ID"].encode()) << 32
         self.device = torch.device("cpu")
         self.device_name = "cpu"
         self.phase = Phase.CONNECT
@@ -175,6 +180,8 @@ class Rank:
         """Whether the user sees nothing of the job."""
         self._unsaved = False
         """Whether a job has run since this rank last saved."""
+        self._waited = False
+        """Whether it has waited for the threads of its job."""
         stacks.dump_on_signal(orders.spill, self.rank)
         inspector = stacks.RankInspector(self.rank, self.titles)
         self.link = Link(orders.address, orders.group, inspector, keep=orders.keep)
@@ -334,7 +341,7 @@ class Rank:
         del parts
         pickling.remember_received_classes()
         with self._seen_inside(dispatch):
-            value = self._do(job, loaded) if self.orders.keep else self._do_and_end(job, loaded)
+            value = self._do(job, loaded) if self.orders.keep else self._do_to_the_end(job, loaded)
         # While an interrupt still ends the wait for a GPU.
         self.link.metrics.settle()
         self.link.finish_job()
@@ -463,16 +470,31 @@ class Rank:
             case ScriptJob():
                 return self._run_script(job)
 
-    def _do_and_end(self, job: AnyJob, loaded: Any) -> object:
-        """Do the only job of this rank, and end as a script ends: the run is over when all its work is."""
+    def _do_to_the_end(self, job: AnyJob, loaded: Any) -> object:
+        """Do the only job of this rank, and wait for its threads: it ends as a script does.
+
+        A failure is reported first: peers may wait for this rank. What is left to do then comes in `_leave`.
+        """
         try:
             value = self._do(job, loaded)
         except SystemExit as leaving:
             if not leaving.code:
-                script.end(self._tell_finishing)
+                self._wait_for_threads()
             raise
-        script.end(self._tell_finishing)
+        self._wait_for_threads()
         return value
+
+    def _wait_for_threads(self) -> None:
+        self._waited = True
+        try:
+            script.wait_for_threads(self._tell_finishing)
+        except BaseException:
+            # An interrupt. Its outcome ends the process.
+            self._call_exit_functions()
+            raise
+
+    def _call_exit_functions(self) -> None:
+        script.call_exit_functions(self._tell_finishing)
 
     def _tell_finishing(self, what: str) -> None:
         self.link.send(Finishing(rank=self.rank, what=failure.encodable(what)))
@@ -484,9 +506,6 @@ class Rank:
         self.titles[job.filename] = job.title
         result = shell.prepare().run(job)
         error = result.error_before_exec or result.error_in_exec
-        if self.orders.keep and result.error_before_exec is None:
-            line = None if error is None else _line_reached(error, job.filename, job.first_line)
-            self.variables.bound_by(shell.prepare().transform_cell(job.source), line)
         if error is not None:
             raise error
         return result.result
@@ -524,6 +543,10 @@ class Rank:
         if self.device.type != "cpu" and self.link.times_freed > freed:
             # The value waited for a collective that was then aborted, so its numbers are not the job's.
             raise KeyboardInterrupt
+        if not self.orders.keep:
+            # Once the value is packed: they close what it may be made of.
+            self.link.resume_job()
+            self._call_exit_functions()
         self.link.send(
             Returned(
                 rank=self.rank,
@@ -611,9 +634,12 @@ class Rank:
         self.phase = Phase.LEAVE
         try:
             stdio.output.begin_job()
-            if not self.orders.keep:
-                script.end(lambda _: None)  # of a rank that failed; any other has done it
-            atexit._run_exitfuncs()  # noqa: SLF001 - a fork ends by os._exit; programs expect atexit to run
+            # A fork ends by os._exit; programs expect this all the same.
+            if not self._waited:
+                self._wait_for_threads()
+            self._call_exit_functions()
+            if exitcode and not self.orders.keep:
+                self.link.send(Finishing(rank=self.rank, what="", offsets=stdio.output.end_job(keep=False)))
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
@@ -633,10 +659,3 @@ class Rank:
         if self.profile is not None:
             self.profile.close()
             self.profile = None
-
-
-def _line_reached(error: BaseException, filename: str, first_line: int) -> int:
-    """Return the line of a cell, counted from 1, that raised; 0 if no frame is the cell's."""
-    steps = traceback.walk_tb(error.__traceback__)
-    reached = next((line for frame, line in steps if frame.f_code.co_filename == filename), None)
-    return 0 if reached is None else reached - first_line + 1

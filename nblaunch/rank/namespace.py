@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import difflib
 import itertools
@@ -14,6 +13,7 @@ import types
 import weakref
 from array import array
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,29 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.capture import pickling
 from nblaunch.capture.identity import ObjectTable
+from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import DeadVariable, Objects
 from nblaunch.rank import process_group, shell
+from nblaunch.rank.stores import StoreNotes, note_of
 
 _MOST_NAMES = 10_000
 _GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
 _REBOUND = object()
-
-
-def _certainly_bound(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement binds wherever it is executed."""
-    targets: list[ast.expr] = []
-    match statement:
-        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            yield from (each.asname or each.name.partition(".")[0] for each in names)
-        case ast.Assign(targets=targets):
-            pass
-        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
-            targets = [target]
-    for node in itertools.chain.from_iterable(map(ast.walk, targets)):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+_DUNDER = re.compile(r"__.*\w")
 
 
 class Variables:
@@ -60,14 +46,21 @@ class Variables:
         """`kept` is true for a session's rank: only then are variables its own."""
         self._kept = kept
         self._objects = ObjectTable()
-        self._came: dict[str, object] = {}
-        """Variables from the notebook, with the object that came; `_REBOUND` once the rank has another."""
+        self._came: dict[str, object] = {
+            name: value for name, value in shell.namespace().items() if not _DUNDER.match(name)
+        }
+        """Variables from the notebook, with the object that came; `_REBOUND` once the rank has bound another.
+
+        What the shell has put there (`_`, `Out`, `open`) is not the rank's own either.
+        """
         self._received: set[str] = set()
         """All names that ever came."""
         self._between_jobs: list[Any] = []
         """Objects that the notebook believes to be here: they stay until the next job has found them."""
-        self._hidden = frozenset(shell.namespace()) | _GIVEN
+        self._hidden = frozenset(self._came)
         self._tenure = 0
+        if kept:
+            shell.prepare().ast_transformers.append(StoreNotes(lambda name: name in self._came))
 
     def given_in(self, tenure: int) -> None:
         """Forget the objects of another client, which gives no jobs any more; its variables stay."""
@@ -114,23 +107,13 @@ class Variables:
         self._came.update(given)
         self._received.update(given)
 
-    def bound_by(self, source: str, line: int | None = None) -> None:
-        """Note the names that a cell has certainly bound: in all statements, or in those before `line`.
-
-        Also where a name is bound to the object that came from the notebook: small numbers are identical.
-        """
-        for statement in ast.parse(source).body:
-            if line is not None and (statement.end_lineno or 0) >= line:
-                return
-            for name in self._came.keys() & set(_certainly_bound(statement)):
-                self._came[name] = _REBOUND
-
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
         namespace = shell.namespace()
+        bound = {name for name in self._came if namespace.pop(note_of(name), False)}
         # No object is kept that came and is no longer there under its name.
         self._came = {
-            name: value if namespace[name] is value else _REBOUND
+            name: value if namespace[name] is value and name not in bound else _REBOUND
             for name, value in self._came.items()
             if name in namespace
         }
@@ -156,7 +139,11 @@ class Variables:
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables except IPython's own."""
-        shown = (name for name in shell.namespace() if name not in self._hidden and not name.startswith("__"))
+        shown = (
+            name
+            for name in shell.namespace().keys() - _GIVEN
+            if (self._is_own(name) if name in self._hidden else not name.startswith("__"))
+        )
         return tuple(sorted(shown)[:_MOST_NAMES])
 
 
@@ -194,8 +181,7 @@ class Arrival:
 
 _MOST_MEMBERS = 200
 _MOST_NAMED = 20
-# No container in which a program keeps its models.
-_CLOSED = (str, bytes, int, float, torch.Tensor, types.ModuleType, type, types.FunctionType, types.MethodType)
+_WHOLE = (types.MethodType, DistributedDataParallel, DeviceMesh, dist.ProcessGroup)
 _OPTIONS = {
     "broadcast_buffers": True,
     "find_unused_parameters": False,
@@ -298,7 +284,7 @@ class DeadVariables:
             if name in self._hidden or name.startswith("_"):
                 continue
             yield name, value
-            for suffix, member in _parts_of(value):
+            for suffix, member in _members_of(value):
                 yield name + suffix, member
 
     def _remedy(self, path: str, thing: object) -> str | None:
@@ -349,20 +335,14 @@ class DeadVariables:
         return f"{self._name_of(DeviceMesh, 'DeviceMesh')}({mesh.device_type!r}, {mesh.mesh.tolist()}{names})"
 
 
-def _parts_of(value: object) -> Iterator[tuple[str, object]]:
-    with contextlib.suppress(Exception):  # a user's mapping or object may raise anything
-        whole = isinstance(value, (*_CLOSED, DistributedDataParallel, DeviceMesh, dist.ProcessGroup))
-        if whole or _is_sharded(value):
+def _members_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield what the program can assign within an object, unless that is one whole for process groups."""
+    with contextlib.suppress(Exception):  # a user's object may raise anything
+        if isinstance(value, _WHOLE) or _is_sharded(value):
             return
-        if type(value) is dict:
-            found = [(f"[{key!r}]", member) for key, member in list(value.items())[:_MOST_MEMBERS]]
-        elif type(value) in {list, tuple}:
-            found = [(f"[{index}]", member) for index, member in enumerate(value[:_MOST_MEMBERS])]  # type: ignore[index]
-        elif isinstance(value, torch.nn.Module):
-            found = [(f".{name}", child) for name, child in value.named_children()]
-        else:
-            found = [(f".{name}", member) for name, member in list(vars(value).items())[:_MOST_MEMBERS]]
-        yield from found
+        for step, member in islice(parts_of(value), _MOST_MEMBERS):
+            if step.startswith((".", "[")):
+                yield step, member
 
 
 def _is_sharded(value: object) -> bool:

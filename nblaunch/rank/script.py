@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from string import Template
@@ -27,6 +28,7 @@ from typing import Any
 from nblaunch.protocol.messages import ScriptJob
 
 _MOST_NAMED = 3
+_MOMENT_SECONDS = 0.2
 _GIVEN_NAME = re.compile(r"Thread-\d+ \((.+)\)")
 """The name that Python gives a thread without one: its function is what the user knows."""
 
@@ -59,31 +61,62 @@ def run(job: ScriptJob) -> None:
             raise
 
 
-def end(tell: Callable[[str], None]) -> None:
-    """Do what Python does after the last line of a script: wait for its threads, call its exit functions.
+# What Python does after the last line of a script, here, while its output still belongs to the run. `tell` is
+# told what takes longer than a moment.
 
-    Here, while their output still belongs to the run. `tell` is told what the rank still does.
+
+def wait_for_threads(tell: Callable[[str], None]) -> None:
+    """Wait for all threads but daemons; an interrupt ends the wait, as in Python."""
+    # Private: with these, executors end their idle threads, which the loop below would join forever.
+    for shut_down in reversed(tuple(getattr(threading, "_threading_atexits", ()))):
+        with _told(tell, _threads) if _awaited() else contextlib.nullcontext():
+            shut_down()
+    while threads := _awaited():
+        with _told(tell, _threads):
+            threads[0].join()
+
+
+def call_exit_functions(tell: Callable[[str], None]) -> None:
+    """Call what is registered with `atexit`, once; an interrupt ends one of them, as in Python."""
+    with _told(tell, lambda: "exit functions"):
+        atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+
+
+def leave_out_finalizers() -> None:
+    """Have exit functions not call the finalizers that exist by now: they are no part of the program.
+
+    torch's take back its operators one by one, for 30 ms.
     """
-    _tell_threads(tell)
-    # Private: executors end their idle threads with these, which the loop below would otherwise join forever.
-    shutdowns: tuple[Callable[[], object], ...] = tuple(getattr(threading, "_threading_atexits", ()))
-    for shut_down in reversed(shutdowns):
-        shut_down()
-    while threads := _tell_threads(tell):
-        threads[0].join()
-    tell("exit functions")
-    atexit._run_exitfuncs()  # noqa: SLF001 - no public way
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
+        each.atexit = False
 
 
-def _tell_threads(tell: Callable[[str], None]) -> list[threading.Thread]:
-    """Return the threads that Python waits for, and tell their names."""
+@contextlib.contextmanager
+def _told(tell: Callable[[str], None], what: Callable[[], str]) -> Iterator[None]:
+    """Tell what the rank does, unless the block ends within a moment: most programs have no more to do."""
+    timer = threading.Timer(_MOMENT_SECONDS, lambda: tell(what()))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()  # what it tells comes before anything that follows
+
+
+def _awaited() -> list[threading.Thread]:
+    """Return the threads that Python waits for."""
     main = threading.main_thread()
-    threads = [each for each in threading.enumerate() if not each.daemon and each is not main]
-    if threads:
-        names = [_GIVEN_NAME.sub(r"\1", each.name) for each in threads]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        tell(f"thread{'s' * (len(names) > 1)} {', '.join(names[:_MOST_NAMED])}{more}")
-    return threads
+    return [each for each in threading.enumerate() if not each.daemon and each is not main]
+
+
+def _threads() -> str:
+    """Name the threads that Python waits for; empty if the last of them has just ended."""
+    names = [_GIVEN_NAME.sub(r"\1", each.name) for each in _awaited()]
+    if not names:
+        return ""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"thread{'s' * (len(names) > 1)} {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _file(path: str, main: types.ModuleType) -> types.CodeType:

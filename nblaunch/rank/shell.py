@@ -287,7 +287,7 @@ class RankShell(InteractiveShell):
                 return formatter.formatters["text/plain"](value), ""
             with values.summarised(formatter.formatters["text/plain"].type_printers):
                 data, _ = formatter.format(value, include={"text/plain", "text/html"})
-        except Exception as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
+        except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - a broken __repr__ must not cost the value
             return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>", ""
         text, html = data.get("text/plain"), data.get("text/html", "")
         if text is None:

@@ -14,7 +14,8 @@ import torch
 
 from nblaunch._results import NotSent
 from nblaunch.capture import pickling, shared_memory
-from nblaunch.capture.unpicklable import find_culprit, type_name
+from nblaunch.capture.parts import type_name
+from nblaunch.capture.unpicklable import Culprit, find_culprit, reason_of
 
 _SEARCH_SECONDS = 2.0
 _INSTEAD = "Return plain data (numbers, tensors, a state_dict) instead"
@@ -29,9 +30,11 @@ def send(value: object, spill: Callable[[], Path]) -> shared_memory.Outgoing:
     try:
         return shared_memory.put(pickling.dumps_home(value), spill)
     except (Exception, SystemExit) as error:
+        culprit = _culprit(value, error)
+        inside = "" if culprit.path == "value" else f" with {culprit.path}, a {culprit.type_name}"
         msg = (
-            f"the job returned a {_unsendable(value)}, which cannot be sent to the notebook: {_text(error)}. "
-            f"{_INSTEAD}."
+            f"the job returned a {type_name(value)}{inside}, which cannot be sent to the notebook: "
+            f"{culprit.reason}. {_INSTEAD}."
         )
         raise ValueNotSentError(msg) from error
 
@@ -60,7 +63,9 @@ def send_or_stand_in(
     try:
         return shared_memory.put(pickling.dumps_home(value), spill), ""
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the objects raise
-        why = f"{_why(value, error)}. {_INSTEAD}"
+        culprit = _culprit(value, error)
+        part = culprit.type_name if culprit.path == "value" else f"{culprit.path}, {culprit.type_name},"
+        why = f"{part} cannot be sent: {culprit.reason}. {_INSTEAD}"
         return stand_in(why), f"{why}."
 
 
@@ -72,37 +77,10 @@ def _is_machinery(value: object) -> bool:
     return isinstance(value, kinds)
 
 
-def _why(value: object, error: BaseException) -> str:
-    """Return which part of a value cannot be pickled, and why."""
-    culprit = find_culprit({"value": value}, _refusal, seconds=_SEARCH_SECONDS)
-    if culprit is None:
-        return f"{type_name(value)} cannot be sent: {_text(error)}"
-    part = f"{culprit.path}, {culprit.type_name}," if culprit.path != "value" else culprit.type_name
-    return f"{part} cannot be sent: {culprit.reason}"
-
-
-def _refusal(value: object) -> Exception | None:
-    try:
-        pickling.dumps_home(value)
-    except Exception as error:  # noqa: BLE001 - whatever the objects raise
-        return error
-    except SystemExit as error:
-        return RuntimeError(_text(error))
-    return None
-
-
-def _unsendable(value: object) -> str:
-    """Name the type of a value that cannot be pickled; of a dict, the first such entry and its key."""
-    for key, each in value.items() if type(value) is dict else ():
-        if _refusal(each) is not None:
-            return f"{type(each).__module__}.{type(each).__qualname__} under {key!r:.100}"
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _text(error: BaseException) -> str:
-    """Return an exception's text, or its type if it has none."""
-    text = str(error)
-    return f"SystemExit({text})" if isinstance(error, SystemExit) else text or type(error).__name__
+def _culprit(value: object, error: BaseException) -> Culprit:
+    """Return which part of a value cannot be pickled, and why; the value itself if it is no part of it."""
+    found = find_culprit({"value": value}, error, pickling.Homebound, seconds=_SEARCH_SECONDS)
+    return found or Culprit("value", "value", type_name(value), 0, reason_of(error))
 
 
 # The text of a value: large tensors and arrays by shape, type, place and statistics, since a wall of numbers

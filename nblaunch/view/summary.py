@@ -191,7 +191,7 @@ def finishing(state: RunState) -> dict[int, str]:
     return {
         rank: f"is finishing: {shortened(plain(known.finishing), REASON_COST)}"
         for rank, known in sorted(state.ranks.items())
-        if known.finishing and not known.state.final
+        if known.finishing
     }
 
 

@@ -338,6 +338,239 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         ["import time"],
         "%load_ext autoreload\n!echo from a shell > said-$$.txt\n%time x = 5\nif rank:\n    %time x += 1\nx",
     ),
+    "functions that have changed since": (
+        [
+            "LR = 0.1\nN = 2",
+            """
+            def scaled(x, lr=LR):
+                return x * lr
+
+
+            def stepped(x, *, lr=LR, times=1 << 2):
+                return x * lr * times
+
+
+            def seen(x, so_far=[]):
+                so_far.append(x)
+                return so_far
+
+
+            def counts():
+                counts.n += 1
+                return counts.n
+
+
+            def times(n):
+                def around(function):
+                    def inner(x):
+                        return function(x) * n
+                    return inner
+                return around
+
+
+            @times(N)
+            def doubled(x):
+                return x
+
+
+            def make():
+                n = 0
+
+                def up():
+                    nonlocal n
+                    n += 1
+                    return n
+                return up, lambda: n
+
+
+            up, now = make()
+            unchanged = lambda x, lr=LR: x * lr
+            """,
+            "LR = 0.5\nN = 5\ncounts.n = 10\nseen(1), seen(2), up(), up()",
+        ],
+        "scaled(10), stepped(10), seen(3), counts(), doubled(2), (up(), now()), unchanged(10)",
+    ),
+    "decorators that count and register": (
+        [
+            "import functools\nfrom functools import singledispatch",
+            """
+            REGISTRY = {}
+            LABELS = ["first"]
+            how_many = 0
+
+
+            def register(name):
+                def around(function):
+                    global how_many
+                    how_many += 1
+                    REGISTRY[name] = function
+                    LABELS.append(name)
+                    return function
+                return around
+
+
+            def counted(function):
+                @functools.wraps(function)
+                def inner(*args):
+                    inner.calls += 1
+                    return function(*args)
+                inner.calls = 0
+                return inner
+
+
+            class Remembers:
+                def __init__(self, function):
+                    self.function, self.values = function, []
+
+                def __call__(self, x):
+                    self.values.append(self.function(x))
+                    return self.values
+            """,
+            """
+            @register("one")
+            def one(x):
+                return x + 1
+
+
+            @counted
+            def two(x):
+                return x + 2
+
+
+            @Remembers
+            def three(x):
+                return x + 3
+
+
+            @singledispatch
+            def kind(x):
+                return "object"
+
+
+            @kind.register(int)
+            def kind_of_int(x):
+                return "int"
+            """,
+            "two(1), three(1)",
+        ],
+        """
+        found = REGISTRY["one"](1), REGISTRY["one"] is one, LABELS, how_many
+        found, two(1), two.calls, three(2), kind(1), kind("")
+        """,
+    ),
+    "classes that have changed since": (
+        [
+            "import enum\nfrom dataclasses import dataclass, field\nfrom typing import NamedTuple\nSIZE = 4",
+            """
+            class Net:
+                size = SIZE
+                scale = 1
+                made = 0
+                options = {"lr": 1}
+
+                def __init__(self):
+                    type(self).made += 1
+
+                def grown(self, by=SIZE):
+                    return self.size + by
+
+                class Inner:
+                    size = SIZE
+
+
+            class Old:
+                def who(self):
+                    return "the old one"
+
+
+            class Child(Old):
+                pass
+
+
+            class Base:
+                known = []
+
+                def __init_subclass__(cls):
+                    Base.known.append(cls.__name__)
+
+
+            class Known(Base):
+                pass
+
+
+            @dataclass
+            class Config:
+                size: int = SIZE
+                names: list = field(default_factory=list)
+
+
+            class Mode(enum.Enum):
+                SMALL = SIZE
+
+
+            class Point(NamedTuple):
+                x: int = SIZE
+            """,
+            """
+            class Old:
+                def who(self):
+                    return "the new one"
+            """,
+            "SIZE = 8\nNet.scale = 3\nNet.options['lr'] = 2\nNet.later = {'a': 1}\nnets = [Net(), Net()]",
+        ],
+        """
+        first = Net.size, SIZE, Net.scale, Net.made, Net.options, Net.later, Net().grown(), Net.Inner.size
+        first, Child().who(), issubclass(Child, Old), Base.known, Config(), Mode.SMALL.value, Point()
+        """,
+    ),
+    "flags and subclasses of built-in types": (
+        [
+            """
+            import enum
+
+
+            class Flag(enum.IntFlag):
+                R = 4
+                W = 2
+                X = 1
+
+
+            class Whole(int):
+                pass
+
+
+            class Text(str):
+                pass
+
+
+            class Pair(tuple):
+                pass
+
+
+            class Raw(bytes):
+                pass
+
+
+            class Real(float):
+                pass
+            """,
+            "flag, none, odd = Flag.R | Flag.W, Flag(0), [Flag.R | Flag.X, Flag.W]",
+            "whole, text, pair, raw, real = Whole(3), Text('a'), Pair((1, 2)), Raw(b'b'), Real(1.5)",
+            "named = Whole(4)\nnamed.tag = 'x'",
+        ],
+        """
+        values = [whole, text, pair, raw, real, named]
+        flag, none, odd, values, [type(value).__name__ for value in values], whole + 1, named.tag
+        """,
+    ),
+    "names that only running the cell shows": (
+        [],
+        "exec('four = 4')\nx = four + rank  # noqa: F821\nx, 'x' in locals(), eval('x + 1')",
+    ),
+    "the notebook's own open": (
+        ["from gzip import open", "def exit():\n    return 'mine'"],
+        "open.__module__, exit()",
+    ),
     "things without source": (
         [
             "operations = {'double': lambda value: 2 * value, 'sum': sum}",
@@ -373,7 +606,8 @@ def lane_of(name: str) -> Any:
     """Return the case of a round trip, with its lane's mark."""
     if name == "a training with DDP":  # CI has models in another one
         return slow(name)
-    return pytest.param(name, marks=pytest.mark.quick) if name == "a collective" else name
+    quick = name in ("a collective", "functions that have changed since")
+    return pytest.param(name, marks=pytest.mark.quick) if quick else name
 
 
 @pytest.mark.slow_at("settings and models", "arithmetic")
@@ -400,6 +634,40 @@ def tidy_lines(code: str) -> list[str]:
     lines = code.strip("\n").rstrip(" ").split("\n")
     margin = len(lines[0]) - len(lines[0].lstrip())
     return [line[margin:] if not line[:margin].strip() else line for line in lines]
+
+
+def test_what_shares_memory_in_the_notebook_shares_it_in_the_script(kernel, there):
+    for each in (
+        "import numpy as np\nimport torch",
+        "whole = torch.zeros(4)\npart = whole[1:3]\nagain = whole",
+        "X = np.arange(6.0)\ntrain, test = X[:4], X[4:]",
+        "columns = np.ones((2, 3), order='F')\nfirst = columns[:, 0]",
+        "array = np.arange(4.0)\ntensor = torch.from_numpy(array)",
+        "ones = torch.ones(3000)\nview = ones.numpy()[5:]",
+        "settings = {'lr': 1}\nholder = [lambda: settings, settings, array]",
+        "np.zeros(4).tofile('mapped.bin')\nmapped = np.memmap('mapped.bin', mode='r+', dtype='float64')",
+    ):
+        kernel.ok(each)
+    cell = """
+part += 1
+X += 10
+first += 5
+array[0] = 7
+ones += 1
+settings["lr"] = 2
+mapped[0] = 3
+mapped.flush()
+on_disk = np.fromfile("mapped.bin").tolist()
+arrays = train.tolist(), test.tolist(), columns.tolist(), float(view.sum()), on_disk
+whole.tolist(), arrays, tensor.tolist(), holder[1], holder[0]() is settings, holder[2].tolist()
+"""
+    kernel.ok(f"%%distributed -n {RANKS}\n{cell}")
+    kernel.ok("%distributed export train.py")
+    expected = kernel.ok(cell).result
+    printed_by_ranks = run_script(there / "train.py")
+    assert [[ast.literal_eval(each) for each in rank] for rank in printed_by_ranks] == [
+        [ast.literal_eval(expected)]
+    ] * RANKS
 
 
 # What is written
@@ -623,6 +891,21 @@ def test_what_can_neither_be_written_nor_saved_is_named(kernel, there):
         in kernel.ok("%distributed export train.py").result
     )
     assert list(there.glob("train_data")) == []
+
+
+def test_a_definition_that_can_neither_be_made_nor_saved_as_it_is_is_refused_by_name(kernel, there):
+    kernel.ok("import threading\n\nclass Net:\n    size = 1\n\nNet.lock = threading.Lock()")
+    kernel.ok("%%distributed -n 2\n'Net' if rank < 0 else 1\ndef never():\n    return Net\nNone")
+    assert "may never use what cannot be saved: Net.lock" in kernel.ok("%distributed export train.py").result
+    kernel.ok("Net.lock = None")
+    kernel.ok("%%distributed -n 2\nNet.size")
+    kernel.ok("Net.lock = threading.Lock()")
+    refused = kernel.fails("%distributed export --force train.py")
+    assert refused.ename == "NblaunchError"
+    assert refused.evalue.startswith("Net.lock: ")
+    assert "lock" in refused.evalue
+    kernel.ok("%%distributed -n 2\nimport asyncio\nawait asyncio.sleep(0)\nexec('x = 1')\nx")
+    assert "uses `await`" in kernel.fails("%distributed export --force train.py").evalue
 
 
 # Several cells, and sessions

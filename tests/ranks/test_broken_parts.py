@@ -225,7 +225,7 @@ def test_a_rank_that_loses_its_connection_is_a_failure(nproc):
     must_work(nproc)
 
 
-def test_a_thread_of_the_job_that_never_ends_does_not_keep_a_rank_for_ever():
+def test_a_thread_that_never_ends_does_not_keep_a_sessions_ranks_for_ever():
     """As long as the agent waits for ranks that have leave to end."""
 
     def job():
@@ -233,8 +233,10 @@ def test_a_thread_of_the_job_that_never_ends_does_not_keep_a_rank_for_ever():
         return "value"
 
     usual(2)
+    session = nblaunch.Session(2, shutdown_timeout=1)
+    assert session.run(job).values == ["value"] * 2
     started = time.monotonic()
-    assert nblaunch.run(job, nproc=2, shutdown_timeout=1).values == ["value"] * 2
+    session.close()
     assert time.monotonic() - started < bound(2, waited=1)
 
 

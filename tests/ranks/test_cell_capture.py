@@ -470,6 +470,15 @@ def test_what_a_notebook_function_does_not_use_is_not_sent(door):
 
 # --- what cannot be sent ---------------------------------------------------------------------------
 
+FAILS_LATE = """
+def elements():
+    yield [object()]
+    raise OSError("no more")
+class Late:
+    def __reduce__(self): return list, (), None, elements()
+box = {"late": Late()}
+"""
+
 
 @pytest.mark.parametrize(
     ("setup", "body", "path", "kind"),
@@ -481,6 +490,9 @@ def test_what_a_notebook_function_does_not_use_is_not_sent(door):
         ("gen = (x for x in [1])", "list(gen)", "gen", "generator"),
         ("lock = threading.Lock()\ndef f(): return lock", "f()", "lock", "_thread.lock"),
         ("sock = socket.socket()", "sock", "sock", "socket.socket"),
+        ("rows = [(i, str(i)) for i in range(300_000)] + [(x for x in [])]", "rows",
+         "rows[300000]", "generator"),
+        (FAILS_LATE, "box", "box['late']: no more", "Late"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sent_is_named_before_anything_starts(  # noqa: PLR0913, PLR0917 - two are fixtures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,3 +109,18 @@ def test_what_is_left_behind_is_told(leftovers, leave, told):
     with ExitStack() as stack:
         leave(stack)
         assert told in "\n".join(before.found(logs=True))
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_is_not_left_behind(leftovers, monkeypatch):
+    before = leftovers()
+    made = Path(tempfile.mkdtemp(prefix="left-behind"))
+    (made / "file").touch()
+
+    def going(path, _):
+        yield path / "file"
+        shutil.rmtree(made)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "rglob", going)
+    assert before.found(logs=True) == []
+    assert not made.exists()

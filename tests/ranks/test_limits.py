@@ -81,7 +81,7 @@ print(json.dumps([enough, values, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
 
 
 def test_too_few_descriptors_refuse_the_run_with_both_numbers_and_harm_no_session(printed):
-    """In the runtime, in the fork server, and in the kernel with none at all."""
+    """In the runtime, in the fork server, in the kernel with none at all, or with a limit lowered since."""
     found = printed("""
 import psutil
 from nblaunch.client.local import local
@@ -106,6 +106,8 @@ found["none, session"] = outcome(lambda: nblaunch.Session(nproc=2))
 for fd in held:
     os.close(fd)
 found["at last"] = nblaunch.run(one, nproc=2).values
+limit(24, 24)
+found["lowered"] = outcome(lambda: nblaunch.run(one, nproc=2, timeout=20).values)
 print(json.dumps(found))
 """)
     few = re.match(r"(\w+): 32 ranks .* needs about (\d+) .* is (\d+)\.", found["few"])
@@ -119,6 +121,7 @@ print(json.dumps(found))
     assert "EMFILE" in found["none, run"]
     assert "EMFILE" in found["none, session"]
     assert found["at last"] == [1, 1]
+    assert re.match(r"fork: 2 ranks .* needs about \d+ of its own, .* is 24\.", found["lowered"])
 
 
 FORK_FAILS = """

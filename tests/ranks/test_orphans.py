@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 import nblaunch
@@ -18,8 +19,13 @@ def test_orphans_of_a_rank_are_reaped_while_it_works_and_afterwards(session):
     session.cell(
         """
 import psutil, subprocess, time
+def has_ended(process):
+    try:
+        return process.status() == "zombie"
+    except psutil.NoSuchProcess:
+        return False  # reaped since it was listed
 def zombies():
-    return [p.pid for p in psutil.Process().children(recursive=True) if p.status() == "zombie"]
+    return [each.pid for each in psutil.Process().children(recursive=True) if has_ended(each)]
 for _ in range(10):
     subprocess.run("sleep 0.05 &", shell=True)
 deadline = time.monotonic() + 10
@@ -44,6 +50,23 @@ zombies()
         namespace={},
     )
     assert left.values == [[]]
+
+
+def test_orphans_are_reaped_while_a_session_is_idle(session, eventually):
+    left = session.cell(
+        """
+import os, subprocess
+def orphans():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return file.read().split()
+pids = [int(subprocess.check_output("sleep 2 >/dev/null & echo $!", shell=True)) for _ in range(3)]
+pids, set(map(str, pids)) <= set(orphans())
+""",
+        namespace={},
+    )
+    pids, are_its_children = left.values[0]
+    assert are_its_children
+    eventually(lambda: not any(psutil.pid_exists(each) for each in pids), "the orphans are reaped")
 
 
 def test_the_exit_status_of_a_ranks_own_child_is_there_however_late_it_is_read(session):

@@ -349,7 +349,7 @@ def test_a_job_that_closes_every_descriptor_still_ends():
     ("make", "what"),
     [
         (threading.Lock, "_thread.lock"),
-        (lambda: (x for x in ()), "builtins.generator"),
+        (lambda: (x for x in ()), "generator"),
         (lambda: [sys._getframe()], "frame"),
     ],
     ids=["a lock", "a generator", "a list with a frame"],

@@ -205,7 +205,7 @@ def test_globals_of_a_script_come_back_by_name(write):
 
 def test_a_global_that_cannot_be_sent_is_named(write):
     write({"train.py": "import threading\nloss, lock = 0.5, threading.Lock()"})
-    with pytest.raises(nblaunch.RunFailedError, match="lock under 'lock', which cannot be sent"):
+    with pytest.raises(nblaunch.RunFailedError, match=r"value\['lock'\], a _thread.lock, which cannot be"):
         nblaunch.run("train.py", pull="loss,lock", nproc=1)
 
 

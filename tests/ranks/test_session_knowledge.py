@@ -103,6 +103,17 @@ def test_a_call_of_a_function_finds_what_the_ranks_have(notebook):
     assert notebook.both("evaluate()") == trained
 
 
+def test_functions_pushed_before_the_first_cell_are_the_notebooks(notebook, place):
+    notebook("scale = 3\nseen = [1]\ndef scaled(x): return x * scale, seen[0]\nclass Scaler:\n    f = scaled")
+    with place(2, display=False) as session:
+        session.push({name: notebook.variables[name] for name in ("scaled", "Scaler")})
+        notebook.session = session
+        first = notebook.ranks("scaled(2), Scaler.f(2)")
+        assert (first.values, first.warnings) == ([((6, 1), (6, 1))] * 2, ())
+        assert notebook.both("scale = 10; scaled(2)") == (20, 1)
+        assert notebook.both("scaled.__globals__ is globals()")
+
+
 # --- one object is one object ------------------------------------------------------------------------
 
 
@@ -192,6 +203,14 @@ def test_a_small_number_that_a_failed_cell_bound_is_the_ranks_own(notebook):
     assert notebook.both("n") == 1
 
 
+def test_what_a_block_bound_to_what_it_was_is_the_ranks_own_where_the_block_has_run(notebook):
+    notebook("a = b = True")
+    notebook.ranks("a, b; None")
+    notebook.ranks("if rank == 0:\n    a = True\nfor b in [b] * rank: pass")
+    notebook("a = b = False")
+    assert notebook.ranks("a, b").values == [(True, False), (False, True)]
+
+
 def test_a_helper_that_was_missing_is_found_once_it_is_defined(notebook):
     notebook("def outer():\n    return helper() + 1")
     assert notebook.ranks("outer()", check=False).root_cause.type.endswith("NameError")
@@ -243,7 +262,7 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
         (notice,) = notebook.ranks("it; None").warnings
         assert notice == (
             "it was changed in the notebook after it was sent; the ranks use what they have. "
-            "To send it: %distributed push it"
+            "To replace it: %distributed push it"
         )
     notebook.session.push({"it": notebook.variables["it"]})
     assert notebook.ranks("it; None").warnings == ()

@@ -121,6 +121,14 @@ def test_a_ddp_model_can_be_revived_after_a_failure_within_a_step(session, where
     assert result.values[0] == result.values[1]
 
 
+def test_a_ddp_model_within_other_objects_is_named_as_the_program_writes_it(session):
+    cell(session, "net = torch.nn.Sequential(made()[0])\nclass Config: model = made()[0]")
+    assert broken(session)[1:] == (
+        f"{DEAD}net[0] (net[0] = DDP(net[0].module)), Config.model (Config.model = DDP(Config.model.module))",
+    )
+    cell(session, "del net, Config")
+
+
 def test_groups_and_meshes_are_named_where_they_are_kept(session):
     cell(
         session,

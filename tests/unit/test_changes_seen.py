@@ -103,6 +103,22 @@ def test_a_change_anywhere_in_a_large_dictionary_is_seen(change):
     assert notebook.changed("words") == {"words"}
 
 
+@pytest.mark.parametrize(
+    ("source", "change"),
+    [
+        ("found = [1j]", "found.append(2j)"),
+        ("found = {'a': 1j}", "found['a'] = 2j"),
+        ("found = ['text' * 5_000_000]", "found.append('more')"),
+        ("found = ['a', 'text' * 5_000_000]", "found[0] = 'b'"),
+    ],
+)
+def test_a_change_in_a_container_of_numbers_and_texts_is_seen(source, change):
+    notebook = Notebook(source)
+    assert [notebook.changed("found") for _ in range(3)] == [set()] * 3
+    notebook.run(change)
+    assert notebook.changed("found") == {"found"}
+
+
 def test_what_is_kept_to_compare_a_large_dictionary_goes_with_it():
     notebook = Notebook("words = {f'w{i}': -1 for i in range(20_000)}")
     for _ in range(3):

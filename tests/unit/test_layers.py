@@ -66,7 +66,7 @@ THIRD_PARTY = {
 OUTSIDE_A_CLIENT = {"msgspec", "psutil"}
 """What a client may import from outside: it starts in a moment, beside the runtime that loads torch."""
 
-TORCH_IN_A_KERNEL = {"nblaunch.capture.tensors", "nblaunch.export.files"}
+TORCH_IN_A_KERNEL = {"nblaunch.capture.recipes", "nblaunch.capture.tensors", "nblaunch.export.files"}
 """Where a kernel may load torch: for a value that is torch's, which is sent, or written for a script."""
 
 A_LIST = 3
@@ -79,6 +79,8 @@ STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
 """What a process has once to run ranks."""
 
 OTHER_STATE = {
+    "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
+    "nblaunch.capture.recipes": "which recipe a class has, looked for once",
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
     "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
@@ -452,6 +454,7 @@ SPEAKERS = {
 
 TORCHS_PRIVATE = {
     "nblaunch._devices": "which CPUs are near a GPU",
+    "nblaunch.capture.recipes": "what torch.compile, parametrize and custom_op have made of the user's objects",
     "nblaunch.capture.tensors": "storages that are shared, how tensors are rebuilt, hooks, counts of changes",
     "nblaunch.elastic.agent": "the steps of the agent, and its processes",
     "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",

@@ -27,6 +27,7 @@ from nblaunch.protocol.messages import (
     Entered,
     Exited,
     FailureRecord,
+    Finishing,
     FrameRecord,
     GivenTo,
     Hello,
@@ -135,6 +136,9 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     ),
     Returned: st.builds(Returned, rank=RANKS, value=PAYLOADS, time=TIMES, text=TEXTS),
     Raised: st.builds(Raised, rank=RANKS, failure=FAILURES),
+    Finishing: st.builds(
+        Finishing, rank=RANKS, what=TEXTS, offsets=st.sampled_from([None, Offsets()])
+    ),
     Colored: st.builds(Colored, rank=RANKS, text=TEXTS),
     Where: st.builds(Where, rank=RANKS, frames=st.just(())),
     Aborted: st.builds(Aborted, rank=RANKS),
@@ -321,6 +325,26 @@ def test_a_reason_that_was_found_for_an_end_is_the_failures():
     failure = rank_after(HELLO, STARTED, exited).failure
     assert failure is not None
     assert (failure.message, failure.traceback) == ("ran out of memory", "dmesg")
+
+
+SAVES = Finishing(rank=0, what="thread save")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SAVES, RETURNED],
+        [SAVES, RAISED],
+        [RAISED, SAVES, Finishing(rank=0, what="", offsets=Offsets())],
+        [RAISED, SAVES, Exited(rank=0, exitcode=1, time=3.0)],
+        [SAVES, Exited(rank=0, exitcode=-15, time=3.0, expected=True)],
+        [RAISED, SAVES, RunEnded(time=3.0)],
+    ],
+    ids=["returned", "raised", "over", "gone", "stopped", "given up"],
+)
+def test_what_a_rank_finishes_is_known_until_it_has(messages):
+    assert "thread save" in [each.ranks[0].finishing for each in folded([HELLO, STARTED, *messages])]
+    assert rank_after(HELLO, STARTED, *messages).finishing == ""
 
 
 def test_a_rank_that_breaks_after_its_value_was_here_is_a_warning():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+import torch
+from torch.torch_version import TorchVersion
 
-from nblaunch.nodes.messages import Inventory
+from nblaunch.nodes import key
+from nblaunch.nodes.messages import Inventory, Joining, decode_from_node, encode
 from nblaunch.nodes.versions import Differences, compare
 
 HERE = Inventory(
@@ -87,3 +90,12 @@ def test_many_hosts_are_counted():
     nodes = {f"h{number}": but(glibc="2.31" if number == 5 else "2.36") for number in range(1024)}
     (line,) = compare(HERE, nodes).warned
     assert line == "glibc 2.36: h0, h1, h2, h3, h4, h6, h7, h8 and 1015 more; 2.31: h5."
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cu130"])
+def test_a_node_joins_with_any_build_of_torch(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    python, its_torch = key.versions()
+    hello = Joining(name="hA", nproc=1, python=python, torch=its_torch)
+    assert decode_from_node(encode(hello)) == hello
+    assert (its_torch, key.refusal_of(hello)) == ("2.13.0", "")

@@ -1,0 +1,103 @@
+"""Which variables a cell has bound, also those that are bound to the very object that they had.
+
+Where `ready` is True, `ready = True` leaves no trace, and whether it has run is decided within the cell: by
+an `if`, by a loop over nothing, by the line that raised. So the cell itself notes it: behind each statement
+that binds one of the names in question comes one that binds another name, which no program can use.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_BLOCKS = ("body", "orelse", "finalbody")
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_Opening = ast.For | ast.AsyncFor | ast.With | ast.AsyncWith | ast.match_case
+"""Statements that bind names where their body begins."""
+
+
+def note_of(name: str) -> str:
+    """Return the variable that is bound when the variable `name` has been."""
+    return f"__bound {name}"
+
+
+class StoreNotes(ast.NodeTransformer):
+    """A transformer of IPython's: has a cell note which variables it binds, of those that are `asked` for."""
+
+    def __init__(self, asked: Callable[[str], bool]) -> None:
+        self._asked = asked
+
+    def visit(self, node: ast.AST) -> Any:
+        """Transform a node, but for what has variables of its own."""
+        return node if isinstance(node, _SCOPES) else super().visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Put a note behind each statement of a block, and at its start where names are bound there."""
+        super().generic_visit(node)
+        for field in _BLOCKS:
+            if isinstance(block := getattr(node, field, None), list):
+                noted = [after for each in block for after in (each, *self._notes(each, _bound_by(each)))]
+                setattr(node, field, noted)
+        if isinstance(node, _Opening):
+            node.body[:0] = self._notes(node.body[0], _bound_at_start(node))
+        return node
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
+        """Turn `name := value` into `name := (value, note := True)[0]`."""
+        super().generic_visit(node)
+        if self._asked(node.target.id):
+            target = ast.Name(note_of(node.target.id), ast.Store())
+            both = ast.Tuple([node.value, ast.NamedExpr(target, ast.Constant(value=True))], ast.Load())
+            node.value = _at(node, ast.Subscript(both, ast.Constant(0), ast.Load()))
+        return node
+
+    def _notes(self, statement: ast.stmt, names: Iterator[str]) -> list[ast.stmt]:
+        return [
+            _at(statement, ast.Assign([ast.Name(note_of(name), ast.Store())], ast.Constant(value=True)))
+            for name in names
+            if self._asked(name)
+        ]
+
+
+def _at(place: ast.AST, node: Any) -> Any:
+    return ast.fix_missing_locations(ast.copy_location(node, place))
+
+
+def _bound_by(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement has bound once it is done."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names):
+            yield from (each.asname or each.name.partition(".")[0] for each in names)
+        case ast.ImportFrom(names=names, module=module) if module != "__future__":
+            yield from (each.asname or each.name for each in names)
+        case ast.Assign(targets=targets):
+            yield from _stored(*targets)
+        case ast.AnnAssign(target=target, value=ast.expr()) | ast.AugAssign(target=target):
+            yield from _stored(target)
+
+
+def _bound_at_start(
+    node: ast.For | ast.AsyncFor | ast.With | ast.AsyncWith | ast.match_case,
+) -> Iterator[str]:
+    """Yield the names that are bound where the body of a statement begins."""
+    match node:
+        case ast.For(target=target) | ast.AsyncFor(target=target):
+            yield from _stored(target)
+        case ast.With(items=items) | ast.AsyncWith(items=items):
+            yield from _stored(*(each.optional_vars for each in items if each.optional_vars is not None))
+        case ast.match_case(pattern=pattern):
+            for each in ast.walk(pattern):
+                if isinstance(each, ast.MatchAs | ast.MatchStar) and each.name is not None:
+                    yield each.name
+                elif isinstance(each, ast.MatchMapping) and each.rest is not None:
+                    yield each.rest
+
+
+def _stored(*targets: ast.expr) -> Iterator[str]:
+    for target in targets:
+        for each in ast.walk(target):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                yield each.id
