@@ -32,7 +32,7 @@ from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf, mro_of, namespace_of
-from nblaunch.capture.pickling import WITH_SETTER, Outbound
+from nblaunch.capture.pickling import WITH_SETTER, Outbound, is_pandas
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -638,8 +638,9 @@ class _FramePickler(Outbound):
         if arrays.is_array(obj) and obj.nbytes > MOST_BYTES and not obj.flags.forc:
             return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
-        if reduced is NotImplemented and (caches := _caches_of(type(obj))):
-            return _without(caches, obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
+        if caches := _caches_of(type(obj)):
+            usual = reduced is NotImplemented
+            return _without(caches, obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if usual else reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             state = reduced[_STATE]
             _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
@@ -686,7 +687,7 @@ def _caches_of(kind: type) -> frozenset[str]:
             for name, value in namespace_of(each).items()
             if isinstance(value, functools.cached_property)
         }
-        if kind.__module__.partition(".")[0] == "pandas":
+        if is_pandas(kind):
             found.add("_cache")
         _caches[kind] = frozenset(found)
     return _caches[kind]
