@@ -5,6 +5,7 @@ To send an object is to copy it, with one memory of all that has been copied alr
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import types
@@ -53,6 +54,23 @@ def marks(obj: Any) -> list[Any]:
     return found
 
 
+def bound_in(source: str) -> set[str]:
+    """Return the names that a cell binds by statements of its own."""
+    found = set()
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=targets):
+                names = (each for target in targets for each in ast.walk(target))
+                found |= {
+                    each.id
+                    for each in names
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                }
+    return found
+
+
 class Reach:
     """All objects with an identity to which some lead, and the global names that their functions read."""
 
@@ -83,6 +101,8 @@ class Rank:
         self.variables: dict[str, Any] = {"__name__": "__main__", "looked": looked}
         self.came: dict[str, Any] = {}
         self.bound: dict[str, Any] = {}
+        self.anew: set[str] = set()
+        """Names that the notebook has bound since, be it to the same object."""
         self.copies: dict[int, Any] = {}
         self.sent: dict[int, Sent] = {}
         self._memory: dict[int, Any] = {}
@@ -132,12 +152,14 @@ class Rank:
 
     def declines(self, name: str, value: Any) -> bool:
         """Whether the notebook has bound a name again that the rank has bound itself since it got it."""
-        return name in self.bound and self.bound[name] is not value and self.has_own(name)
+        anew = name in self.bound and (self.bound[name] is not value or name in self.anew)
+        return anew and self.has_own(name)
 
     def use(self, name: str, value: Any) -> None:
         """Bring a variable of the notebook's, if that is due."""
         if self.declines(name, value):
             self.bound[name] = value
+            self.anew.discard(name)
         elif name not in self.variables or (name in self.bound and self.bound[name] is not value):
             self.bring(name, value)
 
@@ -145,6 +167,7 @@ class Rank:
         new = [obj for key, obj in Reach([value], {}).objects.items() if key not in self.copies]
         self.variables[name] = self.came[name] = self.copied(value)
         self.bound[name] = value
+        self.anew.discard(name)
         self.note(new)
 
     def note(self, objects: Iterable[Any]) -> None:

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from lanes import full, slow
 from looked import is_notebooks
-from rank_model import VIEWS_SHARE, Rank, cell
+from rank_model import VIEWS_SHARE, Rank, bound_in, cell
 
 NAMES = ("a", "b", "c", "d", "e")
 _numbers = itertools.count()
@@ -234,6 +234,8 @@ class Notebook:
         note(f"\n# notebook\n{source}")
         self.waiting.append(source)
         exec(source, self.variables)  # noqa: S102 - as a notebook does
+        for rank in self.ranks:
+            rank.anew |= bound_in(source)
         self.kept += self.variables.values()  # the model knows objects by their address
 
     def there(self, source: str, uses: set[str], only: int | None = None) -> None:
@@ -385,18 +387,18 @@ steps = st.one_of(
 )
 
 
-def prepare(kernel):
+def prepare(kernel, line="-n 2"):
     """Start a session; what is there by now is left out when rubbish is collected."""
     tests = str(Path(looked.__file__).parent)
     kernel.ok(f"import sys; sys.path.insert(0, {tests!r})\n{IMPORTS}")
-    kernel.ok("%distributed start -n 2")
+    kernel.ok(f"%distributed start {line}")
     kernel.ok(f"%%distributed\n{IMPORTS}\ngc.collect(); gc.freeze();")
     kernel.ok("gc.collect(); gc.freeze();")
 
 
 @pytest.fixture(scope="module")
-def kernel(module_kernel):
-    prepare(module_kernel)
+def kernel(module_kernel, place):
+    prepare(module_kernel, place.line())
     yield module_kernel
     module_kernel.ok("%distributed stop")
 
