@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import itertools
 import os
 import pickle
 import re

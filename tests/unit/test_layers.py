@@ -454,7 +454,7 @@ SPEAKERS = {
 
 TORCHS_PRIVATE = {
     "nblaunch._devices": "which CPUs are near a GPU",
-    "nblaunch.capture.recipes": "what torch.compile, parametrize and custom_op have made of the user's objects",
+    "nblaunch.capture.recipes": "what torch.compile, parametrize and custom_op have made of objects",
     "nblaunch.capture.tensors": "storages that are shared, how tensors are rebuilt, hooks, counts of changes",
     "nblaunch.elastic.agent": "the steps of the agent, and its processes",
     "nblaunch.elastic.hooks": "the watchdog's and the event log's own steps",
