@@ -179,6 +179,7 @@ def test_a_tensor_of_inference_mode_is_one_on_the_ranks_and_back_here(kernel):
         ]
 
 
+@pytest.mark.full
 def test_objects_of_pandas_that_share_memory_here_do_not_change_each_other_on_the_ranks(kernel):
     kernel.ok("""
         import pandas as pd
