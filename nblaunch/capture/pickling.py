@@ -584,7 +584,8 @@ def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: ar
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
-    Only for bytes from an authenticated sender: unpickling runs code.
+    Without `device` this is the notebook, to which nothing comes by key. Only for bytes from an authenticated
+    sender: unpickling runs code.
     """
     with _loading_on(device):
         if device is None:

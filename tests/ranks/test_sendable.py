@@ -274,7 +274,7 @@ CARRIERS = {
 }
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("carrier", sampled(CARRIERS, 4))
 def test_what_is_behind_it_is_taken_anew_noticed_and_found_later(notebook, carrier):
     setup, use, held = CARRIERS[carrier]
     notebook.run(PRELUDE)
@@ -471,7 +471,7 @@ SENT = {
 }
 
 
-@pytest.mark.parametrize("what", SENT)
+@pytest.mark.parametrize("what", sampled(SENT, 4))
 def test_it_works_on_the_ranks_as_in_the_notebook(kernel, what):
     setup, use, value = SENT[what]
     kernel.run(setup)
@@ -480,7 +480,7 @@ def test_it_works_on_the_ranks_as_in_the_notebook(kernel, what):
     assert kernel.cell("'it' in globals() and it, 'It' in globals() and It; 0")[1] == []
 
 
-@pytest.mark.parametrize("what", sampled(list(SENT), 1))
+@pytest.mark.parametrize("what", sampled(SENT, 1))
 def test_it_works_on_fresh_ranks(kernel, what):
     setup, use, value = SENT[what]
     kernel.run(setup)
