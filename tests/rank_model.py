@@ -21,6 +21,8 @@ from looked import has_identity, is_notebooks, taken_apart
 VIEWS_SHARE = False
 """Whether a view of an array leads to the array."""
 _STOPS = (types.ModuleType, types.BuiltinFunctionType)
+_MEANS_THE_SAME = (*_STOPS, type, types.FunctionType)
+"""Bound to the same one again, such a name means on the ranks what it meant."""
 
 
 def cell(source: str, namespace: dict[str, Any]) -> Any:
@@ -83,6 +85,7 @@ class Rank:
         self.variables: dict[str, Any] = {"__name__": "__main__", "looked": looked}
         self.came: dict[str, Any] = {}
         self.bound: dict[str, Any] = {}
+        self.again: set[str] = set()
         self.copies: dict[int, Any] = {}
         self.sent: dict[int, Sent] = {}
         self._memory: dict[int, Any] = {}
@@ -127,7 +130,13 @@ class Rank:
 
     def declines(self, name: str, value: Any) -> bool:
         """Whether the notebook has bound a name again that the rank has bound itself since it got it."""
-        return name in self.bound and self.bound[name] is not value and self.has_own(name)
+        is_new = name in self.bound and (self.bound[name] is not value or name in self.again)
+        return is_new and self.has_own(name)
+
+    def bound_again(self, name: str, value: Any) -> None:
+        """The notebook has bound a name again, perhaps to the object that it had: `x = None`."""
+        if name in self.bound and not isinstance(value, _MEANS_THE_SAME):
+            self.again.add(name)
 
     def use(self, name: str, value: Any) -> None:
         """Bring a variable of the notebook's, if that is due."""
@@ -135,8 +144,10 @@ class Rank:
             self.bound[name] = value
         elif name not in self.variables or (name in self.bound and self.bound[name] is not value):
             self.bring(name, value)
+        self.again.discard(name)
 
     def bring(self, name: str, value: Any) -> None:
+        self.again.discard(name)
         new = [obj for key, obj in Reach([value], {}).objects.items() if key not in self.copies]
         self.variables[name] = self.came[name] = self.copied(value)
         self.bound[name] = value

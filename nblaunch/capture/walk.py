@@ -29,7 +29,7 @@ from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
-from nblaunch.capture.pickling import WITH_SETTER, Outbound
+from nblaunch.capture.pickling import WITH_SETTER, Guarded
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -545,7 +545,7 @@ class _Digest:
         self._crc = self._size = 0
 
 
-class _FramePickler(Outbound):
+class _FramePickler(Guarded):
     """Pickles one object after the other, each with keys in place of those that have one.
 
     In pickle's fast mode: without a memo it does not matter which equal texts are one object.

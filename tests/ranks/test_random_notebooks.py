@@ -24,6 +24,8 @@ from hypothesis import strategies as st
 from looked import is_notebooks
 from rank_model import Rank, cell
 
+from nblaunch.capture.names import cell_names
+
 NAMES = ("a", "b", "c", "d", "e")
 _numbers = itertools.count()
 IMPORTS = "import functools, gc, types, looked, numpy as np, torch; from collections import deque"
@@ -233,6 +235,9 @@ class Notebook:
         note(f"\n# notebook\n{source}")
         self.waiting.append(source)
         exec(source, self.variables)  # noqa: S102 - as a notebook does
+        for name in cell_names(source).bound.intersection(self.names.values()):
+            for rank in self.ranks:
+                rank.bound_again(name, self.variables[name])
         self.kept += self.variables.values()  # the model knows objects by their address
 
     def there(self, source: str, uses: set[str], only: int | None = None) -> None:

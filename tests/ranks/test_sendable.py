@@ -102,8 +102,10 @@ def opened(request):
 
 
 @pytest.fixture
-def notebook(opened):
+def notebook(opened, monkeypatch, tmp_path):
     """Give a notebook with a session, and without variables."""
+    # torch sets it for good in a process that loads its compiler, as the first optimizer does.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     if isinstance(opened, nblaunch.Session):
         opened.cell(BARE, namespace={})
         yield SessionNotebook(opened)
@@ -624,9 +626,7 @@ STEP = """
 STEPPED = [0.5, 0.5, 0.5, ["backward", "forward", "grad", "own", "pre", "step", "stepped"], 1]
 
 
-def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook, monkeypatch, tmp_path):
-    # torch sets it for good in the process that has loaded a compiler, as an optimizer does.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_gradients_and_hooks_of_tensors_modules_and_optimizers_travel(notebook):
     notebook.run(HOOKED)
     assert notebook.cell(STEP) == (STEPPED, [])
     # A handle removes its hook there, too.
