@@ -6,8 +6,6 @@ It is imported on ranks, to which functions of modules go by name: looking at ob
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +17,14 @@ import torch
 _ATOMS = (int, float, complex, bool, str, bytes, type(None))
 _VALUES = (*_ATOMS, tuple, types.MethodType, types.CodeType)
 """Two of these that are equal are one to their user: they have no identity."""
-_OF_EVERY_CLASS = {"__dict__", "__weakref__", "__module__", "__doc__", "__static_attributes__", "__slotnames__"}
+_OF_EVERY_CLASS = {
+    "__dict__",
+    "__weakref__",
+    "__module__",
+    "__doc__",
+    "__static_attributes__",
+    "__slotnames__",
+}
 _OF_EVERY_CLASS |= {"__firstlineno__", "__annotations__", "__abstractmethods__", "_abc_impl"}
 
 
@@ -89,7 +94,7 @@ _PARTS: dict[type, Callable[[Any], tuple[Any, list[Any]]]] = {
     type: _of_class,
     np.ndarray: lambda obj: (("array", obj.tolist(), obj.strides), []),
     torch.Tensor: _of_tensor,
-    torch.optim.Optimizer: lambda obj: (type(obj).__name__, [obj.param_groups, dict(obj.state)]),
+    torch.optim.Optimizer: lambda obj: (type(obj).__name__, [obj.param_groups, obj.state]),
     types.MethodType: lambda obj: ("method", [obj.__func__, obj.__self__]),
     functools.partial: lambda obj: ("partial", [obj.func, obj.args, obj.keywords]),
     property: lambda obj: ("property", [obj.fget, obj.fset]),
@@ -152,7 +157,7 @@ def called(function: Callable[[], Any]) -> str:
     """Return all that is known of what a call returns, or the class of what it raises."""
     try:
         result = function()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the notebook's functions raise
         return type(error).__name__
     return at(result)
 

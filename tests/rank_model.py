@@ -5,24 +5,23 @@ To send an object is to copy it, with one memory of all that has been copied alr
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import types
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import looked
 import numpy as np
 import torch
 from looked import has_identity, is_notebooks, taken_apart
 
-VIEWS_SHARE = False
+VIEWS_SHARE = True
 """Whether a view of an array leads to the array."""
 _STOPS = (types.ModuleType, types.BuiltinFunctionType)
-_MEANS_THE_SAME = (*_STOPS, type, types.FunctionType)
-"""Bound to the same one again, such a name means on the ranks what it meant."""
 
 
 def cell(source: str, namespace: dict[str, Any]) -> Any:
@@ -55,8 +54,25 @@ def marks(obj: Any) -> list[Any]:
     return found
 
 
+def bound_in(source: str) -> set[str]:
+    """Return the names that a cell binds by statements of its own."""
+    found = set()
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=targets):
+                names = (each for target in targets for each in ast.walk(target))
+                found |= {
+                    each.id
+                    for each in names
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+                }
+    return found
+
+
 class Reach:
-    """All objects with an identity to which some lead, and the global names that functions among them read."""
+    """All objects with an identity to which some lead, and the global names that their functions read."""
 
     def __init__(self, roots: Iterable[Any], sent: dict[int, Sent]) -> None:
         self.objects: dict[int, Any] = {}
@@ -85,7 +101,8 @@ class Rank:
         self.variables: dict[str, Any] = {"__name__": "__main__", "looked": looked}
         self.came: dict[str, Any] = {}
         self.bound: dict[str, Any] = {}
-        self.again: set[str] = set()
+        self.anew: set[str] = set()
+        """Names that the notebook has bound since, be it to the same object."""
         self.copies: dict[int, Any] = {}
         self.sent: dict[int, Sent] = {}
         self._memory: dict[int, Any] = {}
@@ -109,12 +126,17 @@ class Rank:
             if id(obj) in alive:
                 continue
             alive[id(obj)] = obj
-            if isinstance(obj, _STOPS) or (isinstance(obj, type | types.FunctionType) and not is_notebooks(obj)):
+            if isinstance(obj, _STOPS) or (
+                isinstance(obj, type | types.FunctionType) and not is_notebooks(obj)
+            ):
                 continue
             if obj is self.variables or obj is self.variables["__builtins__"]:
                 continue
             waiting += [*gc.get_referents(obj), *(taken_apart(obj)[1] if has_identity(obj) else ())]
         self.copies = {key: copy for key, copy in self.copies.items() if id(copy) in alive}
+        tensors = [copy for copy in self.copies.values() if isinstance(copy, torch.Tensor)]
+        used = {each.untyped_storage().data_ptr() for each in tensors}
+        self._memory = {key: pair for key, pair in self._memory.items() if pair[1].data_ptr() in used}
 
     # --- what a cell brings ---
 
@@ -130,27 +152,22 @@ class Rank:
 
     def declines(self, name: str, value: Any) -> bool:
         """Whether the notebook has bound a name again that the rank has bound itself since it got it."""
-        is_new = name in self.bound and (self.bound[name] is not value or name in self.again)
-        return is_new and self.has_own(name)
-
-    def bound_again(self, name: str, value: Any) -> None:
-        """The notebook has bound a name again, perhaps to the object that it had: `x = None`."""
-        if name in self.bound and not isinstance(value, _MEANS_THE_SAME):
-            self.again.add(name)
+        anew = name in self.bound and (self.bound[name] is not value or name in self.anew)
+        return anew and self.has_own(name)
 
     def use(self, name: str, value: Any) -> None:
         """Bring a variable of the notebook's, if that is due."""
         if self.declines(name, value):
             self.bound[name] = value
+            self.anew.discard(name)
         elif name not in self.variables or (name in self.bound and self.bound[name] is not value):
             self.bring(name, value)
-        self.again.discard(name)
 
     def bring(self, name: str, value: Any) -> None:
-        self.again.discard(name)
         new = [obj for key, obj in Reach([value], {}).objects.items() if key not in self.copies]
         self.variables[name] = self.came[name] = self.copied(value)
         self.bound[name] = value
+        self.anew.discard(name)
         self.note(new)
 
     def note(self, objects: Iterable[Any]) -> None:
@@ -172,7 +189,9 @@ class Rank:
                 self.fill(self.copies[key], obj)
         self.bring(name, value)
         self.note(objects.values())
-        read = {name for obj in new if isinstance(obj, types.FunctionType) for name in looked.reads(obj.__code__)}
+        read = {
+            name for obj in new if isinstance(obj, types.FunctionType) for name in looked.reads(obj.__code__)
+        }
         for each in self.reached(read, notebook):
             self.use(each, notebook[each])
 
@@ -211,12 +230,13 @@ class Rank:
         return made
 
     def _function(self, obj: Any) -> Any:
-        cells = tuple(types.CellType() for _ in obj.__closure__ or ())
-        cells = tuple(self.copies.setdefault(id(old), new) for old, new in zip(obj.__closure__ or (), cells))
-        made = types.FunctionType(obj.__code__, self.variables, obj.__name__, None, cells or None)
-        self.keep(obj, made)
-        for new, old in zip(cells, obj.__closure__ or (), strict=True):
-            self._fill_cell(new, old)
+        # What is in a cell may lead back to the function.
+        new = [each for each in obj.__closure__ or () if id(each) not in self.copies]
+        self.copies |= {id(each): types.CellType() for each in new}
+        cells = tuple(self.copies[id(each)] for each in obj.__closure__ or ()) or None
+        made = self.keep(obj, types.FunctionType(obj.__code__, self.variables, obj.__name__, None, cells))
+        for each in new:
+            self._fill_cell(self.copies[id(each)], each)
         self._fill_function(made, obj)
         return made
 
@@ -263,8 +283,10 @@ class Rank:
         made.keywords.update({name: self.copied(value) for name, value in obj.keywords.items()})
         return self.keep(obj, made)
 
-    _COPIES = {
-        **dict.fromkeys((int, float, str, bytes, type(None), types.ModuleType, types.CodeType), lambda _, obj: obj),
+    _COPIES: ClassVar[dict[type, Any]] = {
+        **dict.fromkeys(
+            (int, float, str, bytes, type(None), types.ModuleType, types.CodeType), lambda _, obj: obj
+        ),
         types.BuiltinFunctionType: lambda _, obj: obj,
         types.FunctionType: _function,
         types.CellType: _cell,
@@ -325,7 +347,10 @@ class Rank:
         return set(obj) if isinstance(obj, set) else {name: self.copied(value) for name, value in obj.items()}
 
     def _fill_function(self, copy: Any, obj: Any) -> None:
-        copy.__defaults__, copy.__kwdefaults__ = self.copied(obj.__defaults__), self.copied(obj.__kwdefaults__)
+        copy.__defaults__, copy.__kwdefaults__ = (
+            self.copied(obj.__defaults__),
+            self.copied(obj.__kwdefaults__),
+        )
         content = self._plain(vars(obj))
         vars(copy).clear()
         vars(copy).update(content)

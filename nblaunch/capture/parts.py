@@ -36,7 +36,7 @@ _TORCH_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
 # `type`'s own descriptors: with a metaclass, `cls.__mro__` and the like may be a property.
 mro_of = type.__dict__["__mro__"].__get__
 _bases_of = type.__dict__["__bases__"].__get__
-_namespace_of = type.__dict__["__dict__"].__get__
+namespace_of = type.__dict__["__dict__"].__get__
 _qualname_of = type.__dict__["__qualname__"].__get__
 _module_of = type.__dict__["__module__"].__get__
 
@@ -99,7 +99,7 @@ def is_by_value(obj: type | types.FunctionType | types.ModuleType) -> bool:
 def attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the `__dict__` of objects of this type, None if they have none of their own."""
     for each in mro_of(kind):
-        descriptor = _namespace_of(each).get("__dict__")
+        descriptor = namespace_of(each).get("__dict__")
         if descriptor is not None:
             # Code of the user's may have put anything there.
             return descriptor.__get__ if type(descriptor) in _C_DESCRIPTORS else None
@@ -122,7 +122,7 @@ def attributes(whole: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes in the `__dict__` and the slots of an object."""
     yield from list((attributes_of(whole) or {}).items())
     for each in mro_of(type(whole)):
-        namespace = _namespace_of(each)
+        namespace = namespace_of(each)
         # Types written in C have such descriptors as well, for members that pickle ignores.
         for name, descriptor in namespace.items() if "__slots__" in namespace else ():
             if issubclass(type(descriptor), types.MemberDescriptorType):
@@ -147,7 +147,7 @@ def named_parts(whole: object, named: Iterable[tuple[object, Any]]) -> Iterator[
 
 def _lookup(kind: type, name: str) -> Any:
     """Return what a class has under `name` for its instances, None if it has nothing."""
-    return next((_namespace_of(each)[name] for each in mro_of(kind) if name in _namespace_of(each)), None)
+    return next((namespace_of(each)[name] for each in mro_of(kind) if name in namespace_of(each)), None)
 
 
 def _stored(value: object, name: str) -> Any:
@@ -259,7 +259,7 @@ def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
 
 def class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a class itself, but for those that Python makes for each class."""
-    for name, value in list(_namespace_of(cls).items()):
+    for name, value in list(namespace_of(cls).items()):
         if name not in _NEVER_SENT and not isinstance(value, _C_DESCRIPTORS):
             yield name, value
 

@@ -142,7 +142,7 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         reduced = self._reduce_memory(obj)
         if reduced is NotImplemented:
             reduced = recipes.reduce(obj)
-        if reduced is NotImplemented and _is_pandas(type(obj)):
+        if reduced is NotImplemented and is_pandas(type(obj)):
             return _with_arrays_by_value(obj)
         if reduced is NotImplemented:
             reduced = super().reducer_override(obj)
@@ -170,7 +170,8 @@ class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle ha
         return _names.get(obj, "")
 
 
-def _is_pandas(kind: type) -> bool:
+def is_pandas(kind: type) -> bool:
+    """Return whether objects of a class are pandas's own."""
     module: object = kind.__module__  # a metaclass may have put anything there
     return isinstance(module, str) and module.startswith("pandas.") and kind not in copyreg.dispatch_table
 

@@ -17,7 +17,7 @@ from typing import Any
 import cloudpickle
 
 from nblaunch.capture import arrays, recipes, tensors
-from nblaunch.capture.parts import class_attributes, type_name
+from nblaunch.capture.parts import attributes_of, class_attributes, type_name
 
 Content = tuple[str, Any]
 """How an object is filled, and with which data."""
@@ -140,6 +140,8 @@ def _fill_object(target: Any, data: Any) -> None:
         target[name] = value
     # As pickle does, but that its class is asked: a settings object may answer to any name.
     if state is not None and hasattr(type(target), "__setstate__"):
+        # As to a new object: many only add to the attributes that there are.
+        (attributes_of(target) or {}).clear()
         target.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)

@@ -9,16 +9,19 @@ object.
 Of the user's code only pickling's own hooks run (`__reduce__`, `__getstate__`).
 
 Not compared: the elements of a tensor (its version and its address are), arrays and containers beyond a size
-but for a sample, and what pickles differently each time.
+but for a sample, what pickles differently each time, and what using an object fills: cached properties, weak
+dictionaries.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
 import operator
 import pickle
 import types
+import typing
 import weakref
 import zlib
 from collections import OrderedDict
@@ -28,8 +31,8 @@ from itertools import chain, islice
 from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
-from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf
-from nblaunch.capture.pickling import WITH_SETTER, Guarded
+from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf, mro_of, namespace_of
+from nblaunch.capture.pickling import WITH_SETTER, Guarded, is_pandas
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -43,6 +46,8 @@ _SMALL = 1024
 _MOST_VISITED = 20_000
 _STATE = 2
 """Where a reduction has the state of the object."""
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+"""The garbage collector changes them, too."""
 _CONTAINERS = frozenset({dict, list, set, frozenset, OrderedDict})
 _FUNCTION_ATTRIBUTES = (
     "__name__",
@@ -576,6 +581,8 @@ class _FramePickler(Guarded):
             own = self._own_state(obj)
         except Exception:  # noqa: BLE001 - whatever the objects raise; and what is too large
             return ObjectFrame(None, tuple(dict.fromkeys(self._children)), frozenset(self._names))
+        if kind in _WEAK:
+            own = None
         return ObjectFrame(own, tuple(dict.fromkeys(self._children)), frozenset(self._names))
 
     def _own_state(self, obj: Any) -> object:
@@ -626,9 +633,14 @@ class _FramePickler(Guarded):
             return tuple, ((str(obj.dtype), *obj.shape),)
         if type(obj) is types.FunctionType and self.is_notebooks(obj):
             return self._reduced_function(obj)
+        if type(obj) is typing.ForwardRef:
+            return str, (obj.__forward_arg__,)  # it keeps what it was evaluated to
         if arrays.is_array(obj) and obj.nbytes > MOST_BYTES and not obj.flags.forc:
             return tuple, ((str(obj.dtype), obj.shape, arrays.sample(obj, _SAMPLE)),)
         reduced = super().reducer_override(obj)
+        if caches := _caches_of(type(obj)):
+            usual = reduced is NotImplemented
+            return _without(caches, obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if usual else reduced)
         if isinstance(obj, type) and isinstance(reduced, tuple) and len(reduced) > _STATE:
             state = reduced[_STATE]
             _drop_bookkeeping(state[1][0] if self.is_notebooks(obj) else state[0])
@@ -664,6 +676,40 @@ class _FramePickler(Guarded):
             step = raw.nbytes // _SAMPLE | 1  # odd: not always the same byte of a number
             self._digest.write(bytes(numbers[::step]) + bytes(numbers[-_SAMPLE:]))
         return False
+
+
+def _caches_of(kind: type) -> frozenset[str]:
+    """Return the attributes in which objects of a class keep what can be computed again."""
+    if kind not in _caches:
+        found = {
+            name
+            for each in mro_of(kind)
+            for name, value in namespace_of(each).items()
+            if isinstance(value, functools.cached_property)
+        }
+        if is_pandas(kind):
+            found.add("_cache")
+        _caches[kind] = frozenset(found)
+    return _caches[kind]
+
+
+_caches: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+def _without(caches: frozenset[str], reduced: Any) -> Any:
+    """Return a reduction without these attributes."""
+    if not isinstance(reduced, tuple):
+        return reduced
+
+    def stripped(state: Any) -> Any:
+        if type(state) is dict:
+            return {name: value for name, value in state.items() if name not in caches} or None
+        if type(state) is not tuple:
+            return state
+        return tuple(each for each in map(stripped, state) if each is not None)
+
+    make, arguments, state, elements, items = (*reduced, None, None, None)[:5]
+    return tuple, ((make, arguments, stripped(state), list(elements or ()), list(items or ())),)
 
 
 def _drop_bookkeeping(state: dict[str, Any]) -> None:

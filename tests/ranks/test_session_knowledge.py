@@ -1,4 +1,4 @@
-"""What a session's ranks know of the notebook, point by point; `test_session_model.py` mixes them."""
+"""What a session's ranks know of the notebook, point by point; `test_random_notebooks.py` mixes them."""
 
 from __future__ import annotations
 
