@@ -144,13 +144,12 @@ class Drift:
         arguments = [each for root in given for each in _arguments(root)]
         for variable, value in zip(function.__code__.co_freevars, _contents(function), strict=True):
             if _is_made_by(value, node):
-                if list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
+                # What `functools.wraps` leads to, statements can reach.
+                if _wrapped(function) is not value and list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
                     raise NotRemadeError(certain=True)
             elif isinstance(value, types.FunctionType):
                 self._check_closure(value, node, given, scope)
-            elif not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType) and not _wrapped(
-                value
-            ):
+            elif not isinstance(value, _WITHOUT_STATE) and not _wrapped(value):
                 self._check_variable(value, arguments, _assigned(function, variable), scope)
 
     def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
@@ -201,9 +200,16 @@ class Drift:
             yield from self._of_statement(target, cls, node, statement, inner)
             inner.update(dict.fromkeys(bound, UNKNOWN))
             match statement:
-                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                    inner[name] = vars(cls).get(_mangled(cls, name), UNKNOWN)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as made)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as made)
+                ):
+                    inner[name] = self._made_anew(made, vars(cls).get(_mangled(cls, name)), inner)
         yield from _set_later(target, cls, node, {_mangled(cls, name) for name in inner.maps[0]})
+
+    def _made_anew(self, node: ast.expr, held: Any, scope: _Bindings) -> Any:
+        """Return what the rest of a class body finds where the script makes it."""
+        return held if self._differs(node, held, scope) is False else _evaluated(node, scope)
 
     def _of_statement(
         self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Bindings

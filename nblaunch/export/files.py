@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import arrays, pickling, recipes
+from nblaunch.capture import arrays, pickling, recipes, tensors
 from nblaunch.capture.parts import global_names
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
@@ -227,6 +227,9 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         if torch is not None and isinstance(obj, torch.Tensor):
             self.note.tensors.append(obj)
             reduced = self.note.reduced_tensor(obj)
+            if (parts := tensors.parts_of(obj)) is not None:
+                self.note.by_value.add("gradients and hooks")
+                reduced = tensors.with_parts(obj, reduced, parts)
         elif arrays.is_array(obj):
             self.note.arrays.append(obj)
             reduced = self.note.reduced_array(obj)
@@ -369,6 +372,8 @@ class _Pickled:
         if self.by_value:
             names = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
             comment += f"\n# Reading it needs cloudpickle, for code that is not written here: {names}."
+        if any(each.grad_fn is not None for each in self.tensors):
+            comment += "\n# Tensors that have a graph in the notebook are leaves here."
 
         def write(path: Path) -> None:
             path.write_bytes(self._data)
