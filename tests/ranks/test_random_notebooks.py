@@ -203,6 +203,7 @@ class Notebook:
         exec(IMPORTS, self.variables)  # noqa: S102 - as the kernel did
         for rank in self.ranks:
             exec(IMPORTS, rank.variables)  # noqa: S102 - as the ranks did
+            rank.variables["gc"] = types.SimpleNamespace(collect=int)  # the model forgets by itself
 
     # --- the kernel ---
 
