@@ -34,9 +34,7 @@ _VALUE_TYPES = LEAVES | frozenset(
 _MEMORY = frozenset({"ndarray", "memmap", "Memory", "UntypedStorage"})
 _TORCH_VALUES = frozenset({"device", "dtype", "Size", "layout", "memory_format", "TypedStorage"})
 _STOPS = (
-    type,
     types.ModuleType,
-    types.FunctionType,
     types.BuiltinFunctionType,
     types.CodeType,
     types.FrameType,
@@ -232,14 +230,28 @@ def _orphans(held: list[tuple[int, Any]], referents: Callable[[Any], Iterable[An
 
 
 def _referents(obj: Any) -> Iterator[Any]:
-    if isinstance(obj, _STOPS):
-        return  # it leads everywhere; objects that it alone refers to count as alive
-    for each in gc.get_referents(obj):
+    if _leads_everywhere(obj):
+        return  # objects that it alone refers to count as alive
+    if type(obj) is types.FunctionType:  # its globals lead everywhere, too
+        found: Iterable[Any] = (obj.__closure__, obj.__defaults__, obj.__kwdefaults__, obj.__dict__)
+    else:
+        found = gc.get_referents(obj)
+    for each in found:
         kind = type(each)
         if kind in _VALUE_TYPES and kind is not tuple:
             continue
-        if kind in _FOLLOWED or (gc.is_tracked(each) and not isinstance(each, _STOPS)):
+        if kind in _FOLLOWED or (gc.is_tracked(each) and not _leads_everywhere(each)):
             yield each
+
+
+def _leads_everywhere(obj: Any) -> bool:
+    """Return whether an object may lead to all of a program: not so the notebook's functions and classes.
+
+    A class whose methods use `super()` is in a cell of theirs, which takes no weak reference.
+    """
+    if isinstance(obj, type | types.FunctionType):
+        return not is_by_value(obj)
+    return isinstance(obj, _STOPS)
 
 
 def found_in(memo: Mapping[int, tuple[int, Any]], root: object) -> list[tuple[int, Any]]:

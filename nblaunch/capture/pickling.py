@@ -478,7 +478,7 @@ def _set_class_state(cls: type, state: Any) -> type:
     return cls
 
 
-received_classes: dict[type, str] = {}
+received_classes: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 """In a rank: classes that the notebook sent by value, and cloudpickle's name for each."""
 
 made_classes: weakref.WeakSet[type] = weakref.WeakSet()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
+from nblaunch.capture.identity import ObjectTable
 from nblaunch.capture.walk import ObjectFrame
 from nblaunch.client.knowledge import Delivery, Knowledge
 
@@ -48,3 +52,20 @@ def test_of_ranks_to_which_nothing_was_given_nothing_is_known_when_they_go_on():
     knowledge.renumber(1, 2, {0: 0}, 1)
     knowledge.begin(2, 1)
     assert knows(knowledge, thing, 1) == []
+
+
+def test_a_class_is_freed_although_a_cell_of_its_methods_holds_it():
+    namespace = {"__name__": "__main__"}
+    exec("class A:\n    def __init__(self): super().__init__()", namespace)  # noqa: S102 - a cell of a notebook
+    table, made = ObjectTable(), weakref.ref(namespace["A"])
+    for key, each in enumerate([made(), made().__init__, made().__init__.__closure__[0]], 1):
+        table.add(each, key)
+    del each
+    gc.collect()
+    assert table.lost() == ()
+    del namespace["A"]
+    gc.collect()
+    gc.collect()
+    assert made() is None
+    assert sorted(table.lost()) == [1, 2, 3]
+    table.close()
