@@ -315,7 +315,7 @@ def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
 
     def reached() -> bool:
         # Rank 0 calls its exit functions before it says that it has returned.
-        return at_work.exists() and under_way.exists() and time.time() > under_way.stat().st_mtime + 0.3
+        return bool(at_work.exists() and under_way.exists() and time.time() > under_way.stat().st_mtime + 0.3)
 
     ran, _ = interrupted(kernel, cell, reached, eventually)
     assert kernel.value("res.values") == ["the value of rank 0", None]

@@ -82,6 +82,7 @@ OTHER_STATE = {
     "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
     "nblaunch.capture.recipes": "which recipe a class has, looked for once",
     "nblaunch.capture.pickling": "which class is which in pickles: ranks and kernel know them for their life",
+    "nblaunch.capture.walk": "which attributes of a class only cache what it has computed, looked for once",
     "nblaunch.capture.tensors": "by thread: pickle hands its reducers nothing but the object",
     "nblaunch.elastic.forkserver": "by thread: multiprocessing hands what starts a process nothing but it",
     "nblaunch.elastic.keeper": "a program of its own: the queues that it waits on",
