@@ -171,7 +171,7 @@ def _inner(path: str, obj: Any) -> tuple[str, Any] | None:
         case type() | types.SimpleNamespace() if "k" in vars(obj):
             return f"{path}.k", obj.k
         case type() if "n" in vars(obj):
-            return f"{path}.n", obj.n
+            return f"{path}.n", vars(obj)["n"]
         case _ if is_notebooks(type(obj)):
             return f"type({path})", type(obj)
     return None
