@@ -551,8 +551,11 @@ class WholeMemories(tensors.WholeStorages):
         """Return what stands for the memory of an array or a storage, of which these bytes are shown."""
         if tensors.is_storage(owner):
             return owner, None, 0
-        memory, (_, whole) = _memory_of(owner), self._whole.get(id(owner), (None, owner))
-        memory.whole = weakref.ref(whole)
+        memory = _memory_of(owner)
+        if id(owner) in self._whole:
+            memory.whole = weakref.ref(self._whole[id(owner)][1])
+        elif _root_of_whole(owner) is None:
+            self._whole[id(owner)] = owner, owner  # its bytes are pickled here, and by no other array
         return memory, None, 0
 
 

@@ -207,7 +207,7 @@ def _explained(roots: Mapping[str, object], namespace: dict[str, Any] | None, us
     except Exception as error:
         from nblaunch.capture.unpicklable import find_culprit
 
-        culprit = find_culprit(roots, error, pickling.Outbound, namespace=namespace, known=None)
+        culprit = find_culprit(roots, error, pickling.Guarded, namespace=namespace, known=None)
         raise _capture_error(culprit, error, user) from error
 
 

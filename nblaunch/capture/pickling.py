@@ -98,6 +98,13 @@ _NAMESPACE = 0
 """The key of the notebook's namespace, which no object has: on a rank it is the rank's own."""
 
 
+class _MainGlobals:
+    """Unpickles as the globals of the process's own `__main__`."""
+
+    def __reduce__(self) -> tuple[Callable[[], dict[str, Any]], tuple[()]]:
+        return main_globals, ()
+
+
 def main_globals() -> dict[str, Any]:
     """Return the globals of this process's `__main__`."""
     return sys.modules["__main__"].__dict__
@@ -247,11 +254,7 @@ class Outbound(_ValuePickler):
     def _add_notebook(self, globals_: dict[str, Any]) -> None:
         self._notebook.add(id(globals_))
         # cloudpickle rebuilds functions of one module around one dictionary, kept here.
-        self.globals_ref[id(globals_)] = globals_
-
-    def persistent_id(self, obj: Any) -> int | None:
-        """Return the key of an object that ranks have: of the namespace, which some objects hold."""
-        return _NAMESPACE if id(obj) in self._notebook else None
+        self.globals_ref[id(globals_)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, `NotImplemented` for pickle's own way."""
@@ -303,6 +306,15 @@ class Outbound(_ValuePickler):
 
 WITH_SETTER = 6
 """So many parts has a reduction that says how the state is set."""
+
+
+class Guarded(Outbound):
+    """For objects that hold the notebook's namespace itself, which is each rank's own."""
+
+    # Not in `Outbound`: pickle calls it for every single object.
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the key of an object that ranks have."""
+        return _NAMESPACE if id(obj) in self._notebook else None
 
 
 class _Identifying(Outbound):
@@ -508,8 +520,13 @@ def dumps(
     else:
         kind = _Refreshing if push else _Identifying
     make = functools.partial(kind, namespace=namespace, known=known)
-    if trim or known is None:
-        return _packed(value, make, arrays.TrimmedMemories if trim else arrays.WholeMemories)
+    if known is None:
+        memories = arrays.TrimmedMemories if trim else arrays.WholeMemories
+        try:
+            return _packed(value, make, memories)
+        except Exception:  # noqa: BLE001 - whatever the objects raise
+            # The namespace has much in it that cannot be sent: perhaps an object holds it.
+            return _packed(value, functools.partial(Guarded, namespace=namespace, known=None), memories)
     return _packed(value, make, functools.partial(arrays.WholeMemories, known.key_of, known.memories))
 
 
@@ -567,9 +584,12 @@ def _packed_once(value: object, make: Callable[..., _ValuePickler], storages: ar
 def loads(stream: memoryview | bytes, buffers: Sequence[memoryview] = (), device: str | None = None) -> Any:
     """Unpickle; tensors that were on a CUDA device come to `device`, or to the CPU.
 
-    Only for bytes from an authenticated sender: unpickling runs code.
+    Without `device` this is the notebook, to which nothing comes by key. Only for bytes from an authenticated
+    sender: unpickling runs code.
     """
     with _loading_on(device):
+        if device is None:
+            return pickle.loads(stream, buffers=buffers)  # noqa: S301 - the caller has authenticated the sender
         return _Loader(io.BytesIO(stream), buffers=buffers).load()
 
 

@@ -288,7 +288,9 @@ def copy_content(target: Any, data: Any) -> None:
         if is_storage(target):
             target.copy_(data, False)  # noqa: FBT003 - torch's
         else:
+            writeable, target.flags.writeable = target.flags.writeable, True
             target[...] = data
+            target.flags.writeable = writeable
         return
     import torch
 

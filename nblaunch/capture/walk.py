@@ -32,7 +32,7 @@ from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
 from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf, mro_of, namespace_of
-from nblaunch.capture.pickling import WITH_SETTER, Outbound, is_pandas
+from nblaunch.capture.pickling import WITH_SETTER, Guarded, is_pandas
 
 MOST_BYTES = 16 << 20
 """Of an array or a frame; beyond it, an array is compared by its shape and a sample."""
@@ -550,7 +550,7 @@ class _Digest:
         self._crc = self._size = 0
 
 
-class _FramePickler(Outbound):
+class _FramePickler(Guarded):
     """Pickles one object after the other, each with keys in place of those that have one.
 
     In pickle's fast mode: without a memo it does not matter which equal texts are one object.

@@ -160,7 +160,7 @@ class Collector:
         """Return another variable that is this very object, and has been taken along."""
         if isinstance(value, types.ModuleType | int | float | str | bytes | tuple | None):
             return None
-        qualname = getattr(value, "__name__", None)
+        qualname = getattr(value, "__name__", None) if callable(value) else None  # not the user's __getattr__
         if isinstance(qualname, str) and qualname != name and self._namespace.get(qualname) is value:
             self._want(qualname)
         known = [each for each in (*self._items, *self._values) if each in self._available]

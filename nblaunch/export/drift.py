@@ -18,16 +18,15 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from nblaunch.capture.dataflow import extends_property, scope_of
+from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
 from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
 
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _DATA = (int, float, bool, str, bytes, type(None), list, dict, set, tuple)
 _WITHOUT_STATE = (type, types.ModuleType, types.BuiltinFunctionType)
-_Scope = MutableMapping[str, Any]
+_Bindings = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Drift:
         names = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
         return any(self._source.is_newer(name, self._made.place) for name in names)
 
-    def _differs(self, node: ast.expr, value: Any, scope: _Scope) -> bool | None:
+    def _differs(self, node: ast.expr, value: Any, scope: _Bindings) -> bool | None:
         """Return whether an expression gives something else than `value` now, None if that is unknown."""
         try:
             return not gives(node, value, scope)
@@ -90,7 +89,7 @@ class Drift:
     # Functions
 
     def _of_function(
-        self, target: str, function: types.FunctionType, node: _FunctionNode, scope: _Scope
+        self, target: str, function: types.FunctionType, node: FunctionNode, scope: _Bindings
     ) -> Iterator[Patch]:
         values, nodes = function.__defaults__ or (), node.args.defaults
         if len(values) != len(nodes):
@@ -112,7 +111,7 @@ class Drift:
         yield from _attributes(target, function, certain=not decorated)
 
     def _of_decorated(
-        self, target: str, value: Any, node: Any, decorators: list[ast.expr], scope: _Scope
+        self, target: str, value: Any, node: Any, decorators: list[ast.expr], scope: _Bindings
     ) -> Iterator[Patch]:
         """Compare what decorators have made of a definition, each layer down to the function itself."""
         if self._is_newer(*decorators):
@@ -130,7 +129,7 @@ class Drift:
         yield from self._of_function(target, value, node, scope)
 
     def _check_closure(
-        self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Scope
+        self, function: types.FunctionType, node: ast.AST, given: Iterable[ast.AST], scope: _Bindings
     ) -> None:
         """Raise `NotRemadeError` where a function of the notebook holds what a call would not give it again.
 
@@ -145,13 +144,12 @@ class Drift:
         arguments = [each for root in given for each in _arguments(root)]
         for variable, value in zip(function.__code__.co_freevars, _contents(function), strict=True):
             if _is_made_by(value, node):
-                if list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
+                # What `functools.wraps` leads to, statements can reach.
+                if _wrapped(function) is not value and list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
                     raise NotRemadeError(certain=True)
             elif isinstance(value, types.FunctionType):
                 self._check_closure(value, node, given, scope)
-            elif not isinstance(value, type | types.ModuleType | types.BuiltinFunctionType) and not _wrapped(
-                value
-            ):
+            elif not isinstance(value, _WITHOUT_STATE) and not _wrapped(value):
                 self._check_variable(value, arguments, _assigned(function, variable), scope)
 
     def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
@@ -165,7 +163,7 @@ class Drift:
                     raise NotRemadeError(certain=True)
 
     def _check_variable(
-        self, value: Any, arguments: list[ast.expr], assigned: list[ast.expr], scope: _Scope
+        self, value: Any, arguments: list[ast.expr], assigned: list[ast.expr], scope: _Bindings
     ) -> None:
         if any(self._differs(each, value, scope) is False for each in arguments):
             return
@@ -191,7 +189,7 @@ class Drift:
 
     # Classes
 
-    def _of_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Scope) -> Iterator[Patch]:
+    def _of_class(self, target: str, cls: type, node: ast.ClassDef, scope: _Bindings) -> Iterator[Patch]:
         if self._is_newer(*node.decorator_list, *(each.value for each in node.keywords)):
             raise NotRemadeError(certain=True)
         for each in node.bases:
@@ -202,12 +200,19 @@ class Drift:
             yield from self._of_statement(target, cls, node, statement, inner)
             inner.update(dict.fromkeys(bound, UNKNOWN))
             match statement:
-                case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
-                    inner[name] = vars(cls).get(_mangled(cls, name), UNKNOWN)
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)], value=ast.expr() as made)
+                    | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as made)
+                ):
+                    inner[name] = self._made_anew(made, vars(cls).get(_mangled(cls, name)), inner)
         yield from _set_later(target, cls, node, {_mangled(cls, name) for name in inner.maps[0]})
 
+    def _made_anew(self, node: ast.expr, held: Any, scope: _Bindings) -> Any:
+        """Return what the rest of a class body finds where the script makes it."""
+        return held if self._differs(node, held, scope) is False else _evaluated(node, scope)
+
     def _of_statement(
-        self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Scope
+        self, target: str, cls: type, node: ast.ClassDef, statement: ast.stmt, scope: _Bindings
     ) -> Iterator[Patch]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
@@ -227,7 +232,7 @@ class Drift:
                     if held is not MISSING and not _is_descriptor(held):
                         yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=False)
 
-    def _check_base(self, cls: type, node: ast.expr, scope: _Scope) -> None:
+    def _check_base(self, cls: type, node: ast.expr, scope: _Bindings) -> None:
         base = _evaluated(node, scope)
         held = (*cls.__bases__, *vars(cls).get("__orig_bases__", ()))
         other = isinstance(base, type) and not any(base is each for each in held)
@@ -240,7 +245,7 @@ class Drift:
         cls: type,
         name: str,
         made: ast.Assign | ast.AnnAssign,
-        scope: _Scope,
+        scope: _Bindings,
         *,
         plain: bool,
     ) -> Iterator[Patch]:
@@ -259,7 +264,7 @@ class Drift:
             yield Patch(f"{target}.{_mangled(cls, name)}", held, certain=bool(differs))
 
     def _of_method(
-        self, target: str, cls: type, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: _Scope
+        self, target: str, cls: type, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: _Bindings
     ) -> Iterator[Patch]:
         member = vars(cls).get(_mangled(cls, node.name))
         for kind, attribute, suffix in (
@@ -287,7 +292,7 @@ def _reads_as(node: ast.expr, value: Any) -> bool:
     return ast.dump(ast.parse(text)) == ast.dump(ast.parse(f"value = {ast.unparse(node)}"))
 
 
-def _evaluated(node: ast.expr, scope: _Scope) -> Any:
+def _evaluated(node: ast.expr, scope: _Bindings) -> Any:
     try:
         return evaluated(node, scope)
     except UnknownError:
@@ -296,7 +301,7 @@ def _evaluated(node: ast.expr, scope: _Scope) -> Any:
 
 def _is_made_by(value: Any, node: ast.AST) -> bool:
     """Return whether a value is the function that a statement has made, and nothing around it."""
-    if not isinstance(value, types.FunctionType) or not isinstance(node, _FunctionNode):
+    if not isinstance(value, types.FunctionType) or not isinstance(node, FunctionNode):
         return False
     name = "<lambda>" if isinstance(node, ast.Lambda) else node.name
     code = value.__code__

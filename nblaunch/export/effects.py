@@ -10,9 +10,8 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
+from nblaunch.capture.dataflow import FunctionNode
 from nblaunch.export.source import Definition
-
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def run_by(node: ast.stmt, value: Any) -> dict[str, int]:
@@ -43,7 +42,7 @@ def _executed(node: ast.AST, depth: int) -> Iterator[ast.AST]:
     """Yield what is executed with a statement, and within functions in functions, as deep as `depth`."""
     yield node
     for name, field in ast.iter_fields(node):
-        inside = depth - (name == "body" and isinstance(node, _FunctionNode))
+        inside = depth - (name == "body" and isinstance(node, FunctionNode))
         for child in field if isinstance(field, list) else [field]:
             if inside >= 0 and isinstance(child, ast.AST):
                 yield from _executed(child, inside)

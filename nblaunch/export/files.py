@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from cloudpickle import cloudpickle as _cloudpickle
 
 from nblaunch._errors import NblaunchError
-from nblaunch.capture import pickling, recipes
+from nblaunch.capture import arrays, pickling, recipes, tensors
 from nblaunch.capture.parts import global_names
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
@@ -81,13 +80,8 @@ def how_to_load(
     return [*loads, *([pickled.load(directory, device=device)] if rest else [])]
 
 
-def _is_numpys(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
 def _is_array(value: Any) -> bool:
-    return _is_numpys(value) and type(value).__name__ == "ndarray" and not value.dtype.hasobject
+    return arrays.is_array(value) and type(value).__name__ == "ndarray" and not value.dtype.hasobject
 
 
 def _array(name: str, value: Any, directory: str) -> Load:
@@ -155,7 +149,7 @@ def _sharing(apart: Mapping[str, Any], pickled: _Pickled) -> set[str]:
 
 def _ranges_of(values: Iterable[Any]) -> list[Range]:
     """Return the memory that arrays and tensors are parts of; nothing for those that have none."""
-    ranges = (_bounds(_root(each)) if _is_numpys(each) else _storage(each) for each in values)
+    ranges = (_bounds(arrays.last_base(each)) if arrays.is_array(each) else _storage(each) for each in values)
     return [(first, end) for first, end in ranges if first < end]
 
 
@@ -171,13 +165,6 @@ def _bounds(array: Any) -> Range:
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     first = start + sum(step for step in reach if step < 0)
     return first, start + sum(step for step in reach if step > 0) + array.itemsize if array.size else first
-
-
-def _root(array: Any) -> Any:
-    """Return the array of which this one is a view."""
-    while _is_numpys(array.base):
-        array = array.base
-    return array
 
 
 def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load:
@@ -235,14 +222,15 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
             self.note.by_value.add(obj.__qualname__)
         if type(obj) is types.FunctionType:
             return self._function(obj)
-        if type(obj) is types.CellType:
-            return _reduced_cell(obj)
         torch = sys.modules.get("torch")
         reduced: Any = NotImplemented
         if torch is not None and isinstance(obj, torch.Tensor):
             self.note.tensors.append(obj)
             reduced = self.note.reduced_tensor(obj)
-        elif _is_numpys(obj):
+            if (parts := tensors.parts_of(obj)) is not None:
+                self.note.by_value.add("gradients and hooks")
+                reduced = tensors.with_parts(obj, reduced, parts)
+        elif arrays.is_array(obj):
             self.note.arrays.append(obj)
             reduced = self.note.reduced_array(obj)
         if reduced is NotImplemented:
@@ -251,7 +239,7 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
 
     def _function(self, function: types.FunctionType) -> Any:
         # What helps to load a pickle is not here to be imported where the script runs.
-        ours = function.__module__ in {pickling.__name__, recipes.__name__}
+        ours = str(function.__module__).startswith("nblaunch.capture.")
         reduced = self._dynamic_function_reduce(function) if ours else super().reducer_override(function)
         if not isinstance(reduced, tuple):
             return reduced
@@ -262,15 +250,6 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
             make, arguments, (attributes, slots), *others = reduced
             reduced = (make, arguments, (attributes, {**slots, "__globals__": {}}), *others)
         return reduced
-
-
-def _reduced_cell(cell: types.CellType) -> Any:
-    """Return how to make a cell: functions have cells in common, and a cell may lead back to itself."""
-    make = _cloudpickle._make_empty_cell  # noqa: SLF001 - no public name
-    try:
-        return make, (), (None, {"cell_contents": cell.cell_contents})
-    except ValueError:  # the variable is not defined yet
-        return make, ()
 
 
 class _Pickled:
@@ -311,7 +290,7 @@ class _Pickled:
             (first, -end, type(each).__name__ == "Tensor", key)
             for key, each in found.items()
             for first, end in _ranges_of([each])
-            if not (_is_numpys(each) and each.dtype.hasobject)
+            if not (arrays.is_array(each) and each.dtype.hasobject)
         ]
         groups: list[list[int]] = []
         furthest = 0
@@ -321,9 +300,9 @@ class _Pickled:
             groups[-1].append(key)
             furthest = max(furthest, -end)
         for group in groups:
-            arrays = [_root(found[key]) for key in group if _is_numpys(found[key])]
-            if arrays and (len(group) > 1 or _file_of(arrays[0])):
-                self._owners |= dict.fromkeys([*group, id(arrays[0])], arrays[0])
+            roots = [arrays.last_base(found[key]) for key in group if arrays.is_array(found[key])]
+            if roots and (len(group) > 1 or _file_of(roots[0])):
+                self._owners |= dict.fromkeys([*group, id(roots[0])], roots[0])
 
     def reduced_array(self, array: Any) -> Any:
         """Return how to make an array that shares its memory, or a file's, with others of this pickle."""
@@ -393,6 +372,8 @@ class _Pickled:
         if self.by_value:
             names = ", ".join(name.replace("<locals>.", "") for name in sorted(self.by_value))
             comment += f"\n# Reading it needs cloudpickle, for code that is not written here: {names}."
+        if any(each.grad_fn is not None for each in self.tensors):
+            comment += "\n# Tensors that have a graph in the notebook are leaves here."
 
         def write(path: Path) -> None:
             path.write_bytes(self._data)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -117,6 +117,8 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._switches: list[Offsets] = []
         self._waker = Waker()
+        self._later: tuple[float, Callable[[], FromRank]] | None = None
+        """A message to send at that time (monotonic), unless it is dropped before."""
         self._closing = self._looks_soon = False
         self._reaper = Reaper()
         self._context = zmq.Context()
@@ -171,6 +173,24 @@ class Link:
             urgent = urgent or not self._looks_soon
         if urgent:
             self._waker.wake()
+
+    @contextlib.contextmanager
+    def sending_later(self, seconds: float, make: Callable[[], FromRank]) -> Iterator[None]:
+        """Send the message that `make` returns, unless the block ends within `seconds`."""
+        with self._lock:
+            self._later = time.monotonic() + seconds, make
+        self._waker.wake()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._later = None
+
+    def _send_later(self) -> None:
+        with self._lock:
+            if self._later is not None and time.monotonic() >= self._later[0]:
+                self._outbox.append(encode(self._later[1]()))
+                self._later = None
 
     def _log(self, **columns: Any) -> None:
         self.send(Logged(rank=self._rank, **columns), urgent=False)
@@ -281,6 +301,7 @@ class Link:
                 self._deliver(self._put_off)
             if self._unseen is not None and self._attention.came_back():
                 self._seen(handled=True)
+            self._send_later()
             while self._outbox:
                 self._socket.send(self._outbox.popleft())
             if self._clock.wanted.is_set():
@@ -303,6 +324,8 @@ class Link:
             return _IMPORT_MS
         if self._switches:
             return _BUNCH_MS
+        if (later := self._later) is not None:
+            return max(int((later[0] - time.monotonic()) * 1000) + 1, 0)
         # Also between two jobs, as long as there are processes that a cell has left in the background.
         idle = not self._working and self._reaper.has_nothing_to_do
         return None if idle else int(LOOK_SECONDS * 1000)

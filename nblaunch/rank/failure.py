@@ -1,6 +1,6 @@
 """A rank's exception as a record: the user's own frames, with source. Recording never fails.
 
-An exception's own code may raise anything, also `KeyboardInterrupt`. No interrupt comes to the main thread here.
+An exception's own code may raise anything, also `KeyboardInterrupt`. No interrupt reaches the main thread.
 """
 
 from __future__ import annotations

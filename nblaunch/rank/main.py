@@ -96,6 +96,8 @@ from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 _ERROR_CHARACTERS = 2000
 # How long a failed job waits for numbers that a GPU still computes: its stream may be stuck.
 _SETTLE_SECONDS = 1.0
+# Most ends are over by then: shown at once, they would only flicker.
+_MOMENT_SECONDS = 0.2
 _RESUME = (
     "import json, os, sys; given = json.load(open(sys.argv[1])); os.unlink(sys.argv[1]); "
     "sys.path[:] = given['path']; from nblaunch.rank.main import resume; resume(given['orders'])"
@@ -487,17 +489,20 @@ class Rank:
     def _wait_for_threads(self) -> None:
         self._waited = True
         try:
-            script.wait_for_threads(self._tell_finishing)
+            script.wait_for_threads(self._telling)
         except BaseException:
             # An interrupt. Its outcome ends the process.
             self._call_exit_functions()
             raise
 
     def _call_exit_functions(self) -> None:
-        script.call_exit_functions(self._tell_finishing)
+        script.call_exit_functions(self._telling)
 
-    def _tell_finishing(self, what: str) -> None:
-        self.link.send(Finishing(rank=self.rank, what=failure.encodable(what)))
+    def _telling(self, what: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return what says, after a moment, what the rank finishes until the block ends."""
+        return self.link.sending_later(
+            _MOMENT_SECONDS, lambda: Finishing(rank=self.rank, what=failure.encodable(what()))
+        )
 
     def _run_cell(self, job: CellJob, captured: dict[str, Any]) -> object:
         if not self.orders.keep:

@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from string import Template
@@ -28,7 +28,6 @@ from typing import Any
 from nblaunch.protocol.messages import ScriptJob
 
 _MOST_NAMED = 3
-_MOMENT_SECONDS = 0.2
 _GIVEN_NAME = re.compile(r"Thread-\d+ \((.+)\)")
 """The name that Python gives a thread without one: its function is what the user knows."""
 
@@ -61,24 +60,26 @@ def run(job: ScriptJob) -> None:
             raise
 
 
-# What Python does after the last line of a script, here, while its output still belongs to the run. `tell` is
-# told what takes longer than a moment.
+# What Python does after the last line of a script, here, while its output still belongs to the run. Within
+# `telling(what)` the notebook is told what the rank does, if it takes longer than a moment.
+
+Telling = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
 
 
-def wait_for_threads(tell: Callable[[str], None]) -> None:
+def wait_for_threads(telling: Telling) -> None:
     """Wait for all threads but daemons; an interrupt ends the wait, as in Python."""
     # Private: with these, executors end their idle threads, which the loop below would join forever.
     for shut_down in reversed(tuple(getattr(threading, "_threading_atexits", ()))):
-        with _told(tell, _threads) if _awaited() else contextlib.nullcontext():
+        with telling(_threads) if _awaited() else contextlib.nullcontext():
             shut_down()
     while threads := _awaited():
-        with _told(tell, _threads):
+        with telling(_threads):
             threads[0].join()
 
 
-def call_exit_functions(tell: Callable[[str], None]) -> None:
+def call_exit_functions(telling: Telling) -> None:
     """Call what is registered with `atexit`, once; an interrupt ends one of them, as in Python."""
-    with _told(tell, lambda: "exit functions"):
+    with telling(lambda: "exit functions"):
         atexit._run_exitfuncs()  # noqa: SLF001 - no public way
 
 
@@ -89,19 +90,6 @@ def leave_out_finalizers() -> None:
     """
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined] # noqa: SLF001 - no public way
         each.atexit = False
-
-
-@contextlib.contextmanager
-def _told(tell: Callable[[str], None], what: Callable[[], str]) -> Iterator[None]:
-    """Tell what the rank does, unless the block ends within a moment: most programs have no more to do."""
-    timer = threading.Timer(_MOMENT_SECONDS, lambda: tell(what()))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()  # what it tells comes before anything that follows
 
 
 def _awaited() -> list[threading.Thread]:

@@ -28,8 +28,11 @@ TORCH_ABORTS = "terminate called without an active exception"
 """How torch 2.13 ends about one gloo program in a hundred, any program, after its last line."""
 
 
-def torchrun(path: Path, *options: str) -> list[list[str]]:
-    """Run a script under real torchrun; return the values that each rank has printed, in order."""
+def torchrun(path: Path, *, without: str = "nblaunch") -> list[list[str]]:
+    """Run a script under real torchrun; return the values that each rank has printed, in order.
+
+    As on a machine that does not have the package `without`.
+    """
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     status, said, texts = -1, TORCH_ABORTS, list[str]()
     for _ in range(3):
@@ -40,10 +43,11 @@ def torchrun(path: Path, *options: str) -> list[list[str]]:
                 "GLOO_SOCKET_IFNAME": "lo",  # no hostname must be looked up
                 "TMPDIR": logs,
                 "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": "",
+                "PYTHONPATH": logs,
             }
+            (Path(logs) / "sitecustomize.py").write_text(f"import sys\n\nsys.modules[{without!r}] = None\n")
             status, said = end_of_torchrun(
-                [*run, "--log-dir", logs, "--redirects", "1", *options, path.name], path.parent, environment
+                [*run, "--log-dir", logs, "--redirects", "1", path.name], path.parent, environment
             )
             texts = [path.read_text() for path in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
         if status == 0 or TORCH_ABORTS not in said:
@@ -567,6 +571,25 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         [],
         "exec('four = 4')\nx = four + rank  # noqa: F821\nx, 'x' in locals(), eval('x + 1')",
     ),
+    "gradients and hooks": (
+        [
+            "import torch\nfrom functools import lru_cache",
+            """
+            net = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+            net(torch.ones(2)).backward()
+            limited = torch.nn.Parameter(torch.ones(2))
+            limited.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            made_by_call = lru_cache(maxsize=2)(lambda x: x + 1)
+            """,
+        ],
+        """
+        before = net.weight.detach().clone()
+        optimizer.step()
+        (limited * 100).sum().backward()
+        (net.weight - before).tolist(), limited.grad.tolist(), made_by_call(1)
+        """,
+    ),
     "the notebook's own open": (
         ["from gzip import open", "def exit():\n    return 'mine'"],
         "open.__module__, exit()",
@@ -598,7 +621,7 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
 }
 
 
-UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models")
+UNDER_TORCHRUN = ("a collective", "a training with DDP", "settings and models", "gradients and hooks")
 """The others run as scripts of nblaunch: tests/programs/test_torchrun_parity.py compares the two."""
 
 
@@ -893,7 +916,8 @@ def test_what_can_neither_be_written_nor_saved_is_named(kernel, there):
     assert list(there.glob("train_data")) == []
 
 
-def test_a_definition_that_can_neither_be_made_nor_saved_as_it_is_is_refused_by_name(kernel, there):
+@pytest.mark.usefixtures("there")
+def test_a_definition_that_can_neither_be_made_nor_saved_as_it_is_is_refused_by_name(kernel):
     kernel.ok("import threading\n\nclass Net:\n    size = 1\n\nNet.lock = threading.Lock()")
     kernel.ok("%%distributed -n 2\n'Net' if rank < 0 else 1\ndef never():\n    return Net\nNone")
     assert "may never use what cannot be saved: Net.lock" in kernel.ok("%distributed export train.py").result
@@ -1014,4 +1038,4 @@ def test_a_script_that_logs_counts_steps_and_compares_runs_under_torchrun(tmp_pa
         "dist.destroy_process_group()\n"
     )
     said = "[0, 1, 2] x: x[0]: values differ. ranks 0-1 differ"
-    assert torchrun(script) == [[said], [said]]
+    assert torchrun(script, without="") == [[said], [said]]

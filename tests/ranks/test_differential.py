@@ -5,8 +5,7 @@ begin its cells. Plain IPython runs them all in one notebook, and what it gives 
 values, text, displays and exceptions, of both kinds of cells. A rank cell says which notices it gets, by
 default none: `--- ranks; cfg was changed`. `--- push cfg` is `%distributed push cfg`. Lines below a title say
 
-* `@ci`: CI runs this program too, or `@ci session` in these doors; `@quick`: the quick lane does, too; all
-  others are in the slow lane;
+* `@ci`, or `@ci session`: CI runs this program, or does so by this door; so for `@quick session`;
 * `@doors session cell`: it goes through these doors only. Where a notebook cell is between two rank cells,
   that is the session, and the others take neighbouring rank cells as one;
 * `@refused TEXT`: it cannot be exported, and the error says so.
@@ -56,10 +55,15 @@ class Program:
 
     title: str
     cells: tuple[Cell, ...]
-    lane: Literal["slow", "ci", "quick"] = "slow"
     doors: tuple[str, ...] = DOORS
-    in_ci: tuple[str, ...] = DOORS
+    quick: tuple[str, ...] = ()
+    ci: tuple[str, ...] = ()
     refused: str = ""
+
+    def marked(self, door: str) -> Any:
+        """Return the program as a case of a test, in the lane that runs it by this door."""
+        case = pytest.param(self, id=self.title)
+        return case if door in self.quick else full(case) if door in self.ci else slow(case)
 
     def through(self, door: str) -> Program | None:
         """Return the program as this door takes it, None if it does not."""
@@ -102,9 +106,11 @@ def parsed(topic: str, text: str) -> Iterator[Program]:
                 kind, source = kind.split(" ", 1)
             assert kind in {"notebook", "ranks", "push"}, (title, first)
             cells.append(Cell(cast("Any", kind), source.strip("\n"), tuple(notices)))
-        doors, in_ci = (tuple(said.get(each, "").split()) or DOORS for each in ("doors", "ci"))
-        lane: Any = "quick" if "quick" in said else "ci" if "ci" in said else "slow"
-        yield Program(f"{topic}: {title}", tuple(cells), lane, doors, in_ci, said.get("refused", ""))
+        given = {
+            each: tuple(said.get(each, "").split()) or DOORS
+            for each in {"doors", "quick", "ci"} & said.keys()
+        }
+        yield Program(f"{topic}: {title}", tuple(cells), refused=said.get("refused", ""), **given)
 
 
 def every_program() -> list[Program]:
@@ -117,17 +123,12 @@ def every_program() -> list[Program]:
     return found
 
 
-MARKED: dict[str, Callable[[Any], Any]] = {"quick": lambda case: case, "ci": full, "slow": slow}
 ALL = every_program()
 
 
 def cases(door: str) -> list[Any]:
-    """Return the programs that go through a door, as it takes them, with their lanes' marks."""
-    taken = filter(None, (each.through(door) for each in ALL))
-    return [
-        MARKED[each.lane if door in each.in_ci else "slow"](pytest.param(each, id=each.title))
-        for each in taken
-    ]
+    """Return the programs that go through a door, as it takes them, each in its lane."""
+    return [each.marked(door) for each in filter(None, (each.through(door) for each in ALL))]
 
 
 class Notebook:

@@ -312,7 +312,12 @@ def test_the_result_so_far_is_kept(kernel, tmp_path, eventually):
                 return str, ("the value of rank 0",)
         Value()
         """
-    ran, _ = interrupted(kernel, cell, lambda: at_work.exists() and under_way.exists(), eventually)
+
+    def reached() -> bool:
+        # Rank 0 calls its exit functions before it says that it has returned.
+        return at_work.exists() and under_way.exists() and time.time() > under_way.stat().st_mtime + 0.3
+
+    ran, _ = interrupted(kernel, cell, reached, eventually)
     assert kernel.value("res.values") == ["the value of rank 0", None]
     assert kernel.value("res.ranks[1].stdout") == "printed before the interrupt\n"
     assert "[rank 1] at cell line 5: time.sleep(1000)" in ran.error.evalue

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from nblaunch.capture.parts import parts_of, size_of, type_name
-from nblaunch.capture.pickling import Outbound
+from nblaunch.capture.pickling import Guarded
 from nblaunch.capture.unpicklable import Culprit, find_culprit
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ def test_large_data_is_passed_over() -> None:
 
 def path_in_sent(value: object, namespace: dict[str, Any] | None = None) -> str:
     """Return the way to the culprit in a value that is sent to ranks."""
-    culprit = find_culprit({"v": value}, TypeError(), Outbound, namespace=namespace, known=None)
+    culprit = find_culprit({"v": value}, TypeError(), Guarded, namespace=namespace, known=None)
     assert culprit is not None
     return culprit.path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import math
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch._errors import NblaunchError
+from nblaunch.export.expressions import UnknownError, gives
 from nblaunch.export.files import how_to_load
 from nblaunch.export.imports import Import, as_statements
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
@@ -335,3 +337,47 @@ def test_the_command_has_what_was_asked_for_and_torchrun_has(options: dict[str, 
             taken = getattr(read, name)
             expected = ",".join(map(str, value)) if isinstance(value, tuple) else value
             assert str(taken) == str(expected)
+
+
+# Expressions
+
+
+_constants = st.none() | st.booleans() | st.integers(-9, 9) | st.floats(-9, 9) | st.text(max_size=3)
+_operators = st.sampled_from([" + ", " - ", " * ", " / ", " // ", " % ", " ** ", " << "])
+_expressions = st.recursive(
+    _constants.map(repr)
+    | st.sampled_from(["x", "pair", "table", "math.pi", "table['a']", "pair[0]", "[]", "{}"]),
+    lambda inner: (
+        st.tuples(inner, _operators, inner).map(lambda parts: f"({''.join(parts)})")
+        | st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]")
+        | st.lists(inner, max_size=3).map(lambda parts: f"({''.join(part + ', ' for part in parts)})")
+        | inner.map(lambda part: f"{{'k': {part}}}")
+        | inner.map(lambda part: f"float({part})")
+        | inner.map(lambda part: f"-{part}")
+    ),
+    max_leaves=8,
+)
+
+
+@given(_expressions)
+def test_what_an_expression_gives_is_told_without_running_it(text: str) -> None:
+    scope: dict[str, Any] = {"x": 3, "pair": (1, [2]), "table": {"a": 1}, "math": math}
+    node = ast.parse(text, mode="eval").body
+    try:
+        value = eval(text, dict(scope))  # noqa: S307 - made here
+    except Exception:  # noqa: BLE001 - then there is no value to be compared
+        return
+    with contextlib.suppress(UnknownError):
+        assert gives(node, value, scope)
+        assert not gives(node, object(), scope)
+
+
+def test_equal_objects_that_others_refer_to_are_not_the_same() -> None:
+    shared = [1]
+    name = ast.parse("shared", mode="eval").body
+    assert gives(name, shared, {"shared": shared})
+    assert not gives(name, [1], {"shared": shared})
+    for text, value in (("0.0", -0.0), ("1", True), ("(1,)", [1]), ("{'a': 1}", {"a": 1, "b": 2})):
+        assert not gives(ast.parse(text, mode="eval").body, value, {})
+    with pytest.raises(UnknownError):
+        gives(ast.parse("f(1)", mode="eval").body, 1, {"f": int.__add__})

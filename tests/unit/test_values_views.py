@@ -6,6 +6,7 @@ import pickle
 from typing import cast
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -172,11 +173,130 @@ def test_a_storage_smaller_than_its_tensor_travels_as_it_is():
     assert packed.size < 90_000
 
 
-def test_arrays_send_what_they_show():
+def whole(value):
+    packed = pickling.dumps(value, {})
+    buffers = [memoryview(bytearray(cast("memoryview", each))) for each in packed.buffers]
+    return pickling.loads(packed.stream, buffers), packed.size
+
+
+def again(value):
+    """Return what arrives when what has arrived is sent on."""
+    return home(sent(value)[0])
+
+
+EACH_WAY = [sent, home, whole, again]
+SIZES = [6, BIG]
+
+
+@pytest.mark.parametrize("send", [sent, home, again])
+def test_arrays_send_what_they_show(send):
     big = np.arange(BIG)
-    got, size = sent(big[5:9])
-    assert got.tolist() == [5, 6, 7, 8]
-    assert size < 1000
+    for view in (
+        big[5:9],
+        big[-9:-1:2],
+        big[7:3:-1],
+        big[100:106].reshape(2, 3).T,
+        np.broadcast_to(big[7:8], (3, 4)),
+    ):
+        got, size = send(view)
+        assert got.tolist() == view.tolist()
+        assert got.strides == view.strides
+        assert size < 1000
+
+
+@pytest.mark.parametrize("send", EACH_WAY)
+@pytest.mark.parametrize("size", SIZES)
+def test_views_of_an_array_share_its_memory_in_any_order(send, size):
+    X = np.arange(float(size))  # noqa: N806 - as in a notebook
+    train, test = X[: size // 2], X[size // 2 :]
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        got, bytes_ = send([(X, train, test)[each] for each in order])
+        x, left, right = (got[order.index(each)] for each in range(3))
+        x -= 1
+        assert (left[0], right[-1]) == (-1, size - 2)
+        assert bytes_ < 8 * size + 900
+    left, right = send((train, X[1:3]))[0]
+    right[:] = 7
+    assert left[1:3].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("send", EACH_WAY)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_tensor_over_an_array_shares_its_memory_in_any_order(send, size):
+    a = np.arange(float(size))
+    t, part = torch.from_numpy(a), torch.from_numpy(a[size // 2 :])
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
+        got, bytes_ = send([(a, t, part)[each] for each in order])
+        array, tensor, rest = (got[order.index(each)] for each in range(3))
+        array[0], array[-1] = 9, 8
+        assert (tensor[0], tensor[-1], rest[-1]) == (9, 8, 8)
+        assert bytes_ < 8 * size + 2500
+    (array, rest), _ = send((a[1:2], t[1:3]))
+    array[0] = 5
+    assert rest[0] == 5
+
+
+@pytest.mark.parametrize("send", EACH_WAY)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_array_over_a_tensor_shares_its_memory_in_any_order(send, size):
+    t = torch.arange(float(size))
+    for pair in ((t, t.numpy()), (t[1:3], t.numpy()[1:3])):
+        for first in (0, 1):
+            got, _ = send((pair[first], pair[1 - first]))
+            got[first][0] = 77
+            assert got[1 - first][0] == got[first][0] == 77
+
+
+@pytest.mark.parametrize("send", [sent, home])
+def test_an_array_and_a_tensor_over_it_take_along_what_they_show_together(send):
+    a = np.arange(BIG)
+    (left, right), size = send((a[1000:1010], torch.from_numpy(a)[1005:1020]))
+    left[5] = -1
+    assert right[0] == -1
+    assert size < 2000
+
+
+@pytest.mark.parametrize("send", EACH_WAY)
+def test_arrays_of_one_buffer_of_bytes_share_it(send):
+    buffer = bytearray(16)
+    first, second = send((np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.int16, offset=4)))[0]
+    second[0] = 3
+    assert first[4] == 3
+
+
+@pytest.mark.parametrize("send", EACH_WAY)
+def test_views_of_an_array_of_objects_share_it(send):
+    objects = np.array([[1], "two", None], dtype=object)
+    for pair in ((objects, objects[1:]), (objects[1:], objects)):
+        long, short = sorted(send(pair)[0], key=len, reverse=True)
+        long[1] = "x"
+        assert short.tolist() == ["x", None]
+
+
+def test_an_array_that_shows_more_than_there_is_arrives_as_what_it_shows():
+    numbers = np.arange(4.0)
+    beyond = np.lib.stride_tricks.as_strided(numbers[1:], (2,), (16,))
+    assert sent(beyond)[0].tolist() == beyond.tolist()
+    assert sent(np.arange(3)[:0])[0].tolist() == []
+
+
+def test_a_slice_of_a_data_frame_takes_along_what_it_shows():
+    frame = pd.DataFrame({"a": np.arange(BIG), "b": np.arange(BIG) / 2})
+    for send in (sent, home, whole):
+        got, size = send(frame[5:9])
+        assert got.equals(frame[5:9])
+        assert size < 3000
+    assert whole(frame)[1] < 16 * BIG + 3000
+
+
+def test_an_array_of_a_file_that_is_gone_arrives_as_an_array(tmp_path):
+    file = tmp_path / "numbers"
+    mapped = np.memmap(file, float, "w+", shape=(5,))
+    mapped[:] = 3
+    assert isinstance(sent(mapped)[0], np.memmap)
+    assert sent(mapped)[0].filename == file
+    file.unlink()
+    assert sent(mapped)[0].tolist() == [3] * 5
 
 
 class Leaves:
