@@ -343,7 +343,10 @@ class Notebook:
 
     def drop(self, name: str) -> None:
         if all(rank.has(name) for rank in self.ranks):
-            self.there(f"del {name}\ngc.collect()\nNone", {name})
+            self.there(f"del {name}\nNone", {name})
+            # What is in a cycle is gone once a collection has found it between two jobs.
+            for _ in range(2):
+                self.ask("%%distributed\ngc.collect();")
 
     def push(self, name: str) -> None:
         if name in self.variables:
