@@ -273,7 +273,8 @@ class Rank:
         return made
 
     def _optimizer(self, obj: Any) -> Any:
-        made = self.keep(obj, type(obj).__new__(type(obj)))
+        kind: Any = type(obj)
+        made = self.keep(obj, kind.__new__(kind))
         state = {name: self.copied(getattr(obj, name)) for name in ("defaults", "state", "param_groups")}
         made.__setstate__(state)
         return made

@@ -171,7 +171,7 @@ def _inner(path: str, obj: Any) -> tuple[str, Any] | None:
         case type() | types.SimpleNamespace() if "k" in vars(obj):
             return f"{path}.k", obj.k
         case type() if "n" in vars(obj):
-            return f"{path}.n", obj.n
+            return f"{path}.n", vars(obj)["n"]
         case _ if is_notebooks(type(obj)):
             return f"type({path})", type(obj)
     return None
@@ -343,7 +343,10 @@ class Notebook:
 
     def drop(self, name: str) -> None:
         if all(rank.has(name) for rank in self.ranks):
-            self.there(f"del {name}\ngc.collect()\nNone", {name})
+            self.there(f"del {name}\nNone", {name})
+            # What is in a cycle is gone once a collection has found it between two jobs.
+            for _ in range(2):
+                self.ask("%%distributed\ngc.collect();")
 
     def push(self, name: str) -> None:
         if name in self.variables:
