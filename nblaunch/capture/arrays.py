@@ -236,7 +236,7 @@ def _changed_pages(array: Any) -> tuple[tuple[int, bytes], ...]:
     return tuple((start, here[start:end].tobytes()) for start, end in zip(starts, ends, strict=True))
 
 
-def _is_taken_apart(kind: type) -> bool:
+def is_taken_apart(kind: type) -> bool:
     """Return whether arrays of this class are their elements and attributes, as NumPy pickles them."""
     numpy = sys.modules["numpy"]
     if kind is numpy.ndarray:
@@ -262,7 +262,7 @@ def reduce_alone(array: Any) -> Any:
     if _is_mapped(root):
         return _view, _place(array, root)
     numpy = sys.modules["numpy"]
-    if kind is numpy.ndarray or not _is_taken_apart(kind):
+    if kind is numpy.ndarray or not is_taken_apart(kind):
         return NotImplemented
     return _with_attributes(array, (_dressed, (array.view(numpy.ndarray), kind)))
 
@@ -446,7 +446,7 @@ class WholeMemories(tensors.WholeStorages):
             address = id(whole)
             if address not in _memories and address not in self._owners and address not in self._whole:
                 return self._by_numpy(array, whole)
-        if array.nbytes == 0 or not _is_taken_apart(type(array)) or _is_mapped(array):
+        if array.nbytes == 0 or not is_taken_apart(type(array)) or _is_mapped(array):
             return reduce_alone(array)
         root = last_base(array)
         if array.dtype.hasobject:

@@ -156,6 +156,14 @@ def _stored(value: object, name: str) -> Any:
     return descriptor.__get__(value) if isinstance(descriptor, _C_DESCRIPTORS) else None
 
 
+def fact_of(value: Any, name: str) -> Any:
+    """Return what Python itself keeps of an object, `__name__` or `__wrapped__`; None if it has none."""
+    if issubclass(type(value), type):
+        descriptor = type.__dict__.get(name)
+        return _lookup(value, name) if descriptor is None else descriptor.__get__(value)
+    return (attributes_of(value) or {}).get(name, _stored(value, name))
+
+
 def size_of(value: Any) -> int:
     """Return the size of a text, of the data of an array or tensor, or of the object itself, in bytes."""
     for text in (str, bytes, bytearray):

@@ -11,6 +11,7 @@ from typing import Any
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.capture import notebook_names
 from nblaunch.capture.names import CellNames
+from nblaunch.capture.parts import fact_of
 from nblaunch.export.drift import Drift, NotRemadeError, Patch
 from nblaunch.export.effects import bound_globally, run_by, set_again, used_at_once
 from nblaunch.export.files import Load, how_to_load
@@ -160,7 +161,7 @@ class Collector:
         """Return another variable that is this very object, and has been taken along."""
         if isinstance(value, types.ModuleType | int | float | str | bytes | tuple | None):
             return None
-        qualname = getattr(value, "__name__", None) if callable(value) else None  # not the user's __getattr__
+        qualname = fact_of(value, "__name__")
         if isinstance(qualname, str) and qualname != name and self._namespace.get(qualname) is value:
             self._want(qualname)
         known = [each for each in (*self._items, *self._values) if each in self._available]

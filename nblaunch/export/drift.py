@@ -20,6 +20,7 @@ from typing import Any
 
 from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
+from nblaunch.capture.parts import fact_of
 from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
@@ -321,7 +322,7 @@ def _contents(function: types.FunctionType) -> list[Any]:
 
 
 def _wrapped(value: Any) -> Any:
-    return getattr(value, "__dict__", {}).get("__wrapped__")
+    return fact_of(value, "__wrapped__")
 
 
 def _is_descriptor(value: Any) -> bool:

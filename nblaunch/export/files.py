@@ -15,7 +15,7 @@ import cloudpickle
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture import arrays, pickling, recipes, tensors
-from nblaunch.capture.parts import global_names
+from nblaunch.capture.parts import attributes_of, global_names, set_attributes
 from nblaunch.capture.unpicklable import find_culprit
 from nblaunch.export.imports import Import
 from nblaunch.export.literals import Own, quoted
@@ -81,7 +81,9 @@ def how_to_load(
 
 
 def _is_array(value: Any) -> bool:
-    return arrays.is_array(value) and type(value).__name__ == "ndarray" and not value.dtype.hasobject
+    """Return whether `numpy.save` keeps all of it."""
+    plain = arrays.is_array(value) and type(value).__name__ == "ndarray"
+    return plain and value.flags.writeable and not value.dtype.hasobject
 
 
 def _array(name: str, value: Any, directory: str) -> Load:
@@ -194,13 +196,12 @@ def _what(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Unpickles as the result of a call."""
+    """Unpickles as what this makes, as `__reduce__` says it."""
 
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    reduced: tuple[Any, ...]
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.function, self.arguments
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
 class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
@@ -211,7 +212,7 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         # The functions read and bind the script's variables.
-        self.globals_ref[id(pickling.main_globals())] = _Made(vars, (sys.modules["__main__"],))
+        self.globals_ref[id(pickling.main_globals())] = _Made((vars, (sys.modules["__main__"],)))
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
@@ -233,8 +234,8 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         elif arrays.is_array(obj):
             self.note.arrays.append(obj)
             reduced = self.note.reduced_array(obj)
-        if reduced is NotImplemented:
-            reduced = recipes.reduce_notebook_type(obj)
+        for reduce in (recipes.reduce_notebook_type, recipes.reduce_number_facts):
+            reduced = reduce(obj) if reduced is NotImplemented else reduced
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -305,14 +306,34 @@ class _Pickled:
                 self._owners |= dict.fromkeys([*group, id(roots[0])], roots[0])
 
     def reduced_array(self, array: Any) -> Any:
-        """Return how to make an array that shares its memory, or a file's, with others of this pickle."""
+        """Return how to make an array that NumPy's own pickle would change.
+
+        One that shares its memory, or a file's, with others, one that is read-only, or has attributes.
+        """
         owner: Any = self._owners.get(id(array))
         if array is owner and (file := _file_of(array)):
             mode = "r+" if array.mode == "w+" else array.mode
             return type(array), (file, array.dtype, mode, array.offset, array.shape, "CF"[array.flags.fnc])
+        kind, ndarray = type(array), sys.modules["numpy"].ndarray
+        attributes = attributes_of(array) if kind is not sys.modules["numpy"].memmap else None
         if owner is None or array is owner:
-            return NotImplemented
-        return self._view(owner, array)
+            changed = attributes or not array.flags.writeable
+            if not changed or kind.__reduce__ is not ndarray.__reduce__ or not arrays.is_taken_apart(kind):
+                return NotImplemented
+            elements: tuple[Any, ...] = array.view(ndarray).__reduce__()
+        elif arrays.is_taken_apart(kind):
+            elements = self._view(owner, array)
+        else:
+            msg = "it shares its memory with an array, and has a pickle of its own"
+            raise TypeError(msg)
+        if not array.flags.writeable:
+            elements = ndarray.view, (_Made(elements), ndarray), False, None, None, ndarray.setflags
+        if kind is not ndarray:
+            elements = ndarray.view, (_Made(elements), kind)
+        if attributes:
+            self.by_value.add("attributes of arrays")
+            elements = (*elements, dict(attributes), None, None, set_attributes)
+        return elements
 
     def reduced_tensor(self, tensor: Any) -> Any:
         """Return how to make a tensor that shares its memory with an array of this pickle."""
@@ -322,15 +343,18 @@ class _Pickled:
         if type(tensor) is not sys.modules["torch"].Tensor or tensor.requires_grad:
             msg = "it shares its memory with an array, and is no plain tensor"
             raise TypeError(msg)
-        return sys.modules["torch"].from_numpy, (_Made(*self._view(owner, tensor.numpy())),)
+        return sys.modules["torch"].from_numpy, (_Made(self._view(owner, tensor.numpy())),)
 
     def _view(self, owner: Any, view: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         (first, end), (first_of_view, end_of_view) = _bounds(owner), _bounds(view)
         if first_of_view < first or end_of_view > end:
             msg = "it shares a part of its memory with an array"
             raise TypeError(msg)
+        if view.flags.writeable and not owner.flags.writeable:
+            msg = "it can be written to, and shares its memory with an array that is read-only"
+            raise TypeError(msg)
         offset = view.__array_interface__["data"][0] - first
-        buffer = owner if owner.flags.c_contiguous else _Made(sys.modules["numpy"].transpose, (owner,))
+        buffer = owner if owner.flags.c_contiguous else _Made((sys.modules["numpy"].transpose, (owner,)))
         kind = sys.modules["numpy"].ndarray
         return kind, (view.shape, view.dtype, buffer, offset, view.strides)
 

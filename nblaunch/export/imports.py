@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nblaunch.capture.parts import fact_of
+
 LINE = 88
 """What formatters take for a line."""
 
@@ -57,7 +59,7 @@ def import_of(name: str, value: object, known: Iterable[Import]) -> Import | Non
     if isinstance(value, types.ModuleType):
         found = Import(value.__name__, alias="" if value.__name__ == name else name)
         return found if found.finds(value) else None
-    module, qualname = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module, qualname = fact_of(value, "__module__"), fact_of(value, "__qualname__")
     if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
         return None
     if module == "builtins" and getattr(builtins, name, None) is value:

@@ -207,7 +207,9 @@ class LiteralWriter:
         dtype = str(value.dtype).removeprefix("torch.")
         if not plain or value.device.type != "cpu" or value.numel() > _FEW_ELEMENTS or dtype not in _EXACT:
             return _no()
-        # A view shares its memory with another tensor, which a literal would not.
+        # A literal has no order of its own, and a view shares its memory with another tensor.
+        if not value.is_contiguous():
+            return _no()
         if 0 in value.shape or value.untyped_storage().nbytes() != value.numel() * value.element_size():
             return _no()
         if not bool(torch.isfinite(value).all()):
@@ -221,6 +223,8 @@ class LiteralWriter:
         if value.size > _FEW_ELEMENTS or 0 in value.shape or dtype not in _EXACT:
             return _no()
         if value.base is not None or not value.dtype.isnative or not numpy.isfinite(value).all():
+            return _no()
+        if not (value.flags.c_contiguous and value.flags.writeable):
             return _no()
         self.memory.add(value.ctypes.data)
         shown = "" if dtype in ("float64", "int64", "bool") else f", dtype=np.{dtype}"

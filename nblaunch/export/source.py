@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
+from nblaunch.capture.parts import fact_of
 from nblaunch.export.imports import Import, imports_in
 from nblaunch.export.literals import quoted
 
@@ -103,7 +104,7 @@ class NotebookSource:
     def definition(self, name: str, value: object) -> BindingStatement | None:
         """Return the `def` or `class` statement that made `value`, if it is called `name`."""
         number, chunk = self._last(name)
-        if chunk is not None and not chunk.definition and hasattr(value, "__wrapped__"):
+        if chunk is not None and not chunk.definition and fact_of(value, "__wrapped__") is not None:
             return None  # `f = wrapped(f)`: the `def` alone is not all of it
         cells = {code: text for code in _codes(value) if (text := source_of(code)) is not None}
         found = {self._defined_at(name, code, text) for code, text in cells.items()}
@@ -149,7 +150,7 @@ class NotebookSource:
             isinstance(each, types.ModuleType) or callable(each) for each in used
         ):
             return None
-        if isinstance(made, ast.Lambda) and getattr(value, "__name__", "") != "<lambda>":
+        if isinstance(made, ast.Lambda) and fact_of(value, "__name__") != "<lambda>":
             return None
         return BindingStatement.of(chunk, number)
 
@@ -174,13 +175,15 @@ def _codes(value: object) -> Iterator[types.CodeType]:
     functions = [value]
     if isinstance(value, type):
         members = vars(value).values() if value.__module__ == "__main__" else []
-        functions = [getattr(each, "fget", None) or getattr(each, "__func__", each) for each in members]
+        functions = [fact_of(each, "fget") or fact_of(each, "__func__") or each for each in members]
     for function in functions:
-        with contextlib.suppress(ValueError):  # wrapped in a circle
-            inner = inspect.unwrap(function) if callable(function) else function
-            code = getattr(inner, "__code__", None)
-            if isinstance(code, types.CodeType):
-                yield code
+        seen, inner = {id(function)}, function
+        while (wrapped := fact_of(inner, "__wrapped__")) is not None and id(wrapped) not in seen:
+            seen.add(id(wrapped))
+            inner = wrapped
+        code = fact_of(inner, "__code__")
+        if isinstance(code, types.CodeType):
+            yield code
 
 
 def _with_bodies(text: str) -> list[str]:
