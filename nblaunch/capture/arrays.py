@@ -241,6 +241,8 @@ def is_taken_apart(kind: type) -> bool:
     numpy = sys.modules["numpy"]
     if kind is numpy.ndarray:
         return True
+    if kind is numpy.recarray:
+        import numpy.rec  # which NumPy loads when it is used; a class of no module is sent by value
     masked = sys.modules.get("numpy.ma")
     if masked is not None and kind is masked.MaskedArray:
         return True

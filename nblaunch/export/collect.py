@@ -302,17 +302,9 @@ class Collector:
             key = f"{target} again"
             needs = item.needs | definitions | {self._root(name)}
             self._items[key] = CollectedItem((key,), again, item.place, needs)
-            if definitions & self._needed_for(item):
+            if definitions & _needed_for(item, self._items):
                 empty = "{}" if type(value) is dict else f"{type(value).__name__}()"
                 self._items[target] = replace(item, text=f"{target} = {empty}", needs=frozenset())
-
-    def _needed_for(self, item: CollectedItem) -> set[str]:
-        found: set[str] = set()
-        more = set(item.needs)
-        while more:
-            found |= more
-            more = set().union(*(self._items[name].needs for name in more & self._items.keys())) - found
-        return found
 
     def _own(self, obj: Any) -> str | None:
         """Return the name under which the script defines a function or class; it is taken along then."""
@@ -326,6 +318,16 @@ class Collector:
         return qualname if found is obj and root in self._owned else None
 
 
+def _needed_for(item: CollectedItem, items: dict[str, CollectedItem]) -> set[str]:
+    """Return what must be there when an item runs, and what that needs in turn."""
+    found: set[str] = set()
+    more = set(item.needs)
+    while more:
+        found |= more
+        more = set().union(*(items[name].needs for name in more & items.keys())) - found
+    return found
+
+
 def _in_order(items: dict[str, CollectedItem]) -> Iterator[CollectedItem]:
     """Yield items in the notebook's order, each below what it needs."""
     owner = {name: item for item in items.values() for name in item.names}
@@ -335,20 +337,23 @@ def _in_order(items: dict[str, CollectedItem]) -> Iterator[CollectedItem]:
     done: set[str] = set()
     begun: set[tuple[str, bool]] = set()
 
+    def place_of(name: str) -> tuple[tuple[int, int], str]:
+        return owner[name].place, name
+
     def put(item: CollectedItem, *, whole: bool) -> Iterator[CollectedItem]:
         if (item.names[0], whole) in begun:
             return
         begun.add((item.names[0], whole))
-        for name in sorted(item.needs & owner.keys(), key=lambda name: owner[name].place):
+        for name in sorted(item.needs & owner.keys(), key=place_of):
             yield from put(owner[name], whole=True)
             for change in changes.get(name, ()):
-                if change.needs.isdisjoint(item.names):
+                if _needed_for(change, owner).isdisjoint(item.names):
                     yield from put(change, whole=True)
         if item.names[0] not in done:
             done.add(item.names[0])
             yield item
         if whole:
-            for name in sorted(item.later & owner.keys(), key=lambda name: owner[name].place):
+            for name in sorted(item.later & owner.keys(), key=place_of):
                 yield from put(owner[name], whole=True)
 
     ordered = sorted(

@@ -315,13 +315,14 @@ class _Pickled:
             mode = "r+" if array.mode == "w+" else array.mode
             return type(array), (file, array.dtype, mode, array.offset, array.shape, "CF"[array.flags.fnc])
         kind, ndarray = type(array), sys.modules["numpy"].ndarray
+        taken_apart = arrays.is_taken_apart(kind)
         attributes = attributes_of(array) if kind is not sys.modules["numpy"].memmap else None
         if owner is None or array is owner:
             changed = attributes or not array.flags.writeable
-            if not changed or kind.__reduce__ is not ndarray.__reduce__ or not arrays.is_taken_apart(kind):
+            if not changed or kind.__reduce__ is not ndarray.__reduce__ or not taken_apart:
                 return NotImplemented
             elements: tuple[Any, ...] = array.view(ndarray).__reduce__()
-        elif arrays.is_taken_apart(kind):
+        elif taken_apart:
             elements = self._view(owner, array)
         else:
             msg = "it shares its memory with an array, and has a pickle of its own"

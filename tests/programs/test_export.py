@@ -567,6 +567,71 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         flag, none, odd, values, [type(value).__name__ for value in values], whole + 1, named.tag
         """,
     ),
+    "arrays and tensors as they are": (
+        [
+            "import numpy as np\nimport torch",
+            """
+            class Signal(np.ndarray):
+                rate = 1
+
+            def frozen(array):
+                array.flags.writeable = False
+                return array
+
+            people = np.array([("Ann", 32)], dtype=[("name", "U5"), ("age", "i4")])
+            records, alone = people.view(np.recarray), people.copy().view(np.recarray)
+            signal = np.arange(4.0).view(Signal)
+            signal.rate = 44
+            late = frozen(signal[2:])
+            fixed = {"few": frozen(np.arange(3)), "many": frozen(np.arange(99)), "part": frozen(people[:1])}
+            few, objects = frozen(np.arange(2)), np.array([{}, few_of := []], dtype=object)
+            ordered = np.asfortranarray(np.ones((2, 3))), np.ones((30, 20), order="F")
+            fortran = np.asfortranarray(np.arange(6).reshape(2, 3))
+            masked = np.ma.masked_less(np.array([1.0, -1.0]), 0)
+            over_masked = masked.data
+            turned, also = torch.arange(6).reshape(2, 3).t(), torch.ones(30, 20).t()
+            facts = np.finfo(np.float32), np.iinfo("int8"), torch.finfo(torch.float16)
+            """,
+        ],
+        """
+        people["age"] += 1
+        few_of.append(1)
+        over_masked[0] = 5
+        signal[3] = 7
+        kinds = [type(each).__name__ for each in (records, alone, signal, late, masked)]
+        values = records.age.tolist(), alone.name.tolist(), signal.rate, late.tolist(), masked.tolist()
+        flags = [each.flags.writeable for each in (*fixed.values(), few, late, records)]
+        orders = [each.flags.f_contiguous for each in (*ordered, fortran)], turned.stride(), also.stride()
+        kinds, values, flags, objects[1], orders, facts[0].eps.item(), facts[1].max, facts[2].max
+        """,
+    ),
+    "objects that answer to every name, and registries of metaclasses": (
+        [
+            """
+            class EasyDict(dict):
+                __getattr__ = dict.__getitem__
+
+                def __call__(self):
+                    return len(self)
+
+            class Singleton(type):
+                instances = {}
+
+                def __call__(cls):
+                    if cls not in Singleton.instances:
+                        Singleton.instances[cls] = super().__call__()
+                    return Singleton.instances[cls]
+
+            class Settings(metaclass=Singleton):
+                settings = EasyDict(a=1)
+
+                def __init__(self):
+                    self.values = {}
+            """,
+            "cfg = EasyDict(lr=0.1)\nSettings().values['a'] = 1",
+        ],
+        "cfg.lr, cfg(), Settings().values, Settings() is Settings(), Settings.settings.a",
+    ),
     "names that only running the cell shows": (
         [],
         "exec('four = 4')\nx = four + rank  # noqa: F821\nx, 'x' in locals(), eval('x + 1')",
