@@ -158,6 +158,11 @@ def _loader(loader: Any) -> Any:
     return (make, arguments, {**state, "_iterator": None}, *others)
 
 
+def class_by_value(cls: type) -> Any:
+    """Return how to rebuild a class where the module that it is from is not there."""
+    return _cloudpickle._dynamic_class_reduce(cls)  # noqa: SLF001 - no public name
+
+
 # Operators, scripts, validated functions, facts
 
 
@@ -226,28 +231,19 @@ def _numpys_number_facts(facts: Any) -> Any:
     return type(facts), (facts.dtype,)
 
 
-_NUMBER_FACTS: dict[str, Recipe] = {
-    "torch.finfo": _number_facts,
-    "torch.iinfo": _number_facts,
-    "numpy.finfo": _numpys_number_facts,
-    "numpy.iinfo": _numpys_number_facts,
-}
 _BY_NAME: dict[str, Recipe] = {
-    **_NUMBER_FACTS,
     "torch._dynamo.eval_frame.OptimizedModule": _compiled_module,
     "torch.optim.optimizer.Optimizer": _optimizer,
     "torch.utils.data.dataloader.DataLoader": _loader,
     "torch._library.custom_ops.CustomOpDef": _custom_operator,
     "torch.jit.torch.jit.ScriptFunction": _scripted_function,
+    "torch.finfo": _number_facts,
+    "torch.iinfo": _number_facts,
+    "numpy.finfo": _numpys_number_facts,
+    "numpy.iinfo": _numpys_number_facts,
     "pydantic._internal._validate_call.ValidateCallWrapper": _validated_call,
 }
 """By the qualified name of a class; it goes for the classes made of it."""
-
-
-def reduce_number_facts(obj: Any) -> Any:
-    """Return how to rebuild `finfo` and `iinfo` without code of ours, `NotImplemented` for anything else."""
-    recipe = _NUMBER_FACTS.get(class_name(type(obj)))
-    return NotImplemented if recipe is None else recipe(obj)
 
 
 # Objects that notebooks define and cloudpickle cannot send: caches, cached properties, dispatch, new types.

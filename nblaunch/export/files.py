@@ -21,6 +21,8 @@ from nblaunch.export.imports import Import
 from nblaunch.export.literals import Own, quoted
 
 _ORDERED_KEYS = 30
+_OURS = "nblaunch.capture."
+"""What helps to load a pickle, and cannot be imported where the script runs."""
 
 Range = tuple[int, int]
 """Where memory begins and ends."""
@@ -215,6 +217,8 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         self.globals_ref[id(pickling.main_globals())] = _Made((vars, (sys.modules["__main__"],)))
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and str(obj.__module__).startswith(_OURS):
+            return recipes.class_by_value(obj)
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
             name = self.note.own(obj)
             if name is not None:
@@ -234,13 +238,12 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
         elif arrays.is_array(obj):
             self.note.arrays.append(obj)
             reduced = self.note.reduced_array(obj)
-        for reduce in (recipes.reduce_notebook_type, recipes.reduce_number_facts):
-            reduced = reduce(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            reduced = recipes.reduce(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def _function(self, function: types.FunctionType) -> Any:
-        # What helps to load a pickle is not here to be imported where the script runs.
-        ours = str(function.__module__).startswith("nblaunch.capture.")
+        ours = str(function.__module__).startswith(_OURS)
         reduced = self._dynamic_function_reduce(function) if ours else super().reducer_override(function)
         if not isinstance(reduced, tuple):
             return reduced

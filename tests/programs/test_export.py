@@ -642,6 +642,9 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
             """
             net = torch.nn.Linear(2, 1)
             optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+            steps = []
+            optimizer.register_step_post_hook(lambda *_: steps.append(len(steps)))
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
             net(torch.ones(2)).backward()
             limited = torch.nn.Parameter(torch.ones(2))
             limited.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -651,8 +654,9 @@ ROUND_TRIPS: dict[str, tuple[list[str], str]] = {
         """
         before = net.weight.detach().clone()
         optimizer.step()
+        schedule.step()
         (limited * 100).sum().backward()
-        (net.weight - before).tolist(), limited.grad.tolist(), made_by_call(1)
+        (net.weight - before).tolist(), limited.grad.tolist(), made_by_call(1), steps, schedule.get_last_lr()
         """,
     ),
     "the notebook's own open": (
