@@ -405,13 +405,16 @@ class WholeMemories(tensors.WholeStorages):
         key_of: Callable[[Any], int | None] = lambda _: None,
         there: Callable[[], Iterable[Any]] = tuple,
         first: Iterable[Any] = (),
+        *,
+        writable: bool = False,
     ) -> None:
         """Prepare for one pickle.
 
         `key_of` and `there` know the arrays, memories and storages that the ranks have; `first` are arrays
-        within whose memory other memory lies.
+        within whose memory other memory lies. With `writable`, arrays that cannot be written to can be there.
         """
         super().__init__()
+        self._writable = writable
         self._key_of, self._there = key_of, there
         self._first = list(first)
         self._ranges = _Ranges()
@@ -457,13 +460,16 @@ class WholeMemories(tensors.WholeStorages):
         if whole is not None and owner is whole and self._is_new(whole):
             return self._by_numpy(array, whole)
         low, high = _bounds(array)
+        if self._writable and not array.flags.writeable and array.nbytes > high - low:
+            return array.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # its elements have memory in common
         first, end = _range_of(owner)
         if not first <= low <= high <= end:
             return reduce_alone(array)  # `as_strided` has gone beyond the memory
         memory = self._memory(owner, low - first, high - first)
         kind = None if type(array) is sys.modules["numpy"].ndarray else type(array)
         offset = array.__array_interface__["data"][0] - first
-        facts = offset, array.shape, array.strides, array.dtype, array.flags.writeable, kind
+        writeable = self._writable or array.flags.writeable
+        facts = offset, array.shape, array.strides, array.dtype, writeable, kind
         return _with_attributes(array, (_view, (*memory, *facts)))
 
     def _by_numpy(self, array: Any, root: Any) -> Any:

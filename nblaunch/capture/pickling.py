@@ -532,7 +532,7 @@ def dumps(
 
 def dumps_home(value: object) -> Packed:
     """Pickle a rank's value for the notebook."""
-    return _packed(value, Homebound, arrays.TrimmedMemories)
+    return _packed(value, Homebound, functools.partial(arrays.TrimmedMemories, writable=True))
 
 
 def _packed(

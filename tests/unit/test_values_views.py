@@ -200,7 +200,8 @@ def test_arrays_send_what_they_show(send):
     ):
         got, size = send(view)
         assert got.tolist() == view.tolist()
-        assert got.strides == view.strides
+        # What comes back can be written to, so that its elements have memory of their own.
+        assert got.strides == view.strides or (not view.flags.writeable and send is not sent)
         assert size < 1000
 
 
