@@ -32,7 +32,8 @@ class StackRequest:
     """One round of answers; made on any thread, answered on the hub's."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.missing = set(ranks)
+        self.asked = frozenset(ranks)
+        self.missing = set(self.asked)
         self.answers: dict[int, Where] = {}
         self.complete = threading.Event()
         self.dumps: dict[int, str] = {}
@@ -63,6 +64,13 @@ class StackRequest:
             self._undumped.discard(rank)
             if not self._undumped:
                 self.all_dumped.set()
+
+    def keep_same_waits(self, later: StackRequest) -> None:
+        """Forget what ranks waited in that were asked again, and no longer wait there."""
+        for rank in self.answers.keys() & later.asked:
+            again = later.answers.get(rank)
+            if again is None or again.waits != self.answers[rank].waits:
+                self.answers[rank] = msgspec.structs.replace(self.answers[rank], waits=())
 
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
         """Return the report; for ranks that did not answer, with what faulthandler writes.

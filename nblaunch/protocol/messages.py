@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -374,7 +374,7 @@ DEFAULT_GROUP = "default_pg"
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """A collective that a rank has begun, as torch's flight recorder has it.
+    """A collective that a rank has begun, as torch's flight recorder has it; or another operation of ranks.
 
     It is the one of number `sequence` in the process group `group`, an `operation` on tensors of these
     `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder,
@@ -390,6 +390,18 @@ class Collective(msgspec.Struct, frozen=True):
     completed: bool = False
     backend: str = ""
     ranks: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    """Of a send, or a batch of them: the ranks that receive. `sequence` then is another one for each call."""
+    receives: tuple[int, ...] = ()
+    """Of a receive, or a batch of them: the ranks that send."""
+    tag: int = 0
+    from_any: bool = False
+    """Whether it is a receive to which any one of these ranks may send."""
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The ranks at the other ends of sends and receives; empty for a collective."""
+        return frozenset((*self.sends, *self.receives))
 
     @property
     def key(self) -> tuple[str, str, tuple[int, ...]]:
@@ -425,6 +437,8 @@ class Where(_OfRank, frozen=True):
     """The last completed operation of each NCCL group: it advances while the GPUs are at work."""
     importing: bool = False
     """Whether the main thread is inside an import."""
+    waits: tuple[Collective, ...] = ()
+    """The operations in which the main thread or the GPU may be waiting; one where it is known which."""
 
 
 class Names(_OfRank, frozen=True):

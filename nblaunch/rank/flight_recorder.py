@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch._C import _distributed_c10d
 
 from nblaunch.protocol.messages import Collective
@@ -27,6 +29,7 @@ _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
+_TRANSFER = re.compile(r"(?P<way>->|<-)(?P<other>\d+)")
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -51,6 +54,8 @@ class Recorded:
 
     recent: tuple[Collective, ...]
     pending: int | None
+    under_way: tuple[Collective, ...] = ()
+    """The open operations by backend, in the order in which they have begun; sends and receives too."""
 
 
 def record_collectives() -> None:
@@ -89,12 +94,16 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
     """
     recent: list[Collective] = []
     pending: list[int] = []
+    under_way: list[Collective] = []
     for backend, found in ((GLOO, _entries(GLOO)), (NCCL, _nccl_entries())):
         if found is not None:
             entries = _alive(found, backend)
             recent += _collectives(entries, backend, members)
             pending.append(_open(entries))
-    return Recorded(tuple(recent), sum(pending) if len(pending) == len(_DUMPS) else None)
+            under_way += _under_way(entries, backend, members)
+    return Recorded(
+        tuple(recent), sum(pending) if len(pending) == len(_DUMPS) else None, under_way=tuple(under_way)
+    )
 
 
 def bury(*, but_the_newest: bool = False) -> None:
@@ -165,6 +174,43 @@ def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
+def _under_way(
+    entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Iterator[Collective]:
+    """Yield the open operations, oldest first; those of one batch of sends and receives as one."""
+    ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
+    batches: dict[tuple[object, object], list[dict[str, Any]]] = {}
+    for entry in entries:
+        if entry.get("is_p2p") and _batch(entry) not in ended and not _completed(entry):
+            batches.setdefault(_batch(entry), []).append(entry)
+    for entry in entries:
+        if entry.get("is_p2p"):
+            batch = batches.pop(_batch(entry), None)
+            if batch is not None:
+                yield _transfer(batch, backend, members)
+        elif _operation(entry) != _COALESCED and not _completed(entry):
+            yield _collective(entry, backend, members)
+
+
+def _transfer(
+    batch: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Collective:
+    """Return sends and receives that end together; torch writes `send 0->1` and `recv 0<-1`."""
+    one = _collective(batch[0], backend, members)
+    ends: dict[str, list[int]] = {"->": [], "<-": []}
+    for entry in batch:
+        found = _TRANSFER.search(_operation(entry))
+        if found is not None and int(found["other"]) < len(one.ranks):
+            ends[found["way"]].append(one.ranks[int(found["other"])])
+    return msgspec.structs.replace(
+        one,
+        operation=one.operation.partition(" ")[0] if len(batch) == 1 else "batch_isend_irecv",
+        sequence=int(batch[0].get("p2p_seq_id", 0)),
+        sends=tuple(ends["->"]),
+        receives=tuple(ends["<-"]),
+    )
+
+
 def _collectives(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
@@ -190,10 +236,15 @@ def _collectives(
         yield from known[-_RECENT:]
 
 
+def title(name: str, description: str) -> str:
+    """Return what a reader calls a group: its description, where it has one."""
+    return name if description in ("", "undefined") else description
+
+
 def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:
     number, description = entry.get("process_group") or ("", "")
     return Collective(
-        group=str(description if description not in ("", "undefined") else number),
+        group=title(str(number), str(description)),
         sequence=int(entry.get("collective_seq_id", 0)),
         operation=_operation(entry),
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
