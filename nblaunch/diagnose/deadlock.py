@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, Where
+from nblaunch.protocol.messages import DEFAULT_GROUP, STORE, Collective, Where
 from nblaunch.protocol.reports import own_frame, place, ranks_on
 
 GroupKey = tuple[str, str, tuple[int, ...]]
@@ -90,8 +90,7 @@ def waits(answers: Mapping[int, Where], finished: Iterable[int] = ()) -> dict[in
     found: dict[int, list[Wait]] = {}
     for rank, answer in sorted(answers.items()):
         for each in answer.waits:
-            alone = rank if each.peers else None
-            key = (each.key, each.sequence, each.operation, alone)
+            key = (each.key, each.operation, rank if each.peers else None, _number(each))
             if key not in known:
                 known[key] = _wait(rank, each, answers, newest, left)
             found.setdefault(rank, []).append(known[key])
@@ -117,10 +116,14 @@ def _wait(
         )
     }
     any_will_do = operation.from_any or not _NEEDS_ALL.search(operation.operation)
-    if any_will_do or peers:
+    if any_will_do or not _number(operation):
         absent |= members - answers.keys() - (left if operation.from_any else frozenset())
-    sequence = 0 if peers else operation.sequence
-    return Wait(operation.key, operation.operation, sequence, frozenset(absent), any_will_do)
+    return Wait(operation.key, operation.operation, _number(operation), frozenset(absent), any_will_do)
+
+
+def _number(operation: Collective) -> int:
+    """Return the number by which ranks know an operation as the same one; 0 if it has none."""
+    return 0 if operation.peers or operation.backend == STORE else operation.sequence
 
 
 def _newest(answer: Where) -> dict[GroupKey, int]:
@@ -133,6 +136,8 @@ def _newest(answer: Where) -> dict[GroupKey, int]:
 
 def _begun(operation: Collective, answer: Where, newest: Mapping[GroupKey, int]) -> bool:
     """Return whether a rank has begun a collective, and does not wait in an earlier one on its GPU."""
+    if operation.backend == STORE:
+        return any(each.key == operation.key for each in answer.waits)
     if newest.get(operation.key, 0) < operation.sequence:
         return False
     number = operation.key, operation.sequence
@@ -147,9 +152,9 @@ def _pair(rank: int, one: Collective, other: int, another: Collective) -> bool:
     """Return whether the operations of two ranks are the two ends of one transfer."""
     return (
         (one.key, one.tag) == (another.key, another.tag)
+        and (rank in another.sends or rank in another.receives)
         and (other not in one.sends or rank in another.receives)
         and (other not in one.receives or rank in another.sends or one.from_any)
-        and rank in another.peers
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from nblaunch.diagnose import deadlock
 from nblaunch.diagnose.deadlock import Circle, GroupKey, Wait, of_group
-from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
+from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, Connection, FrameRecord, Where
 from nblaunch.protocol.reports import HangReport, StackGroup, own_frame, place, ranks_by_answer, ranks_on
 
+_TRANSFERS_SHOWN = 4
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
@@ -153,15 +154,21 @@ def _transfers(
     hosts: Mapping[int, str],
 ) -> Iterator[str]:
     """Yield which ranks wait for the other end of a send or a receive, or for a group to be formed."""
-    for waits, ranks in ranks_by_answer(waiting).items():
-        (wait, *others) = waits
-        if wait.sequence or others or not wait.absent or _told(wait.group, ranks, circles):
-            continue
+    found = [
+        (wait, ranks)
+        for (wait, *others), ranks in ranks_by_answer(waiting).items()
+        if not (wait.sequence or others or not wait.absent or _told(wait.group, ranks, circles))
+    ]
+    # A stage of a pipeline waits for the one before it: the first wait for a rank that does not wait itself.
+    found.sort(key=lambda each: each[0].absent <= waiting.keys())
+    for wait, ranks in found[:_TRANSFERS_SHOWN]:
         away = {rank: missing[rank] for rank in sorted(wait.absent) if rank in missing}
         why = f"; {_each(away, hosts)}" if away else ""
         who = f"{ranks_on(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'}"
         wait_for = f"wait{'s' if len(ranks) == 1 else ''} for {ranks_on(wait.absent, hosts)}"
         yield f"{who} in {wait} and {wait_for}{why}"
+    if behind := [rank for _, ranks in found[_TRANSFERS_SHOWN:] for rank in ranks]:
+        yield f"{ranks_on(behind, hosts)} wait{'s' if len(behind) == 1 else ''} in other sends and receives"
 
 
 def _told(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> bool:
@@ -171,6 +178,24 @@ def _told(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> boo
 
 def _each(words: Mapping[int, str], hosts: Mapping[int, str]) -> str:
     return ", ".join(f"{ranks_on(ranks, hosts)} {word}" for word, ranks in ranks_by_answer(words).items())
+
+
+def connections_between(answers: Mapping[int, Where]) -> dict[int, tuple[Connection, ...]]:
+    """Return each rank's connections whose other end is another rank's.
+
+    A connection that two ranks both list is theirs; the store's, the hub's and the user's own are not.
+    """
+    ends = {
+        (connection.local, connection.remote): (rank, connection)
+        for rank, where in answers.items()
+        for connection in where.connections
+    }
+    found: dict[int, list[Connection]] = {}
+    for (local, remote), (rank, connection) in ends.items():
+        other = ends.get((remote, local))
+        if other is not None and other[0] != rank:
+            found.setdefault(rank, []).append(connection)
+    return {rank: tuple(each) for rank, each in found.items()}
 
 
 def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[GroupKey, dict[int, Collective]]:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import blames_a_peer
-from nblaunch.diagnose.hang import by_group, difference_of
+from nblaunch.diagnose.hang import by_group, connections_between, difference_of
 from nblaunch.protocol.messages import (
     Collective,
     DeadVariable,
@@ -279,21 +279,9 @@ def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
 
 
 def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:
-    """Return each rank's descriptors of connections whose other end is another rank's.
-
-    A connection that two ranks both list is theirs; the store's, the hub's and the user's own are not.
-    """
-    ends = {
-        (connection.local, connection.remote): (rank, connection)
-        for rank, where in answers.items()
-        for connection in where.connections
-    }
-    found: dict[int, list[int]] = {}
-    for (local, remote), (rank, connection) in ends.items():
-        other = ends.get((remote, local))
-        if other is not None and other[0] != rank:
-            found.setdefault(rank, []).append(connection.fd)
-    return {rank: tuple(fds) for rank, fds in found.items()}
+    """Return each rank's descriptors of connections whose other end is another rank's."""
+    found = connections_between(answers)
+    return {rank: tuple(each.fd for each in connections) for rank, connections in found.items()}
 
 
 # Interrupting a job: KeyboardInterrupt in every rank, then freeing those stuck in a collective.

@@ -66,11 +66,17 @@ class StackRequest:
                 self.all_dumped.set()
 
     def keep_same_waits(self, later: StackRequest) -> None:
-        """Forget what ranks waited in that were asked again, and no longer wait there."""
+        """Forget what ranks waited in that were asked again, and no longer wait there, or get data."""
+        before, after = hang.connections_between(self.answers), hang.connections_between(later.answers)
         for rank in self.answers.keys() & later.asked:
             again = later.answers.get(rank)
-            if again is None or again.waits != self.answers[rank].waits:
+            same = again is not None and again.waits == self.answers[rank].waits
+            if not same or set(after.get(rank, ())) - set(before.get(rank, ())):
                 self.answers[rank] = msgspec.structs.replace(self.answers[rank], waits=())
+
+    def transfers(self, ranks: Iterable[int]) -> bool:
+        """Return whether any of these ranks waits in a send or a receive."""
+        return any(wait.peers for rank in ranks for wait in self.answers[rank].waits)
 
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
         """Return the report; for ranks that did not answer, with what faulthandler writes.

@@ -370,6 +370,8 @@ class Colored(_OfRank, frozen=True):
 
 
 DEFAULT_GROUP = "default_pg"
+STORE = "store"
+"""The backend of what ranks do by way of their store: they form a group, which has no number."""
 """torch's name of the default process group."""
 
 
@@ -410,11 +412,15 @@ class Collective(msgspec.Struct, frozen=True):
 
 
 class Connection(msgspec.Struct, frozen=True):
-    """An open TCP connection of a rank, by its two ends; `fd` is the rank's own descriptor."""
+    """An open TCP connection of a rank, by its two ends; `fd` is the rank's own descriptor.
+
+    `bytes` have arrived at one of the ends so far; 0 where the system does not say.
+    """
 
     local: tuple[str, int]
     remote: tuple[str, int]
     fd: int
+    bytes: int = 0
 
 
 class Where(_OfRank, frozen=True):

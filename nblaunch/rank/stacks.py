@@ -8,6 +8,7 @@ import linecache
 import os
 import re
 import socket
+import struct
 import sys
 import threading
 import traceback
@@ -25,6 +26,8 @@ _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _FRAMES = 200
 _WAITS = re.compile(r"\.wait\(")
+# Of the kernel's `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
+_TCP_INFO_SIZE, _BYTES_AT, _BYTES = 136, 120, struct.Struct("=QQ")
 
 
 class RankInspector:
@@ -146,4 +149,12 @@ def _connections() -> Iterator[Connection]:
         list_connections = getattr(process, "net_connections", None) or process.connections
         for known in list_connections("tcp"):
             if known.status == psutil.CONN_ESTABLISHED and known.raddr and known.fd >= 0:
-                yield Connection(local=tuple(known.laddr), remote=tuple(known.raddr), fd=known.fd)
+                yield Connection(tuple(known.laddr), tuple(known.raddr), known.fd, _arrived(known.fd))
+
+
+def _arrived(fd: int) -> int:
+    """Return how many bytes have arrived at the ends of a TCP connection; 0 where it is closed by now."""
+    with contextlib.suppress(OSError, struct.error), socket.socket(fileno=os.dup(fd)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_SIZE)
+        return sum(_BYTES.unpack_from(info, _BYTES_AT))
+    return 0

@@ -9,15 +9,14 @@ from typing import Any
 import psutil
 import torch
 
-from nblaunch.protocol.messages import Collective
+from nblaunch.protocol.messages import STORE, Collective
 from nblaunch.rank import flight_recorder, process_group
 
 _C10D = "/torch/distributed/distributed_c10d.py"
 _BACKWARD = "/torch/autograd/graph.py"
 _FORMING = "new_group"
 _ENDS = {"send": "dst", "recv": "src"}
-_STORE = "store"
-_ON_HOST = (flight_recorder.GLOO, _STORE)
+_ON_HOST = (flight_recorder.GLOO, STORE)
 
 
 def waits(
@@ -64,8 +63,7 @@ def _operation(
     everyone: tuple[int, ...] = groups.ranks.get(groups.default, ())  # type: ignore[arg-type]
     if name == _FORMING:
         ranks = (values.get("ranks") if values.get("use_local_synchronization") else None) or everyone
-        others = tuple(each for each in ranks if each != rank)
-        return Collective("", _switches(), name, backend=_STORE, sends=others, receives=others)
+        return Collective("", _switches(), name, backend=STORE, ranks=tuple(ranks))
     group: Any = values.get("group") or groups.default
     members = groups.ranks.get(group, ())
     title = flight_recorder.title(getattr(group, "group_name", ""), getattr(group, "group_desc", ""))
