@@ -281,7 +281,8 @@ class Inspection:
         large = type(container) in _CONTAINERS and _LARGE < len(container) <= MOST_ELEMENTS
         before = self._table.attached.get(key) if large else None
         # One column after the other: each takes the memory of the last.
-        if before is not None and before[0] == digest and all(map(operator.eq, before[1], _columns(container))):
+        is_known = before is not None and before[0] == digest
+        if is_known and all(map(operator.eq, before[1], _columns(container))):
             return True
         same = digest == _leaf_digest(container)
         if large and same:
