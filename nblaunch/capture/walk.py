@@ -279,10 +279,9 @@ class Inspection:
 
     def _is_leaf_still(self, key: int, container: Any, digest: _Leaf) -> bool:
         large = type(container) in _CONTAINERS and _LARGE < len(container) <= MOST_ELEMENTS
-        before = self._table.attached.get(key) if large else None
+        known_as, columns = self._table.attached.get(key, (None, ())) if large else (None, ())
         # One column after the other: each takes the memory of the last.
-        is_known = before is not None and before[0] == digest
-        if is_known and all(map(operator.eq, before[1], _columns(container))):
+        if known_as == digest and all(map(operator.eq, columns, _columns(container))):
             return True
         same = digest == _leaf_digest(container)
         if large and same:
