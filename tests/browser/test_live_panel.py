@@ -49,14 +49,9 @@ def test_the_header_says_what_runs_and_each_rank_has_a_card(front, gate):
 
 @pytest.mark.once
 def test_a_rank_that_finishes_after_its_cell_says_with_what(front, gate):
-    front.start(
-        cell(
-            2,
-            f"import threading\n"
-            f"def save():\n    print('saving', rank, flush=True)\n    {gate.wait()}\n    print('saved', rank)\n"
-            f"if rank == 0:\n    threading.Thread(target=save, name='save').start()\nrank",
-        )
-    )
+    save = f"def save():\n    print('saving', rank, flush=True)\n    {gate.wait()}\n    print('saved', rank)"
+    started = "import threading\nif rank == 0: threading.Thread(target=save, name='save').start()"
+    front.start(cell(2, f"{save}\n{started}\nrank"))
     card = front.panel.get_by_role("article", name="Rank 0", exact=True)
     expect(card).to_contain_text("finishing: thread save")
     expect(front.output).to_contain_text("saving 0")
