@@ -8,7 +8,9 @@ import itertools
 import logging
 import math
 import os
+import platform
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,9 +24,10 @@ from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
+from nblaunch._registry import release_of_torch
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
-    CLIENT_PROTOCOL,
+    PROTOCOL,
     AnswerToClient,
     ClientNote,
     ClientRecord,
@@ -191,6 +194,23 @@ class ClientConnection:
         one, another = self.record, other.record
         return (one.pid, one.node) == (another.pid, another.node)
 
+    def why_it_only_watches(self, session: str) -> str:
+        """Return why this client may give a session no job; empty if it may. Only once it is authenticated.
+
+        Functions travel as bytecode, and tensors as torch pickles them.
+        """
+        known = self.introduced
+        assert known is not None  # noqa: S101 - all who ask have one that was welcome
+        ours, theirs = sys.version_info[:2], known.python.split(".")[:2]
+        torch = release_of_torch()
+        if theirs == [*map(str, ours)] and known.torch in ("", torch):
+            return ""
+        return (
+            f"session {session!r} has ranks with Python {platform.python_version()} and torch {torch}, and "
+            f"this client has Python {known.python or '?'} and torch {known.torch or '?'}: it may watch and "
+            "stop the session. Give it jobs from the Python that has started it."
+        )
+
     def answer(self, number: int, answer: AnswerToClient) -> None:
         """Answer request `number`."""
         self._put(FrameKind.STRUCT, number, encode(answer))
@@ -325,9 +345,9 @@ class ClientConnection:
     def _admit(self, number: int, request: ClientRequest) -> None:
         if not isinstance(request, Introduce):
             self._refuse(number, f"its first request is {_kind(request)}, and not an introduction")
-        elif request.protocol != CLIENT_PROTOCOL:
+        elif request.protocol != PROTOCOL:
             why = (
-                f"it uses protocol {request.protocol}, and the runtime protocol {CLIENT_PROTOCOL}; "
+                f"it uses protocol {request.protocol}, and the runtime protocol {PROTOCOL}; "
                 "use the runtime's version, or stop the runtime with it"
             )
             self._refuse(number, why, request.version)

@@ -267,6 +267,7 @@ class RequestHandler:
 
     def _give(self, connection: ClientConnection, request: wire.GiveJob) -> _Served:
         session = self._session(request.session)
+        session.refuse_if_of_other_versions(connection)
         if not request.order.look:
             session.refuse_if_held_against(connection)
             session.take_jobs_of(connection)
@@ -517,6 +518,7 @@ class RequestHandler:
                 names=tuple(session.group.names.values()),
                 jobs=session.job_records(),
                 held_by=held_by,
+                watches_only=connection.why_it_only_watches(session.name),
             )
 
         return attached

@@ -94,6 +94,12 @@ class RuntimeSession:
         return self.group.state.world_size
 
     @property
+    def grace(self) -> float:
+        """How long the running job has after an interrupt; without one, the ranks themselves; in seconds."""
+        running = self.running
+        return max(self.options.grace, 0.0 if running is None else running.order.options.grace)
+
+    @property
     def linger_left(self) -> float | None:
         """In how many seconds a detached session ends; None for others, and while it is in use."""
         if not self.detached or self.followers or self.running is not None:
@@ -185,7 +191,7 @@ class RuntimeSession:
             if self.detached:
                 job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
             self.group.post(Trigger.INTERRUPT)
-            job.job.ended.wait(self.options.grace)
+            job.job.ended.wait(self.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()
@@ -229,6 +235,7 @@ class RuntimeSession:
             doing=running.job.state.doing if running is not None and running.end is None else "",
             started=self.started,
             engine=self.group.engine,
+            grace=self.grace,
         )
 
     def _cpu(self, rank: int, job: RankState | None) -> float | None:
@@ -283,13 +290,23 @@ class RuntimeSession:
 
     def refuse_if_held_against(self, connection: ClientConnection) -> None:
         """Raise what a client is told that is not the one to give jobs."""
+        self.refuse_if_of_other_versions(connection)
         other = self.held_against(connection)
         if other is not None:
             raise NblaunchError(held_by(self.name, other.record), kind=FailureKind.SESSION_TAKEN)
 
+    def refuse_if_of_other_versions(self, connection: ClientConnection) -> None:
+        """Raise for a client whose pickles these ranks cannot read."""
+        if why := connection.why_it_only_watches(self.name):
+            raise NblaunchError(why, kind=FailureKind.OTHER_VERSION)
+
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
         """Report to this client; take its jobs too, unless another one gives them and it does not `take`."""
+        if take:
+            self.refuse_if_of_other_versions(connection)
         self.followers.add(connection)
+        if connection.why_it_only_watches(self.name):
+            return
         if take or self.held_against(connection) is None:
             self.take_jobs_of(connection)
 

@@ -125,6 +125,57 @@ def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(giver, 
     assert other.value("res.values") == [7, 7]
 
 
+@pytest.mark.parametrize("other", ["platform.python_version = lambda: '3.99.0'", "found._release = '9.9.0'"])
+def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(giver, detached_kernels, other):
+    """It is this Python that says it is another one: what is tried is what it may do."""
+    giver.ok("%%distributed\ntrained = 7")
+    watcher = detached_kernels()
+    watcher.ok(OTHER)
+    watcher.ok(f"import platform\n{other}")
+    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
+    for code in ("session.run(int)", "session.push({'trained': 8})", "%distributed attach train --take"):
+        refused = watcher.fails(code).evalue
+        assert "it may watch and stop the session" in refused, code
+        assert ("3.99.0" in refused) is ("python" in other)
+        assert ("torch 9.9.0" in refused) is ("python" not in other)
+    assert "watched" in watcher.value("repr(session)")
+    giver.ok("%%distributed --out res\ntrained")
+    assert giver.value("res.values") == [7, 7]
+    watcher.ok("from nblaunch.client import directory\ndirectory.stop('train')")
+    assert directory.detached() == {}
+
+
+OTHER = """
+from nblaunch.client import local as found
+found._release = found.release_of_torch()
+found.release_of_torch = lambda: found._release
+"""
+SAVES = """
+%%distributed --background --grace 60
+import pathlib, time
+try:
+    pathlib.Path({begun!r}).touch()
+    time.sleep(1000)
+except KeyboardInterrupt:
+    time.sleep(4)
+    pathlib.Path({saved!r}).touch()
+"""
+STOPS = """
+from nblaunch.client import directory, local
+local._END_SECONDS = directory._STOP_SECONDS = 2
+directory.stop("train")
+"""
+
+
+@pytest.mark.slow
+def test_stop_waits_as_long_as_the_jobs_grace_says(giver, eventually, tmp_path):
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    giver.ok(SAVES.format(begun=str(begun), saved=str(saved)))
+    eventually(begun.exists, "it has begun")
+    subprocess.run([sys.executable, "-c", STOPS], check=True)
+    assert saved.exists()
+
+
 PLAIN = "import nblaunch, json\nprint(json.dumps(nblaunch.run(lambda: 3, nproc=2).values))\n"
 SHADOWED = ("random", "queue", "platform", "uuid", "token", "select")
 
