@@ -34,6 +34,7 @@ from nblaunch.protocol.client import (
     ClientRequest,
     ErrorRecord,
     Introduce,
+    NamesChanged,
     RequestFailed,
     RuntimeEvent,
     RuntimeWelcome,
@@ -86,13 +87,22 @@ class _Outbox:
         first = self._queue[0] if self._queue and self._begun else None
         return self._folded - (first.size if first is not None and first.folded else 0)
 
-    def put(self, kind: FrameKind, number: int, body: bytes) -> None:
-        """Queue a frame."""
+    def put(self, kind: FrameKind, number: int, body: bytes) -> _Queued:
+        """Queue a frame, and return it."""
         if not self._queue:
             self.accepted = time.monotonic()
         frame = _Queued(header(kind, number, len(body)), body, kind is FrameKind.FOLDED)
         self._queue.append(frame)
         self._folded += frame.size if frame.folded else 0
+        return frame
+
+    def withdraw(self, frame: _Queued) -> bool:
+        """Drop a frame of which the socket has nothing yet; return whether that was possible."""
+        for place, each in enumerate(self._queue):
+            if each is frame and (place or not self._begun):
+                del self._queue[place]
+                return True
+        return False
 
     def keep_folded(self) -> None:
         """Have `drop_folded` drop none of the messages that are queued now."""
@@ -163,6 +173,8 @@ class ClientConnection:
         self._frames = Frames(LIMIT_BEFORE_WELCOME)
         self._outbox = _Outbox(client)
         self._failed = self._awaits_room = False
+        self._names: dict[tuple[str, int], tuple[_Queued | None, NamesChanged]] = {}
+        """By session and rank, what was sent last of its variables, if no other event has followed."""
         self._introduce_until = time.monotonic() + _INTRODUCE_SECONDS
         self._pid = peer_of(client).pid
         self._process = _process_end(self._pid)
@@ -217,7 +229,17 @@ class ClientConnection:
 
     def event(self, event: RuntimeEvent) -> None:
         """Send an event."""
+        self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
+
+    def names(self, event: NamesChanged) -> None:
+        """Send which variables a rank has; in the place of what a client that does not read has of it."""
+        rank = event.session, event.names.rank
+        frame, waiting = self._names.get(rank, (None, None))
+        if frame is not None and waiting is not None and self._outbox.withdraw(frame):
+            names = msgspec.structs.replace(event.names, lost=(*waiting.names.lost, *event.names.lost))
+            event = msgspec.structs.replace(event, names=names)
+        self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event)), event
 
     def last_event(self, event: RuntimeEvent) -> None:
         """Send the event that ends a job: no state will follow that stands for what was folded before."""
@@ -273,9 +295,8 @@ class ClientConnection:
             self._hub.watch_fd(self._socket.fileno(), self._ready, writable=awaits)
         return due
 
-    def _put(self, kind: FrameKind, number: int, body: bytes) -> None:
-        if not (self.closed or self._failed):
-            self._outbox.put(kind, number, body)
+    def _put(self, kind: FrameKind, number: int, body: bytes) -> _Queued | None:
+        return None if self.closed or self._failed else self._outbox.put(kind, number, body)
 
     def _flush(self) -> None:
         # The owner may be in the middle of a loop over its clients: an end is for the end of this turn.

@@ -128,8 +128,12 @@ def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registratio
             raise hub.error
         left = requests.linger_left()
         if left is not None and left <= 0:
-            requests.close()
-            return
+            # On the hub's thread no client can come in between.
+            hub.run(requests.end_if_unused)
+            if requests.unused:
+                requests.close()
+                return
+            continue
         requests.changed.wait(_KEEP_SECONDS if left is None else min(left, _KEEP_SECONDS))
         requests.changed.clear()
         registration.keep()

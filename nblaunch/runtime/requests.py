@@ -68,6 +68,8 @@ class RequestHandler:
         """How many sessions are being closed."""
         self.stopping = False
         """Whether a client has stopped the runtime."""
+        self.unused = False
+        """Whether it ends because nobody has needed it for long enough: it takes no client any more."""
         self._registration = registration
         self.changed = threading.Event()
         """Set when a client goes, a job of a detached session ends, or the runtime is stopped."""
@@ -117,6 +119,7 @@ class RequestHandler:
 
     def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
         """Carry out a request, and answer it."""
+        self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
             self._submit(functools.partial(self._wait_for, served, connection, number))
@@ -168,6 +171,7 @@ class RequestHandler:
 
     def welcome(self, connection: ClientConnection, _: wire.Introduce) -> wire.RuntimeWelcome:
         """Answer an introduction; the owner, who comes first, gets the token for further connections."""
+        self._refuse_if_unused()
         owner, self._owned = not self._owned, True
         return wire.RuntimeWelcome(
             client=connection.number,
@@ -538,6 +542,19 @@ class RequestHandler:
         left = [session.linger_left for session in list(self.sessions.values())]
         known = [each for each in left if each is not None]
         return max(known) if known and len(known) == len(left) else None
+
+    def end_if_unused(self) -> None:
+        """Take no client any more, unless one has come."""
+        left = self.linger_left()
+        self.unused = left is not None and left <= 0
+
+    def _refuse_if_unused(self) -> None:
+        if self.unused:
+            msg = (
+                "the session has just ended: nobody has used it for its --linger time. Start another one "
+                "(%distributed start)."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.SESSION_ENDED)
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import held_by
@@ -259,7 +261,11 @@ class RuntimeSession:
 
     def names_changed(self, names: Names) -> None:
         """Send on which variables a rank has."""
-        self._tell(NamesChanged(session=self.key, names=names))
+        event = NamesChanged(session=self.key, names=names)
+        # Which objects a rank has lost is of use to the process alone that has sent them.
+        brief = NamesChanged(session=self.key, names=msgspec.structs.replace(names, lost=()))
+        for connection in self.followers:
+            connection.names(event if self.held_against(connection) is None else brief)
 
     def ranks_replaced(self, attempt: int) -> None:
         """Send on that the ranks are others."""

@@ -176,6 +176,45 @@ def test_stop_waits_as_long_as_the_jobs_grace_says(giver, eventually, tmp_path):
     assert saved.exists()
 
 
+WAITING = """
+from nblaunch.runtime.connections import ClientConnection
+lines = [each for each in gc.get_objects() if isinstance(each, ClientConnection) and not each.closed]
+"""
+
+
+@pytest.mark.slow
+def test_what_waits_for_a_client_that_does_not_read_does_not_grow_with_the_cells(giver, detached_kernels):
+    watcher = detached_kernels()
+    watcher.ok("%distributed attach train")
+    giver.ok("%%distributed\nglobals().update({f'variable_{number}': number for number in range(2000)})")
+    for number in range(30):
+        giver.ok(f"%%distributed\nnew_{number} = {number}")
+    giver.poke(HANDLER + WAITING)
+    # Of each rank the last message, and those of which the socket has a part already.
+    assert giver.poke("max(len(each._outbox) for each in lines)") <= 2 * 2
+    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train', take=True)")
+    assert watcher.value("session.pull('new_29')") == {"new_29": [29, 29]}
+
+
+@pytest.mark.slow
+def test_who_comes_as_the_session_ends_for_want_of_use_is_told_so(detached_kernels, eventually):
+    kernel = detached_kernels()
+    poked.of_kernel(kernel)
+    kernel.ok(f"{START} --linger 1s")
+    root = Path(directory.detached()["train"].root)
+    poked.run_in(root, HANDLER)
+    poked.run_in(
+        root, "gate, close = threading.Event(), handler.close\nhandler.close = lambda: (gate.wait(), close())"
+    )
+    kernel.kill()
+    eventually(lambda: poked.run_in(root, "handler.unused"), "it ends")
+    other = detached_kernels()
+    refused = other.fails("%distributed attach train").evalue
+    assert "has just ended: nobody has used it for its --linger time" in refused
+    poked.run_in(root, "gate.set()")
+    eventually(lambda: not root.exists(), "it is gone")
+
+
 PLAIN = "import nblaunch, json\nprint(json.dumps(nblaunch.run(lambda: 3, nproc=2).values))\n"
 SHADOWED = ("random", "queue", "platform", "uuid", "token", "select")
 
