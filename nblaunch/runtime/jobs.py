@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
@@ -49,7 +50,7 @@ from nblaunch.protocol.messages import (
     Payload,
     Prepare,
 )
-from nblaunch.protocol.state import Message, decode_state, encode_state
+from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.journal import Journal, counts_of
 from nblaunch.runtime.launch import own_directory
@@ -121,6 +122,11 @@ class RunningJob:
         self.giver: ClientConnection | None = giver
         """Whose user interrupts it, and answers the questions of its ranks."""
         self.watchers: set[ClientConnection] = {giver}
+        self.results = 1
+        """How many clients have a result that refers to it, or will have one."""
+        self._takers: set[ClientConnection] = set()
+        """Those that have been told of its end, and may map the values."""
+        self._values_released = False
         self.started = time.time()
         self.end: JobEnd | None = None
         self.ended: float | None = None
@@ -302,14 +308,22 @@ class RunningJob:
             if connection.behind:
                 connection.event(JobRefreshed(job=self.number, state=encode_state(job.state)))
             connection.last_event(JobEnded(job=self.number, end=self.end))
-        self.watchers.clear()
+        self._takers, self.watchers = self.watchers, set()
         self.over()
         self.finished.set()
         self.released()
 
     def release_values(self) -> None:
         """Close what the ranks have returned."""
+        self._values_released = True
         self.job.release_values()
+
+    def taken_by(self, connection: ClientConnection) -> None:
+        """Know that a client has mapped the values; the last one that was told of them releases them."""
+        if connection in self._takers:
+            self._takers.discard(connection)
+            if not self._takers:
+                self.release_values()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -348,6 +362,7 @@ class RunningJob:
     def leave(self, connection: ClientConnection) -> None:
         """Send this connection nothing more."""
         self.watchers.discard(connection)
+        self.taken_by(connection)
         if self.giver is connection:
             self.giver = None
 
@@ -365,13 +380,33 @@ class RunningJob:
 
     def snapshot(self, connection: ClientConnection) -> JobSnapshot:
         """Return all that this client needs to follow the job from here."""
+        state = self.job.state
+        if self._values_released:
+            state = without_values(
+                state, "those who waited for the job have taken it, and it is kept no longer"
+            )
+        elif self.end is not None:
+            self._takers.add(connection)
         return JobSnapshot(
             job=self.record,
-            state=encode_state(self.job.state),
+            state=encode_state(state),
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
         )
+
+
+def without_values(state: RunState, why: str) -> RunState:
+    """Return a state whose values are gone; those that are part of the state are there."""
+    return replace(state, ranks={rank: _without_value(each, why) for rank, each in state.ranks.items()})
+
+
+def _without_value(known: RankState, why: str) -> RankState:
+    if known.profile is not None and known.profile.inline is None:
+        known = replace(known, profile=None)
+    if known.value is None or known.value.inline is not None:
+        return known
+    return replace(known, value=None, value_not_sent=why)
 
 
 class Jobs:

@@ -164,7 +164,7 @@ class RequestHandler:
     def note(self, note: ClientNote) -> None:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
-            self._released(note.job)
+            self._result_gone(note.job)
         elif (session := self.sessions.pop(note.session, None)) is not None:
             session.group.post(Trigger.DISMISS)
             self._over(session)
@@ -343,12 +343,14 @@ class RequestHandler:
             return past.snapshot
         job = self._job(request.job)
         job.watchers.add(connection)
+        job.results += 1
         return job.snapshot(connection)
 
     def _unwatch(self, connection: ClientConnection, request: wire.UnwatchJob) -> _Served:
         job = self.jobs.get(request.job)
         if job is not None:
             job.watchers.discard(connection)
+            job.taken_by(connection)
         return Done()
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
@@ -395,12 +397,19 @@ class RequestHandler:
     def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
         job = self.jobs.get(request.job)
         if job is not None:
-            job.release_values()
+            job.taken_by(connection)
         for session in self.sessions.values():
             # Those that watch map them too: the one that gives the jobs may not have them yet.
             if session.held_against(connection) is None:
                 session.archive.taken(request.job)
         return None
+
+    def _result_gone(self, number: int) -> None:
+        job = self.jobs.get(number)
+        if job is not None:
+            job.results -= 1
+        if job is None or job.results <= 0:
+            self._released(number)
 
     def _released(self, number: int) -> None:
         if any(each.keeps(number) for each in self.sessions.values()):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import poked
 import pytest
 
+import nblaunch
 from nblaunch.client import directory
 
 pytestmark = pytest.mark.timeout(300)
@@ -235,3 +238,29 @@ def test_it_runs_with_standard_streams_closed(tmp_path, streams):
     ran = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=False)
     assert ran.returncode == 0
     assert json.loads((tmp_path / "out").read_text()) == [3, 3]
+
+
+def ones(count):
+    """Return so many numbers, which are mapped by those who get them."""
+    import numpy as np
+
+    return np.ones(count)
+
+
+def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free):
+    def waits(path):
+        while not path.exists():
+            time.sleep(0.01)
+        return ones(1_000_000)
+
+    with nblaunch.Session(nproc=2, display=False) as session:
+        handle = session.submit(waits, (free,))
+        with ThreadPoolExecutor(3) as pool:
+            (job,) = session.jobs
+            others = [pool.submit(job.result) for _ in range(3)]
+            free.touch()
+            results = [handle.result(), *(other.result() for other in others)]
+        assert [float(each.values[1].sum()) for each in results] == [1e6] * 4
+        late = session.jobs[-1].result()
+        assert (late.ok, late.failures) == (True, ())
+        assert "it is kept no longer" in " ".join(late.warnings)
