@@ -448,9 +448,10 @@ ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
 
 
 class ReleaseJob(_ToRuntime, frozen=True):
-    """No result refers to this job: its private logs and its events may go."""
+    """A result of this job is gone in process `pid`; after the last one private logs and events may go."""
 
     job: int
+    pid: int
 
 
 class DismissSession(_ToRuntime, frozen=True):

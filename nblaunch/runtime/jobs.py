@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,8 +123,8 @@ class RunningJob:
         self.giver: ClientConnection | None = giver
         """Whose user interrupts it, and answers the questions of its ranks."""
         self.watchers: set[ClientConnection] = {giver}
-        self.results = 1
-        """How many clients have a result that refers to it, or will have one."""
+        self.results = Counter([given_by.pid])
+        """By process, how many results refer to it, or will."""
         self._takers: set[ClientConnection] = set()
         """Those that have been told of its end, and may map the values."""
         self._values_released = False
@@ -151,22 +152,26 @@ class RunningJob:
         self._thread: threading.Thread | None = None
         self._interrupts = 0
         self._recording: _Recording | None = None
-        self.job = Job(
-            self._held(order, directory, tenure),
-            decode_state(order.state),
-            internal=order.internal,
-            output=OutputFilter.of(order.options),
-            directory=directory,
-        )
-        self.job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
-        self.job.asked = self._asked
-        self.job.listeners.append(self._publish)
+        self.job = self._made(order, directory, tenure)
         path = order.options.metrics_file
         self._file = None if path is None or order.internal else MetricsFile(path)
         self._file_due: float | None = None
         if self._file is not None:
             self.job.listeners.append(self._file.take)
         self.job.when_ended.append(self._job_ended)
+
+    def _made(self, order: JobOrder, directory: Callable[[], Path], tenure: int) -> Job:
+        job = Job(
+            self._held(order, directory, tenure),
+            decode_state(order.state),
+            internal=order.internal,
+            output=OutputFilter.of(order.options),
+            directory=directory,
+        )
+        job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
+        job.asked = self._asked
+        job.listeners.append(self._publish)
+        return job
 
     def _held(
         self, order: JobOrder, directory: Callable[[], Path], tenure: int
@@ -445,6 +450,10 @@ class Jobs:
             if given and job.order.internal:
                 left.append(job.number)
         return left
+
+    def results_of(self, pid: int) -> dict[int, int]:
+        """Return the jobs to which results of a process refer, and how many each."""
+        return {number: job.results[pid] for number, job in self._jobs.items() if job.results[pid]}
 
     def watched_by(self, connection: ClientConnection) -> list[RunningJob]:
         """Return the jobs that a connection watches."""

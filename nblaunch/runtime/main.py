@@ -107,6 +107,7 @@ def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
                 if not ((root / "client").exists() and (root / "notes").exists()):
                     listen()
 
+        requests.clients = connections.__iter__
         requests.listen, requests.listen_if_gone = listen, listen_if_gone
         listen()
         requests.owner = connections.adopt(link)

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -81,6 +82,8 @@ class RequestHandler:
         self.jobs = Jobs(local.hub)
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
+        self.clients: Callable[[], Iterable[ClientConnection]] = tuple
+        """Returns those that are connected."""
         self.listen: Callable[[], None] = lambda: None
         """Binds the clients' sockets."""
         self.listen_if_gone: Callable[[], None] = lambda: None
@@ -164,7 +167,7 @@ class RequestHandler:
     def note(self, note: ClientNote) -> None:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
-            self._result_gone(note.job)
+            self._results_gone(note.job, note.pid, 1)
         elif (session := self.sessions.pop(note.session, None)) is not None:
             session.group.post(Trigger.DISMISS)
             self._over(session)
@@ -185,6 +188,10 @@ class RequestHandler:
         """Send nothing more to a client that is gone."""
         for number in self.jobs.leave(connection):
             self._released(number)
+        pid = connection.record.pid
+        if all(each.record.pid != pid for each in self.clients()):
+            for number, count in self.jobs.results_of(pid).items():
+                self._results_gone(number, pid, count)
         for session in self.sessions.values():
             session.leave(connection)
         self.changed.set()
@@ -343,7 +350,7 @@ class RequestHandler:
             return past.snapshot
         job = self._job(request.job)
         job.watchers.add(connection)
-        job.results += 1
+        job.results[connection.record.pid] += 1
         return job.snapshot(connection)
 
     def _unwatch(self, connection: ClientConnection, request: wire.UnwatchJob) -> _Served:
@@ -404,11 +411,11 @@ class RequestHandler:
                 session.archive.taken(request.job)
         return None
 
-    def _result_gone(self, number: int) -> None:
+    def _results_gone(self, number: int, pid: int, count: int) -> None:
         job = self.jobs.get(number)
         if job is not None:
-            job.results -= 1
-        if job is None or job.results <= 0:
+            job.results -= Counter({pid: count})  # which keeps none that are 0
+        if job is None or not job.results:
             self._released(number)
 
     def _released(self, number: int) -> None:
