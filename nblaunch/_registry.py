@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import re
@@ -134,6 +135,16 @@ class FoundRuntime:
         return not self.elsewhere
 
 
+@functools.cache
+def release_of_torch() -> str:
+    """Return the release of the torch that is installed, without its build; empty if there is none."""
+    from importlib import metadata  # it takes a while, and most kernels never need it
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("torch").partition("+")[0]
+    return ""
+
+
 # Processes and directories.
 
 
@@ -160,7 +171,8 @@ def directories() -> tuple[Path, ...]:
     found = []
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     # logind removes it when the user's last login session ends.
-    if runtime.is_absolute() and runtime.is_dir():
+    # That of another user, whose environment `sudo` has kept, is not for this one's sessions.
+    if runtime.is_absolute() and runtime.is_dir() and runtime.stat().st_uid == os.geteuid():
         found.append(runtime / "nblaunch")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     with contextlib.suppress(RuntimeError):  # nobody knows this user's home

@@ -70,8 +70,8 @@ from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
-# A transfer in which no byte arrives for so long has not begun.
-_TRANSFER_SECONDS = 0.5
+# A busy machine may leave a transfer alone for as long as that.
+_LOOK_AGAIN_SECONDS = 0.5
 _LOOK_SECONDS = 0.01
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -327,10 +327,9 @@ class WorkerGroup:
         report = self._report(request)
         if report.deadlocks:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
-            circles = [rank for circle in report.deadlocks for rank in circle]
-            if request.transfers(circles):
-                # What `isend` and `irecv` have begun is not recorded; a deadlock is what lasts.
-                time.sleep(_TRANSFER_SECONDS)
+            # What `isend` and `irecv` began has no record; NCCL's watchdog notices an end within 0.1 s.
+            time.sleep(_LOOK_AGAIN_SECONDS)
+            circles = (rank for circle in report.deadlocks for rank in circle)
             request.keep_same_waits(self._asked(circles, seconds))
             report = self._report(request)
         return report

@@ -74,10 +74,6 @@ class StackRequest:
             if not same or set(after.get(rank, ())) - set(before.get(rank, ())):
                 self.answers[rank] = msgspec.structs.replace(self.answers[rank], waits=())
 
-    def transfers(self, ranks: Iterable[int]) -> bool:
-        """Return whether any of these ranks waits in a send or a receive."""
-        return any(wait.peers for rank in ranks for wait in self.answers[rank].waits)
-
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
         """Return the report; for ranks that did not answer, with what faulthandler writes.
 

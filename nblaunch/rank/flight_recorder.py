@@ -29,7 +29,9 @@ _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
-_TRANSFER = re.compile(r"(?P<way>->|<-)(?P<other>\d+)")
+_TRANSFER = re.compile(r"(?P<what>\w+) \d+(?P<way>->|<-)(?P<other>\d+)")
+# ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are open count as one.
+_MARKS_BATCHES = "nccl"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -177,19 +179,23 @@ def _completed(entry: Mapping[str, Any]) -> bool:
 def _under_way(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
-    """Yield the open operations, oldest first; those of one batch of sends and receives as one."""
+    """Yield the open operations, oldest first; sends and receives of one batch as one."""
     ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
-    batches: dict[tuple[object, object], list[dict[str, Any]]] = {}
+    found: dict[object, list[dict[str, Any]]] = {}
     for entry in entries:
-        if entry.get("is_p2p") and _batch(entry) not in ended and not _completed(entry):
-            batches.setdefault(_batch(entry), []).append(entry)
-    for entry in entries:
-        if entry.get("is_p2p"):
-            batch = batches.pop(_batch(entry), None)
-            if batch is not None:
-                yield _transfer(batch, backend, members)
-        elif _operation(entry) != _COALESCED and not _completed(entry):
-            yield _collective(entry, backend, members)
+        if _completed(entry) or _operation(entry) == _COALESCED:
+            continue
+        if not entry.get("is_p2p"):
+            found[entry.get("record_id")] = [entry]
+        elif backend != _MARKS_BATCHES:
+            found.setdefault((entry.get("pg_id"),), []).append(entry)
+        elif _batch(entry) not in ended:
+            found.setdefault(_batch(entry), []).append(entry)
+    for each in found.values():
+        if each[0].get("is_p2p"):
+            yield _transfer(each, backend, members)
+        else:
+            yield _collective(each[0], backend, members)
 
 
 def _transfer(
@@ -197,14 +203,14 @@ def _transfer(
 ) -> Collective:
     """Return sends and receives that end together; torch writes `send 0->1` and `recv 0<-1`."""
     one = _collective(batch[0], backend, members)
+    found = [each for entry in batch if (each := _TRANSFER.fullmatch(_operation(entry)))]
     ends: dict[str, list[int]] = {"->": [], "<-": []}
-    for entry in batch:
-        found = _TRANSFER.search(_operation(entry))
-        if found is not None and int(found["other"]) < len(one.ranks):
-            ends[found["way"]].append(one.ranks[int(found["other"])])
+    for each in found:
+        if int(each["other"]) < len(one.ranks):
+            ends[each["way"]].append(one.ranks[int(each["other"])])
     return msgspec.structs.replace(
         one,
-        operation=one.operation.partition(" ")[0] if len(batch) == 1 else "batch_isend_irecv",
+        operation="/".join(dict.fromkeys(each["what"] for each in found)),
         sequence=int(batch[0].get("p2p_seq_id", 0)),
         sends=tuple(ends["->"]),
         receives=tuple(ends["<-"]),

@@ -14,7 +14,7 @@ from nblaunch import __version__, _registry
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._registry import Host, Owner, ProcessIdentity, RuntimeEntry
 from nblaunch.elastic.forkserver import GivenServer
-from nblaunch.protocol.client import CLIENT_PROTOCOL, ClientRecord
+from nblaunch.protocol.client import PROTOCOL, ClientRecord
 
 
 class Registration:
@@ -55,7 +55,7 @@ class Registration:
             runtime=ProcessIdentity.of(os.getpid()),
             host=Host.here(),
             version=__version__,
-            protocol=CLIENT_PROTOCOL,
+            protocol=PROTOCOL,
             token=self._token,
             detached=False,
             started=time.time(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from lanes import sampled
 
 TWO_ORDERS = """
 import torch, torch.distributed as dist
@@ -29,6 +30,14 @@ one, me, other = torch.ones(1), rank, 1 - rank
 while me < 2:
     for sender in (0, 1):
         dist.send(one, other) if me == sender else dist.recv(one, other)
+"""
+AROUND = """
+import torch, torch.distributed as dist
+sent, received = torch.ones(SIZE), torch.empty(SIZE)
+while True:
+    request = dist.isend(sent, (rank + 1) % world_size)
+    dist.recv(received, (rank - 1) % world_size)
+    request.wait()
 """
 FEWER = """
 import torch, torch.distributed as dist
@@ -78,6 +87,18 @@ def test_ranks_that_send_to_and_fro_are_no_circle_whenever_they_are_looked_at(ke
     looks = [stacks() for _ in range(20)]
     assert any("waits for rank" in look for look in looks)
     assert not [look for look in looks if "deadlock" in look]
+    kernel.ok("handle.cancel()")
+    kernel.fails("handle.result()")
+
+
+@pytest.mark.parametrize("size", sampled([10_000_000, 1_000]))
+def test_ranks_that_send_around_are_no_circle_though_all_receive_from_each_other(
+    kernel, stacks, eventually, size
+):
+    """gloo's flight recorder has no `isend`: a receive that lasts for long looks as if nobody had sent."""
+    kernel.ok(f"%%distributed --background --out handle{AROUND.replace('SIZE', str(size))}")
+    eventually(lambda: "in recv" in stacks(), "data goes around")
+    assert not [look for look in (stacks() for _ in range(10)) if "deadlock" in look]
     kernel.ok("handle.cancel()")
     kernel.fails("handle.result()")
 

@@ -7,10 +7,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from nblaunch.diagnose import hang
-from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
+from nblaunch.group.stacks import StackRequest
+from nblaunch.protocol.messages import DEFAULT_GROUP, STORE, Collective, Connection, FrameRecord, Where
 from nblaunch.protocol.reports import HangReport
 
 PROGRAMS = 1_000
@@ -309,7 +311,7 @@ EVERYONE = tuple(range(64))
 
 def waits(rank: int, *operations: Collective, line: int = 1, begun: tuple[Collective, ...] = ()) -> Where:
     frame = FrameRecord("Cell In[1]", line, "<module>", "")
-    recent = (*begun, *(each for each in operations if not each.peers))
+    recent = (*begun, *(each for each in operations if not (each.peers or each.backend == STORE)))
     return Where(rank=rank, frames=(frame,), collectives=recent, recent=recent, waits=operations)
 
 
@@ -448,10 +450,60 @@ def test_who_waits_for_the_other_end_of_a_transfer_is_told():
     )
 
 
-def test_a_thousand_ranks_are_looked_at_in_no_time():
-    ranks = tuple(range(1000))
-    left, right = of("left", 1, "all_reduce", ranks), of("right", 1, "all_reduce", ranks)
-    answers = {rank: waits(rank, left if rank % 2 else right) for rank in ranks}
+def test_of_a_long_pipeline_the_first_that_waits_are_told_and_the_others_counted():
+    told = findings(waits(7), *(waits(rank, receive(rank + 1)) for rank in range(7)))
+    assert told == (
+        "rank 6 is in recv and waits for rank 7",
+        *(f"rank {rank} is in recv and waits for rank {rank + 1}" for rank in range(3)),
+        "ranks 3-5 wait in other sends and receives",
+    )
+
+
+THOUSAND = tuple(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (of("left", 1, "all_reduce", THOUSAND), of("right", 1, "all_reduce", THOUSAND)),
+        (of("", 1, "new_group", THOUSAND, STORE), of("", 2, "new_group", THOUSAND[:-1], STORE)),
+        (of("", 1, "new_group", THOUSAND, STORE), of(DEFAULT_GROUP, 2, "barrier", THOUSAND)),
+    ],
+    ids=["groups", "forming", "forming and a barrier"],
+)
+def test_a_thousand_ranks_are_looked_at_in_no_time(one, another):
+    answers = {rank: waits(rank, one if rank % 2 else another) for rank in THOUSAND}
     began = time.perf_counter()
     assert len(named(hang.report(answers))) == 1000
     assert time.perf_counter() - began < 2
+
+
+def test_ranks_that_form_the_same_group_do_not_wait_for_each_other():
+    """Each has begun to wait at another time, and that is all that its number says."""
+    forming = {rank: waits(rank, of("", rank, "new_group", (0, 1, 2), STORE)) for rank in (0, 1)}
+    (told,) = findings(*forming.values(), waits(2))
+    assert told == "ranks 0-1 are in new_group and wait for rank 2"
+    assert findings(*forming.values(), silent={2: ""}) == (f"{told}; rank 2 gave no answer",)
+
+
+@pytest.mark.parametrize(
+    ("later", "arrived", "named_again"),
+    [(7, 100, {0, 1}), (8, 100, set()), (7, 101, set())],
+    ids=["as it was", "another wait", "data has come"],
+)
+def test_only_ranks_that_still_wait_where_nothing_has_come_are_a_circle(later, arrived, named_again):
+    """`isend` leaves no record: a rank that receives may be about to get what another has sent."""
+
+    def look(sequence: int, arrived: int) -> StackRequest:
+        request = StackRequest((0, 1))
+        ends = ("127.0.0.1", 1), ("127.0.0.1", 2)
+        for rank, (here, there) in enumerate((ends, ends[::-1])):
+            answer = waits(rank, receive(1 - rank, sequence=sequence))
+            connections = (Connection(here, there, fd=5, bytes=arrived),)
+            request.answer(msgspec.structs.replace(answer, connections=connections))
+        return request
+
+    request = look(7, 100)
+    assert named(hang.report(request.answers)) == {0, 1}
+    request.keep_same_waits(look(later, arrived))
+    assert named(hang.report(request.answers)) == named_again
