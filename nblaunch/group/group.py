@@ -70,7 +70,6 @@ from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
-_LOOK_AGAIN_SECONDS = 0.2
 _LOOK_SECONDS = 0.01
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -326,9 +325,8 @@ class WorkerGroup:
         report = self._report(request)
         if report.deadlocks:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
-            # NCCL's watchdog notices within 0.1 s that an operation has ended.
-            time.sleep(_LOOK_AGAIN_SECONDS)
-            circles = (rank for circle in report.deadlocks for rank in circle)
+            circles = {rank for circle in report.deadlocks for rank in circle}
+            time.sleep(request.settled_after(circles))
             request.keep_same_waits(self._asked(circles, seconds))
             report = self._report(request)
         return report
