@@ -154,7 +154,7 @@ def _pair(rank: int, one: Collective, other: int, another: Collective) -> bool:
         (one.key, one.tag) == (another.key, another.tag)
         and (rank in another.sends or rank in another.receives)
         and (other not in one.sends or rank in another.receives)
-        and (other not in one.receives or rank in another.sends or one.from_any)
+        and (other not in one.receives or rank in another.sends)
     )
 
 

@@ -70,8 +70,6 @@ from nblaunch.protocol.reports import HangReport, LocatedAll
 from nblaunch.protocol.state import Message, RunState
 
 _ANSWER_SECONDS = 1.0
-# A busy machine may leave a transfer alone for as long as that.
-_LOOK_AGAIN_SECONDS = 0.5
 _LOOK_SECONDS = 0.01
 _LAST_DRAIN_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
@@ -327,9 +325,9 @@ class WorkerGroup:
         report = self._report(request)
         if report.deadlocks:
             # No two ranks answer at the same time: in between, each may have sent what the other awaits.
-            # What `isend` and `irecv` began has no record; NCCL's watchdog notices an end within 0.1 s.
-            time.sleep(_LOOK_AGAIN_SECONDS)
-            circles = (rank for circle in report.deadlocks for rank in circle)
+            # What `isend` and `irecv` have begun is not in gloo's recorder at all.
+            circles = {rank for circle in report.deadlocks for rank in circle}
+            time.sleep(request.settled_after(circles))
             request.keep_same_waits(self._asked(circles, seconds))
             report = self._report(request)
         return report

@@ -22,6 +22,9 @@ from nblaunch.protocol.reports import HangReport, readable_main_stack
 from nblaunch.protocol.state import RunState, State, hosts_of
 
 _DUMP_SECONDS = 0.5
+# A busy machine may leave a transfer alone for as long as that.
+_SETTLED_SECONDS, _SETTLED_LATE_SECONDS = 0.5, 1.2
+_SETTLED_SOON = {"gloo", "store", "nccl"}
 _STOPPED = "its process is stopped (SIGSTOP); kill -CONT would let it go on"
 _NODE_SILENT = "  its node has not answered either"
 # NCCL's watchdog writes some 10 KB when it ends a process.
@@ -64,6 +67,12 @@ class StackRequest:
             self._undumped.discard(rank)
             if not self._undumped:
                 self.all_dumped.set()
+
+    def settled_after(self, ranks: Iterable[int]) -> float:
+        """Return after how many seconds it is known that an operation of these ranks has ended, if it has."""
+        backends = {each.backend for rank in ranks for each in self.answers[rank].waits}
+        # NCCL's watchdog looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
+        return _SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS
 
     def keep_same_waits(self, later: StackRequest) -> None:
         """Forget what ranks waited in that were asked again, and no longer wait there, or get data."""

@@ -102,7 +102,7 @@ def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
             entries = _alive(found, backend)
             recent += _collectives(entries, backend, members)
             pending.append(_open(entries))
-            under_way += _under_way(entries, backend, members)
+            under_way += open_operations(entries, backend, members)
     return Recorded(
         tuple(recent), sum(pending) if len(pending) == len(_DUMPS) else None, under_way=tuple(under_way)
     )
@@ -176,7 +176,7 @@ def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 
-def _under_way(
+def open_operations(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
     """Yield the open operations, oldest first; sends and receives of one batch as one."""

@@ -6,6 +6,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from nblaunch.diagnose import hang
 from nblaunch.group.stacks import StackRequest
 from nblaunch.protocol.messages import DEFAULT_GROUP, STORE, Collective, Connection, FrameRecord, Where
 from nblaunch.protocol.reports import HangReport
+from nblaunch.rank import flight_recorder
 
 PROGRAMS = 1_000
 
@@ -396,6 +398,49 @@ def test_ranks_that_receive_from_each_other_are_a_circle_and_hosts_are_named():
 )
 def test_two_transfers_are_a_circle_unless_they_are_the_ends_of_one(one, another, circle):
     assert bool(named(hang.report({0: waits(0, one), 1: waits(1, another)}))) is circle
+
+
+def test_who_has_finished_sends_no_more_to_a_receive_from_anyone():
+    anyone = Collective(DEFAULT_GROUP, 1, "recv", backend="gloo", receives=(1, 2), from_any=True)
+    answers = {0: waits(0, anyone), 1: waits(1, receive(0))}
+    assert named(hang.report(answers, finished=[2])) == {0, 1}
+    assert named(hang.report(answers, silent={2: "stack"})) == set(), "it may send"
+    assert named(hang.report({**answers, 2: waits(2)})) == set(), "it may send"
+
+
+def entry(number: int, what: str, batch: int = 0, state: str = "scheduled") -> dict[str, Any]:
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ["0", DEFAULT_GROUP],
+        "profiling_name": f"nccl:{what}",
+        "is_p2p": "-" in what,
+        "p2p_seq_id": batch,
+        "collective_seq_id": 3,
+        "state": state,
+    }
+
+
+def test_sends_and_receives_of_one_batch_are_one_operation():
+    """torch marks the batch as ended, not its parts; ProcessGroupNCCL2 does not say what is one batch."""
+    entries = [
+        entry(0, "send 0->1", 1),
+        entry(1, "recv 0<-2", 1),
+        entry(2, "coalesced", 1, "completed"),
+        entry(3, "send 0->2", 2),
+        entry(4, "recv 0<-1", 2),
+        entry(5, "coalesced", 2),
+        entry(6, "all_reduce"),
+        entry(7, "recv 0<-1", 3),
+    ]
+    members = {"0": (4, 5, 6)}
+    found = [
+        (each.operation, each.sends, each.receives)
+        for each in flight_recorder.open_operations(entries, "nccl", members)
+    ]
+    assert found == [("send/recv", (6,), (5,)), ("all_reduce", (), ()), ("recv", (), (5,))]
+    (first, _) = flight_recorder.open_operations(entries[3:5] + entries[6:], "nccl2", members)
+    assert (first.sends, first.receives) == ((6,), (5, 5))
 
 
 def test_of_several_operations_in_which_a_rank_may_wait_each_has_to_be_hopeless():
