@@ -78,7 +78,7 @@ def receive_from_each_other() -> None:
     [
         (
             two_orders,
-            "deadlock: rank 0 is in all_reduce #1 of left and waits for rank 1; rank 1 is in all_reduce #1 of ",
+            "deadlock: rank 0 is in all_reduce #1 of left and waits for rank 1; rank 1 is in all_reduce #1",
         ),
         (receive_from_each_other, "deadlock: ranks 0-1 are in recv and wait for each other. "),
     ],
