@@ -91,7 +91,7 @@ def test_ranks_that_send_to_and_fro_are_no_circle_whenever_they_are_looked_at(ke
     kernel.fails("handle.result()")
 
 
-@pytest.mark.parametrize("size", sampled([10_000_000, 1_000]))
+@pytest.mark.parametrize("size", sampled([1_000, 1_000_000]))
 def test_ranks_that_send_around_are_no_circle_though_all_receive_from_each_other(
     kernel, stacks, eventually, size
 ):
