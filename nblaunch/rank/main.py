@@ -387,6 +387,7 @@ class Rank:
         late = not dispatch.internal and bool(stdio.output.kept)
         started = Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
         self.link.send(started, urgent=False)
+        process_group.begin_job()
         if not dispatch.internal:
             self.link.metrics.begin_job()
             stdio.output.begin_job()
@@ -561,9 +562,10 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(not_sent),
                 offsets=stdio.output.end_job(keep=self.orders.keep),
-                open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
+                open=not self.orders.keep and process_group.has_open_operations(),
                 peak_gpu_memory=memory.peak() if used is None else used.device_peak,
                 memory=used,
+                tallies=process_group.called() if self.orders.keep else (),
             )
         )
 
@@ -600,6 +602,7 @@ class Rank:
                 offsets=ended,
                 peak_gpu_memory=used.device_peak,
                 memory=used,
+                tallies=process_group.called() if self.orders.keep else (),
             )
         )
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from nblaunch.protocol.messages import Tally
 from nblaunch.rank import flight_recorder
 
 _STORE_TIMEOUT = timedelta(seconds=300)
@@ -53,8 +54,26 @@ class Groups:
         self.uses_nccl = _uses_nccl()
         """Whether the default one uses NCCL."""
         self.ranks = {group: tuple(ranks) for group, ranks in list(world.pg_group_ranks.items())}
-        self.names = {str(name): self.ranks.get(group, ()) for group, name in list(world.pg_names.items())}
+        self.named = {str(name): group for group, name in list(world.pg_names.items())}
+        self.names = {name: self.ranks.get(group, ()) for name, group in self.named.items()}
         """Name -> the group's ranks."""
+
+    def counts(self) -> dict[tuple[str, str], int | None]:
+        """Return how many operations were called, for each group by its name, and each of its backends.
+
+        None where a backend does not count. Calls nothing that waits: the backends only tell their number.
+        """
+        return {
+            (name, backend): number
+            for name, group in self.named.items()
+            for backend, number in _numbers(group).items()
+        }
+
+    def tally(self, group: str, backend: str, called: int | None, recorded: int | None = None) -> Tally:
+        """Return what is known of a group, with the names of it that all ranks have."""
+        title = str(getattr(self.named[group], "group_desc", ""))
+        title = title if title not in ("", "undefined") else group
+        return Tally(group, title, backend, self.names[group], called, recorded)
 
 
 _original: Callable[..., None] = distributed_c10d.init_process_group
@@ -70,6 +89,8 @@ _formed_with: dict[str, Any] | None = None
 """The arguments of the default group, with which another one can take its place."""
 _cut_here = False
 """Whether this rank has shut connections of the group by itself: it must be formed again."""
+_before: dict[tuple[str, str], int | None] = {}
+"""What the groups had been called for when the job began."""
 _aborting: threading.Thread | None = None
 _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
@@ -118,8 +139,9 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
+    before = {backend for _, backend in groups().counts()}
     leave()
-    flight_recorder.bury()
+    flight_recorder.bury(before)
     _aborted = _ours = None
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
@@ -134,7 +156,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    flight_recorder.bury(but_the_newest=True)
+    flight_recorder.bury({backend for _, backend in Groups().counts()}, but_the_newest=True)
 
 
 def note_cut() -> None:
@@ -148,6 +170,23 @@ def is_cut() -> bool:
     return _cut_here
 
 
+def begin_job() -> None:
+    """Count from here what the job calls."""
+    global _before
+    _before = Groups().counts()
+
+
+def called() -> tuple[Tally, ...]:
+    """Return what the job has called so far, for the groups in which it has called anything."""
+    now = Groups()
+    changed = {key: number for key, number in now.counts().items() if number != (_before.get(key) or 0)}
+    return tuple(
+        now.tally(*key, number - (_before.get(key) or 0))
+        for key, number in changed.items()
+        if number is not None
+    )
+
+
 def groups() -> Groups:
     """Return the groups of this process; once they are aborted, as they were before."""
     return _aborted or Groups()
@@ -156,6 +195,11 @@ def groups() -> Groups:
 def uses_nccl() -> bool:
     """Whether the default group uses NCCL, or did so until it was aborted; asks torch for nothing else."""
     return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
+
+
+def has_open_operations() -> bool:
+    """Whether the GPUs have operations of NCCL that have not ended, as far as is known."""
+    return uses_nccl() and flight_recorder.is_busy({backend for _, backend in groups().counts()})
 
 
 def begin_abort(then: Callable[[], None] = lambda: None) -> None:
@@ -226,6 +270,26 @@ def _abort(then: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):  # a group that is broken already cannot be aborted
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
     then()
+
+
+def _numbers(group: Any) -> dict[str, int | None]:
+    """Return the number of the last operation that each backend of a group was called for.
+
+    A backend that is written in Python is the group itself, and has no device types.
+    """
+    kinds = getattr(group, "_device_types", ())
+    found = []
+    for kind in kinds:
+        with contextlib.suppress(RuntimeError):  # a kind of device that this group is not for
+            found.append(group._get_backend(kind))  # noqa: SLF001 - torch has no public way
+    return {str(each.name()): _number_of(each) for each in found or [group]}
+
+
+def _number_of(backend: Any) -> int | None:
+    try:
+        return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - as torch's own debug wrapper
+    except RuntimeError:
+        return None  # it does not count
 
 
 def _uses_nccl() -> bool:

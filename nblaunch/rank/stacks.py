@@ -39,8 +39,10 @@ class RankInspector:
     def where(self) -> Where:
         """Return the main thread's stack, the last collective of each group, and the connections."""
         groups = process_group.groups()
-        status = flight_recorder.nccl_status()
-        known = flight_recorder.recorded(groups.names)
+        counts = groups.counts()
+        backends = {backend for _, backend in counts}
+        status = flight_recorder.gpu_status(backends)
+        known = flight_recorder.recorded(groups.names, backends)
         return Where(
             rank=self.rank,
             frames=tuple(self._frames()),
@@ -54,6 +56,10 @@ class RankInspector:
             nccl=groups.uses_nccl,
             done=status.done,
             importing=self.importing(),
+            tallies=tuple(
+                groups.tally(group, backend, *known.count(backend, group, number))
+                for (group, backend), number in counts.items()
+            ),
         )
 
     def collectives(self) -> int | None:
