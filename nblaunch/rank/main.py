@@ -387,7 +387,6 @@ class Rank:
         late = not dispatch.internal and bool(stdio.output.kept)
         started = Started(rank=self.rank, time=time.time(), offsets=stdio.output.offsets(), late=late)
         self.link.send(started, urgent=False)
-        process_group.begin_job()
         if not dispatch.internal:
             self.link.metrics.begin_job()
             stdio.output.begin_job()

@@ -90,7 +90,7 @@ _formed_with: dict[str, Any] | None = None
 _cut_here = False
 """Whether this rank has shut connections of the group by itself: it must be formed again."""
 _before: dict[tuple[str, str], int | None] = {}
-"""What the groups had been called for when the job began."""
+"""What the groups had been called for when the last job ended."""
 _aborting: threading.Thread | None = None
 _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
@@ -133,15 +133,15 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     their connections. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot
     be used any more.
     """
-    global _aborted, _cut_here, _ours
+    global _aborted, _before, _cut_here, _ours
     check_context(device, wait=False)
     _end_nccl()
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
-    before = {backend for _, backend in groups().counts()}
+    backends = {backend for _, backend in groups().counts()}
     leave()
-    flight_recorder.bury(before)
+    flight_recorder.bury(backends)
     _aborted = _ours = None
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
@@ -156,7 +156,8 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    flight_recorder.bury({backend for _, backend in Groups().counts()}, but_the_newest=True)
+    _before = Groups().counts()
+    flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
 
 
 def note_cut() -> None:
@@ -170,21 +171,18 @@ def is_cut() -> bool:
     return _cut_here
 
 
-def begin_job() -> None:
-    """Count from here what the job calls."""
-    global _before
-    _before = Groups().counts()
-
-
 def called() -> tuple[Tally, ...]:
-    """Return what the job has called so far, for the groups in which it has called anything."""
-    now = Groups()
-    changed = {key: number for key, number in now.counts().items() if number != (_before.get(key) or 0)}
-    return tuple(
-        now.tally(*key, number - (_before.get(key) or 0))
-        for key, number in changed.items()
-        if number is not None
-    )
+    """Return what has been called since the last job ended, for the groups in which anything has been."""
+    global _before
+    now, before = Groups(), _before
+    _before = now.counts()
+    found = []
+    for key, number in _before.items():
+        earlier = before.get(key) or 0
+        if number is not None and number != earlier:
+            # A group that counts from the start has taken the place of another one.
+            found.append(now.tally(*key, number - earlier if number > earlier else number))
+    return tuple(found)
 
 
 def groups() -> Groups:
