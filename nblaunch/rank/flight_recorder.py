@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,20 +58,18 @@ class Recorded:
     """The backends whose recorder has answered."""
     last: Mapping[tuple[str, str], int]
     """Backend and torch's name of each group that has an entry -> the number of its last collective."""
-    older: Mapping[str, frozenset[int]]
-    """By backend: the last numbers of groups of which the recorder has kept no entry."""
+    older: frozenset[str]
+    """Backends whose recorder knows of groups of which it has kept no entry."""
 
     def count(self, backend: str, group: str, called: int | None) -> tuple[int | None, int | None]:
         """Return how many collectives of a group were called, and the number of the last that is recorded."""
         if backend not in self.read or not called:
             return called, 0 if backend in self.read else None
         last = self.last.get((backend, group), 0)
-        older = self.older.get(backend, frozenset())
-        if not last and backend == GLOO and not older:
-            return 0, 0  # gloo counts its sends and receives as well, and records none of them
-        if not last and (called in older or (backend == GLOO and older)):
+        if not last and backend in self.older:
             return called, called
-        return called, last
+        # gloo counts its sends and receives as well, and records none of them.
+        return 0 if backend == GLOO and not last else called, last
 
 
 def record_collectives() -> None:
@@ -108,15 +106,18 @@ def is_busy(backends: Iterable[str]) -> bool:
     return any(entries is None or _open(_alive(entries, backend)) > 0 for backend, entries in found.items())
 
 
-def recorded(members: Mapping[str, tuple[int, ...]], backends: Iterable[str]) -> Recorded:
+def recorded(
+    members: Mapping[str, tuple[int, ...]], backends: Iterable[str], gpus_are_done: Callable[[], bool]
+) -> Recorded:
     """Return what the recorders of these backends have of groups that may be alive.
 
-    `members` has the ranks of each group by its name.
+    `members` has the ranks of each group by its name. `gpus_are_done` tells whether the GPUs have ended all
+    their work: nccl2's watchdog (torch 2.15) looks once a second, and until then all is open to its recorder.
     """
     recent: list[Collective] = []
     pending: list[int | None] = []
     last: dict[tuple[str, str], int] = {}
-    older: dict[str, frozenset[int]] = {}
+    read, older = set[str](), set[str]()
     for backend in sorted(set(backends)):
         found = _entries(backend) if backend == GLOO else _entries_in_time(backend)
         if found is None:
@@ -127,15 +128,18 @@ def recorded(members: Mapping[str, tuple[int, ...]], backends: Iterable[str]) ->
         last |= _last(entries, backend)
         numbers = {int(each.get("pg_id", 0)) for each in entries}
         dropped = [each for number, each in (_statuses(backend) or {}).items() if number not in numbers]
-        older[backend] = frozenset(enqueued for enqueued, _ in dropped)
-        pending.append(_open(entries) + sum(enqueued != completed for enqueued, completed in dropped))
+        read.add(backend)
+        if dropped:
+            older.add(backend)
+        number = _open(entries) + sum(enqueued != completed for enqueued, completed in dropped)
+        pending.append(0 if number and backend != GLOO and gpus_are_done() else number)
     counted = [each for each in pending if each is not None]
     return Recorded(
         recent=tuple(recent),
         pending=sum(counted) if len(counted) == len(pending) else None,
-        read=frozenset(older),
+        read=frozenset(read),
         last=last,
-        older=older,
+        older=frozenset(older),
     )
 
 

@@ -31,7 +31,7 @@ _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_RECOVERY = 1_000_000
 # An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
 _ABORT_SECONDS = 10.0
-_SYNCHRONIZE_SECONDS = 5.0
+_SYNCHRONIZE_SECONDS, _MOMENT_SECONDS = 5.0, 0.5
 # The process ends in any case.
 _LEAVE_SECONDS = 3.0
 
@@ -85,6 +85,7 @@ _agent_address: tuple[str, int] = ("127.0.0.1", 0)
 # Not torchelastic's restart count: that of a node that joined late is another one.
 _attempt = 0
 _timeout: timedelta | None = None
+_device = torch.device("cpu")
 _formed_with: dict[str, Any] | None = None
 """The arguments of the default group, with which another one can take its place."""
 _cut_here = False
@@ -109,7 +110,8 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
 
     With `joins` it is formed by `form_again`, with ranks that form theirs again.
     """
-    global _formed_with, _ours, _timeout
+    global _device, _formed_with, _ours, _timeout
+    _device = device
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if timeout is not None:
         _timeout = keywords["timeout"] = timedelta(seconds=timeout)
@@ -226,20 +228,32 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
     """Raise `UnusableError` if CUDA cannot be used any more; `wait` a moment for its work under way."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
-    found: list[str] = []
     if wait:
         # A device-side assertion is known once the CUDA kernel has run, which may take any time.
-        thread = threading.Thread(
-            target=lambda: found.append(_cuda_error(lambda: torch.cuda.synchronize(device))),
-            name="nblaunch-synchronize",
-            daemon=True,
-        )
-        thread.start()
-        thread.join(_SYNCHRONIZE_SECONDS)
+        found = _synchronized(device, _SYNCHRONIZE_SECONDS)
     else:
-        found.append(_cuda_error(lambda: torch.cuda.current_stream(device).query()))
-    if found and found[0]:
-        raise UnusableError(found[0])
+        found = _cuda_error(lambda: torch.cuda.current_stream(device).query())
+    if found:
+        raise UnusableError(found)
+
+
+def gpu_is_done() -> bool:
+    """Whether this rank's GPU has ended all work that it was given; waits a moment for that."""
+    known = _device.type == "cuda" and torch.cuda.is_initialized()
+    return known and _synchronized(_device, _MOMENT_SECONDS) == ""
+
+
+def _synchronized(device: torch.device, seconds: float) -> str | None:
+    """Wait until a GPU has ended its work, or for `seconds`; return CUDA's error, "" without one."""
+    found: list[str] = []
+    thread = threading.Thread(
+        target=lambda: found.append(_cuda_error(lambda: torch.cuda.synchronize(device))),
+        name="nblaunch-synchronize",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def _cuda_error(call: Callable[[], object]) -> str:

@@ -42,10 +42,13 @@ class RankInspector:
         counts = groups.counts()
         backends = {backend for _, backend in counts}
         status = flight_recorder.gpu_status(backends)
-        known = flight_recorder.recorded(groups.names, backends)
+        frames = tuple(self._frames())
+        known = flight_recorder.recorded(
+            groups.names, backends, lambda: not frames and process_group.gpu_is_done()
+        )
         return Where(
             rank=self.rank,
-            frames=tuple(self._frames()),
+            frames=frames,
             collectives=tuple({each.key: each for each in known.recent}.values()),
             recent=known.recent,
             connections=tuple(_connections()),

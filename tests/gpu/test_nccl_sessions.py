@@ -145,6 +145,45 @@ def test_ranks_that_have_done_a_different_number_are_put_right(session):
     assert REFORMED in failed.warnings
 
 
+@pytest.mark.parametrize(
+    ("source", "ranks"),
+    [
+        ("for _ in range(2 - rank): dist.all_reduce(torch.full((1,), 1000.0, device=device))", None),
+        ("dist.all_reduce(torch.full((1,), 1000.0, device=device))", [0]),
+        (
+            "group = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(torch.ones(1, device=device), group=group)",
+            None,
+        ),
+    ],
+    ids=["uneven-loop", "subset", "group"],
+)
+def test_after_a_job_that_succeeded_with_unlike_collectives_the_next_one_computes_rightly(
+    session, source, ranks
+):
+    """The next cell's all_reduce would pair with the one that is left over."""
+    cell(session, "reduced()")
+    uneven = session.cell(source, namespace={}, check=False, ranks=ranks)
+    assert uneven.ok
+    assert uneven.warnings[0].startswith("collectives do not match: in ")
+    assert uneven.warnings[0].partition("rank 0 at")[2]
+    assert uneven.warnings[1] == REFORMED
+    assert cell(session, "reduced(0.5)").values == [1.0, 1.0]
+
+
+def test_collectives_under_way_at_the_end_of_a_cell_are_no_mismatch(session):
+    """All ranks have called them: they end by themselves."""
+    told = cell(
+        session,
+        """
+        torch.cuda._sleep(300_000_000)
+        t = torch.ones(1, device=device)
+        for _ in range(3): dist.all_reduce(t)
+        """,
+    )
+    assert (told.ok, told.warnings) == (True, ())
+    assert cell(session, "t.item()").values == [8.0, 8.0]
+
+
 def test_the_groups_of_one_default_group_count_apart(session):
     """gloo and NCCL are both in it; an ordinary mistake costs no group then."""
     for _ in range(3):
