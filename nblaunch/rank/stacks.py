@@ -36,19 +36,19 @@ class RankInspector:
         self._titles = titles
         self._main = threading.main_thread().ident
 
-    def where(self) -> Where:
-        """Return the main thread's stack, the last collective of each group, and the connections."""
+    def where(self, *, idle: bool) -> Where:
+        """Return the main thread's stack, the last collective of each group, and the connections.
+
+        An `idle` rank, which has ended its job, waits a moment for its GPU.
+        """
         groups = process_group.groups()
         counts = groups.counts()
         backends = {backend for _, backend in counts}
         status = flight_recorder.gpu_status(backends)
-        frames = tuple(self._frames())
-        known = flight_recorder.recorded(
-            groups.names, backends, lambda: not frames and process_group.gpu_is_done()
-        )
+        known = flight_recorder.recorded(groups.names, backends, lambda: idle and process_group.gpu_is_done())
         return Where(
             rank=self.rank,
-            frames=frames,
+            frames=tuple(self._frames()),
             collectives=tuple({each.key: each for each in known.recent}.values()),
             recent=known.recent,
             connections=tuple(_connections()),

@@ -151,7 +151,7 @@ def test_ranks_that_have_done_a_different_number_are_put_right(session):
         ("for _ in range(2 - rank): dist.all_reduce(torch.full((1,), 1000.0, device=device))", None),
         ("dist.all_reduce(torch.full((1,), 1000.0, device=device))", [0]),
         (
-            "group = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(torch.ones(1, device=device), group=group)",
+            "group = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(torch.zeros(1).to(device), group=group)",
             None,
         ),
     ],
