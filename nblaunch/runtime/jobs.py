@@ -214,7 +214,9 @@ class RunningJob:
         self._finish(EarlyEnd(timeout=False, message=message))
 
     def interrupt(self) -> None:
-        """Interrupt the job; the second time its ranks are ended."""
+        """Interrupt the job; the second time its ranks are ended, but never for a look into them."""
+        if self.order.look and self._interrupts:
+            return
         self._interrupts += 1
         if self._ending is not None and self.end is None:
             self._ending.interrupt()

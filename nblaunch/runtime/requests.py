@@ -81,12 +81,15 @@ class RequestHandler:
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.listen: Callable[[], None] = lambda: None
         """Binds the clients' sockets."""
+        self.listen_if_gone: Callable[[], None] = lambda: None
+        """Binds them where a cleaner of temporary directories has removed them."""
         self._events: dict[int, EventLog] = {}
         """torchelastic's events of the last jobs to which no result refers."""
         self._local = local
         self._hub = local.hub
         self._journal = Journal(local.directory.root())
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nblaunch-work")
+        self._closed = False
         self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
             wire.PlaceRun: self._place,
             wire.RunFresh: self._run_fresh,
@@ -116,13 +119,32 @@ class RequestHandler:
         """Carry out a request, and answer it."""
         served = self._methods[type(request)](connection, request)
         if callable(served):
-            try:
-                self._pool.submit(self._wait_for, served, connection, number)
-            except RuntimeError as closed:
-                msg = "nblaunch's runtime is ending. Run this again: the next use starts another one."
-                raise LaunchError(msg, phase="runtime") from closed
+            self._submit(functools.partial(self._wait_for, served, connection, number))
         elif served is not None:
             connection.answer(number, served)
+
+    def _submit(self, act: Callable[[], None]) -> None:
+        """Call `act` on a thread of the pool. Raises `LaunchError` if it will not be called."""
+        claimed = threading.Lock()
+
+        def once() -> None:
+            if claimed.acquire(blocking=False):
+                act()
+
+        try:
+            self._pool.submit(once)
+        except RuntimeError as error:
+            # It may be queued all the same: the pool starts a thread after that, and the system may refuse.
+            if not claimed.acquire(blocking=False):
+                return
+            if self._closed:
+                msg = "nblaunch's runtime is ending. Run this again: the next use starts another one."
+                raise LaunchError(msg, phase="runtime") from error
+            msg = (
+                f"nblaunch's runtime needs a thread for this, and the system refuses: {error}. Nothing was "
+                "run. Raise the limit on processes (ulimit -u, pids.max of the container)."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
         self, served: Callable[[], AnswerToClient], connection: ClientConnection, number: int
@@ -178,6 +200,7 @@ class RequestHandler:
             each.join()
         # Nothing may write in the private directory while it is removed.
         self._journal.close()
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # --- fresh ranks ---------------------------------------------------------------------------------
@@ -280,6 +303,9 @@ class RequestHandler:
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
     ) -> AnswerToClient:
         interrupted = self._early.pop(request.order.number, False)
+        if not request.order.look:
+            # While it waited, another process may have taken the session.
+            session.refuse_if_held_against(connection)
         answer = self._begin(session, connection, request)
         job = self.jobs.get(request.order.number)
         if interrupted and job is not None:

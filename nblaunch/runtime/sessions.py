@@ -109,7 +109,9 @@ class RuntimeSession:
                 session_ended(self.name, self.group.why_closed), phase="job", kind=FailureKind.SESSION_ENDED
             )
         if self.running is not None:
-            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
+            looks = self.running.given_by if self.running.order.look else None
+            by = "" if looks is None else f"{looks.name} (process {looks.pid})"
+            raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
 
     def give(self, hub: Hub, job: RunningJob, jobs: Jobs, journal: Journal) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
