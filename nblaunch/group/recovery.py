@@ -90,6 +90,8 @@ class Steps(msgspec.Struct, frozen=True):
 
     def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
+        if any(answer.broken for answer in answers.values()):
+            return True  # what it has begun to its recorder will never run
         unmoved = now - self.since
         under_way, absent = _progress(answers)
         if under_way:

@@ -452,6 +452,8 @@ class Where(_OfRank, frozen=True):
     """Whether the main thread is inside an import."""
     tallies: tuple[Tally, ...] = ()
     """Of all groups, since each was formed."""
+    broken: str = ""
+    """CUDA's error, if a rank that has ended its job cannot use CUDA any more."""
 
 
 class Names(_OfRank, frozen=True):

@@ -650,7 +650,9 @@ class Rank:
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
-                process_group.leave(abort=abort)
+                # So could that of a session's rank whose GPU waits for one: NCCL has no bound.
+                open_now = self.orders.keep and process_group.uses_nccl() and not process_group.gpu_is_done()
+                process_group.leave(abort=abort or open_now)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 # The job may have closed them, or put anything in their place.

@@ -59,6 +59,7 @@ class RankInspector:
             nccl=groups.uses_nccl,
             done=status.done,
             importing=self.importing(),
+            broken=process_group.broken() if idle else "",
             tallies=tuple(
                 groups.tally(group, backend, *known.count(backend, group, number))
                 for (group, backend), number in counts.items()

@@ -151,7 +151,7 @@ def test_ranks_that_have_done_a_different_number_are_put_right(session):
         ("for _ in range(2 - rank): dist.all_reduce(torch.full((1,), 1000.0, device=device))", None),
         ("dist.all_reduce(torch.full((1,), 1000.0, device=device))", [0]),
         (
-            "group = dist.new_group([0, 1])\nif rank == 0: dist.all_reduce(torch.zeros(1).to(device), group=group)",
+            "own = dist.new_group([0, 1])\nif rank == 0: dist.broadcast(torch.ones(1).to(device), 0, own)",
             None,
         ),
     ],
@@ -365,11 +365,23 @@ def test_a_broken_gpu_context_is_replaced_and_the_rank_is_named():
         assert cell(session, "reduced()").values == [2.0, 2.0]
 
 
+@pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="a real GPU's context breaks in its own time")
+def test_a_peer_that_waits_on_its_gpu_for_a_broken_one_is_freed_within_the_grace_period():
+    """To its recorder the broken rank has begun the collective, as all others have."""
+    with nblaunch.Session(2, timeout=40, grace=5) as session:
+        cell(session, SETUP + "reduced()")
+        started = time.monotonic()
+        failed = cell(session, BREAK_CONTEXT.replace("    torch.cuda.synchronize()", "") + "reduced()")
+        assert failed.root_cause.rank == 1
+        assert seconds(started) < 10
+        assert any(each.startswith("the GPU context of rank 1 is unusable") for each in failed.warnings)
+
+
 BREAK_CONTEXT = """
 import ctypes
 if rank == 1:
     if os.environ.get("FAKE_GPUS"):
-        ctypes.CDLL("libcudart.so.13").fakecuda_poison()
+        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
     else:
         torch.zeros(2, device=device)[torch.tensor([5], device=device)]
     torch.cuda.synchronize()
@@ -415,6 +427,18 @@ def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_
         assert REFORMED in failed.warnings
         assert any("re-forming the process group" in each for each in said)
         assert cell(session, "(reduced(), keep)").values == [(2.0, 123)] * 2
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "both"])
+def test_a_session_with_an_open_operation_ends_within_two_seconds(ranks):
+    """A receive that nobody sends for; NCCL's own end would wait for it."""
+    with nblaunch.Session(2, timeout=60) as session:
+        cell(session, SETUP + "reduced()")
+        session.cell(
+            "t = torch.ones(1, device=device); work = dist.irecv(t, 1 - rank)", namespace={}, ranks=ranks
+        )
+        started = time.monotonic()
+    assert seconds(started) < 2
 
 
 # --- helpers ---------------------------------------------------------------------------------------

@@ -65,6 +65,13 @@ def test_a_collective_that_all_ranks_are_in_is_a_long_step():
     assert steps.stuck(given, state_of(2), 31, GRACE), "a GPU that is gone never ends it"
 
 
+def test_a_collective_that_a_broken_gpu_has_begun_is_stuck_at_once():
+    given = answers(
+        where(0, reduce(7)), replace(where(1, reduce(7)), broken="CUDA error: device-side assert")
+    )
+    assert Looks().stuck(given, state_of(2, 1), 0, GRACE)
+
+
 def test_progress_gives_it_more_time():
     steps = Looks()
     for now in range(100):
