@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import socket
 import subprocess
@@ -102,6 +101,8 @@ class Boot:
     """
 
     def __init__(self, root: Path, link: socket.socket, live: str, *, owner: int) -> None:
+        import fcntl  # only here: this module can be imported on Windows
+
         with starting(), contextlib.ExitStack() as opened:
             # Opened now: the keeper removes them with the private directory.
             self._logs = [

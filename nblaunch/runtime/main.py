@@ -107,6 +107,7 @@ def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
                 if not ((root / "client").exists() and (root / "notes").exists()):
                     listen()
 
+        requests.clients = connections.__iter__
         requests.listen, requests.listen_if_gone = listen, listen_if_gone
         listen()
         requests.owner = connections.adopt(link)
@@ -128,8 +129,12 @@ def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registratio
             raise hub.error
         left = requests.linger_left()
         if left is not None and left <= 0:
-            requests.close()
-            return
+            # On the hub's thread no client can come in between.
+            hub.run(requests.end_if_unused)
+            if requests.unused:
+                requests.close()
+                return
+            continue
         requests.changed.wait(_KEEP_SECONDS if left is None else min(left, _KEEP_SECONDS))
         requests.changed.clear()
         registration.keep()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import poked
 import pytest
 
+import nblaunch
 from nblaunch.client import directory
 
 pytestmark = pytest.mark.timeout(300)
@@ -125,6 +128,96 @@ def test_sockets_that_a_cleaner_removed_are_bound_again_without_a_client(giver, 
     assert other.value("res.values") == [7, 7]
 
 
+@pytest.mark.parametrize("other", ["platform.python_version = lambda: '3.99.0'", "found._release = '9.9.0'"])
+def test_a_client_of_another_python_or_torch_watches_and_gives_no_job(giver, detached_kernels, other):
+    """It is this Python that says it is another one: what is tried is what it may do."""
+    giver.ok("%%distributed\ntrained = 7")
+    watcher = detached_kernels()
+    watcher.ok(OTHER)
+    watcher.ok(f"import platform\n{other}")
+    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train')")
+    for code in ("session.run(int)", "session.push({'trained': 8})", "%distributed attach train --take"):
+        refused = watcher.fails(code).evalue
+        assert "it may watch and stop the session" in refused, code
+        assert ("3.99.0" in refused) is ("python" in other)
+        assert ("torch 9.9.0" in refused) is ("python" not in other)
+    assert "watched" in watcher.value("repr(session)")
+    giver.ok("%%distributed --out res\ntrained")
+    assert giver.value("res.values") == [7, 7]
+    watcher.ok("from nblaunch.client import directory\ndirectory.stop('train')")
+    assert directory.detached() == {}
+
+
+OTHER = """
+from nblaunch.client import local as found
+found._release = found.release_of_torch()
+found.release_of_torch = lambda: found._release
+"""
+SAVES = """
+%%distributed --background --grace 60
+import pathlib, time
+try:
+    pathlib.Path({begun!r}).touch()
+    time.sleep(1000)
+except KeyboardInterrupt:
+    time.sleep(4)
+    pathlib.Path({saved!r}).touch()
+"""
+STOPS = """
+from nblaunch.client import directory, local
+local._END_SECONDS = directory._STOP_SECONDS = 2
+directory.stop("train")
+"""
+
+
+@pytest.mark.slow
+def test_stop_waits_as_long_as_the_jobs_grace_says(giver, eventually, tmp_path):
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    giver.ok(SAVES.format(begun=str(begun), saved=str(saved)))
+    eventually(begun.exists, "it has begun")
+    subprocess.run([sys.executable, "-c", STOPS], check=True)
+    assert saved.exists()
+
+
+WAITING = """
+from nblaunch.runtime.connections import ClientConnection
+lines = [each for each in gc.get_objects() if isinstance(each, ClientConnection) and not each.closed]
+"""
+
+
+@pytest.mark.slow
+def test_what_waits_for_a_client_that_does_not_read_does_not_grow_with_the_cells(giver, detached_kernels):
+    watcher = detached_kernels()
+    watcher.ok("%distributed attach train")
+    giver.ok("%%distributed\nglobals().update({f'variable_{number}': number for number in range(2000)})")
+    for number in range(30):
+        giver.ok(f"%%distributed\nnew_{number} = {number}")
+    giver.poke(HANDLER + WAITING)
+    # Of each rank the last message, and those of which the socket has a part already.
+    assert giver.poke("max(len(each._outbox) for each in lines)") <= 2 * 2
+    watcher.ok("import nblaunch\nsession = nblaunch.Session.attach('train', take=True)")
+    assert watcher.value("session.pull('new_29')") == {"new_29": [29, 29]}
+
+
+@pytest.mark.slow
+def test_who_comes_as_the_session_ends_for_want_of_use_is_told_so(detached_kernels, eventually):
+    kernel = detached_kernels()
+    poked.of_kernel(kernel)
+    kernel.ok(f"{START} --linger 1s")
+    root = Path(directory.detached()["train"].root)
+    poked.run_in(root, HANDLER)
+    poked.run_in(
+        root, "gate, close = threading.Event(), handler.close\nhandler.close = lambda: (gate.wait(), close())"
+    )
+    kernel.kill()
+    eventually(lambda: poked.run_in(root, "handler.unused"), "it ends")
+    other = detached_kernels()
+    refused = other.fails("%distributed attach train").evalue
+    assert "has just ended: nobody has used it for its --linger time" in refused
+    poked.run_in(root, "gate.set()")
+    eventually(lambda: not root.exists(), "it is gone")
+
+
 PLAIN = "import nblaunch, json\nprint(json.dumps(nblaunch.run(lambda: 3, nproc=2).values))\n"
 SHADOWED = ("random", "queue", "platform", "uuid", "token", "select")
 
@@ -145,3 +238,29 @@ def test_it_runs_with_standard_streams_closed(tmp_path, streams):
     ran = subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=False)
     assert ran.returncode == 0
     assert json.loads((tmp_path / "out").read_text()) == [3, 3]
+
+
+def ones(count):
+    """Return so many numbers, which are mapped by those who get them."""
+    import numpy as np
+
+    return np.ones(count)
+
+
+def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free):
+    def waits(path):
+        while not path.exists():
+            time.sleep(0.01)
+        return ones(1_000_000)
+
+    with nblaunch.Session(nproc=2, display=False) as session:
+        handle = session.submit(waits, (free,))
+        with ThreadPoolExecutor(3) as pool:
+            (job,) = session.jobs
+            others = [pool.submit(job.result) for _ in range(3)]
+            free.touch()
+            results = [handle.result(), *(other.result() for other in others)]
+        assert [float(each.values[1].sum()) for each in results] == [1e6] * 4
+        late = session.jobs[-1].result()
+        assert (late.ok, late.failures) == (True, ())
+        assert "it is kept no longer" in " ".join(late.warnings)

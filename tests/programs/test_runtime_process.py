@@ -341,7 +341,7 @@ def test_the_files_are_kept_young_however_busy_the_keeper_is(start, eventually, 
 
     def is_young() -> bool:
         os.kill(tree.keeper, signal.SIGCHLD)  # as each orphan does that ends
-        return tree.root.stat().st_mtime > 0
+        return bool(tree.root.stat().st_mtime > 0)
 
     eventually(is_young, "they are touched", 10)
 
