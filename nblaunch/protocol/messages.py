@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -399,7 +399,7 @@ DEFAULT_GROUP = "default_pg"
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """A collective that a rank has begun, as torch's flight recorder has it.
+    """A collective that a rank has begun, as torch's flight recorder has it; or another operation of ranks.
 
     It is the one of number `sequence` in the process group `group`, an `operation` on tensors of these
     `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder,
@@ -415,6 +415,18 @@ class Collective(msgspec.Struct, frozen=True):
     completed: bool = False
     backend: str = ""
     ranks: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    """Of a send, or a batch of them: the ranks that receive. `sequence` then is another one for each call."""
+    receives: tuple[int, ...] = ()
+    """Of a receive, or a batch of them: the ranks that send."""
+    tag: int = 0
+    from_any: bool = False
+    """Whether it is a receive to which any one of these ranks may send."""
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The ranks at the other ends of sends and receives; empty for a collective."""
+        return frozenset((*self.sends, *self.receives))
 
     @property
     def key(self) -> tuple[str, str, tuple[int, ...]]:
@@ -454,6 +466,8 @@ class Where(_OfRank, frozen=True):
     """Of all groups, since each was formed."""
     broken: str = ""
     """CUDA's error, if a rank that has ended its job cannot use CUDA any more."""
+    waits: tuple[Collective, ...] = ()
+    """The operations in which the main thread or the GPU may be waiting; one where it is known which."""
 
 
 class Names(_OfRank, frozen=True):

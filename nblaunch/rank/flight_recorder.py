@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch._C import _distributed_c10d
 
@@ -30,6 +32,9 @@ _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
+_TRANSFER = re.compile(r"(?P<what>\w+) \d+(?P<way>->|<-)(?P<other>\d+)")
+# ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are open count as one.
+_MARKS_BATCHES = "nccl"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -60,6 +65,8 @@ class Recorded:
     """Backend and torch's name of each group that has an entry -> the number of its last collective."""
     older: frozenset[str]
     """Backends whose recorder knows of groups of which it has kept no entry."""
+    under_way: tuple[Collective, ...] = ()
+    """The open operations by backend, in the order in which they have begun; sends and receives too."""
 
     def count(self, backend: str, group: str, called: int | None) -> tuple[int | None, int | None]:
         """Return how many collectives of a group were called, and the number of the last that is recorded."""
@@ -116,6 +123,7 @@ def recorded(
     """
     recent: list[Collective] = []
     pending: list[int | None] = []
+    under_way: list[Collective] = []
     last: dict[tuple[str, str], int] = {}
     read, older = set[str](), set[str]()
     for backend in sorted(set(backends)):
@@ -125,6 +133,7 @@ def recorded(
             continue
         entries = _alive(found, backend)
         recent += _collectives(entries, backend, members)
+        under_way += open_operations(entries, backend, members)
         last |= _last(entries, backend)
         numbers = {int(each.get("pg_id", 0)) for each in entries}
         dropped = [each for number, each in (_statuses(backend) or {}).items() if number not in numbers]
@@ -140,6 +149,7 @@ def recorded(
         read=frozenset(read),
         last=last,
         older=frozenset(older),
+        under_way=tuple(under_way),
     )
 
 
@@ -249,6 +259,47 @@ def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], 
     return {key: sequence for key, (_, sequence) in newest.items()}
 
 
+def open_operations(
+    entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Iterator[Collective]:
+    """Yield the open operations, oldest first; sends and receives of one batch as one."""
+    ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
+    found: dict[object, list[dict[str, Any]]] = {}
+    for entry in entries:
+        if _completed(entry) or _operation(entry) == _COALESCED:
+            continue
+        if not entry.get("is_p2p"):
+            found[entry.get("record_id")] = [entry]
+        elif backend != _MARKS_BATCHES:
+            found.setdefault((entry.get("pg_id"),), []).append(entry)
+        elif _batch(entry) not in ended:
+            found.setdefault(_batch(entry), []).append(entry)
+    for each in found.values():
+        if each[0].get("is_p2p"):
+            yield _transfer(each, backend, members)
+        else:
+            yield _collective(each[0], backend, members)
+
+
+def _transfer(
+    batch: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Collective:
+    """Return sends and receives that end together; torch writes `send 0->1` and `recv 0<-1`."""
+    one = _collective(batch[0], backend, members)
+    found = [each for entry in batch if (each := _TRANSFER.fullmatch(_operation(entry)))]
+    ends: dict[str, list[int]] = {"->": [], "<-": []}
+    for each in found:
+        if int(each["other"]) < len(one.ranks):
+            ends[each["way"]].append(one.ranks[int(each["other"])])
+    return msgspec.structs.replace(
+        one,
+        operation="/".join(dict.fromkeys(each["what"] for each in found)),
+        sequence=int(batch[0].get("p2p_seq_id", 0)),
+        sends=tuple(ends["->"]),
+        receives=tuple(ends["<-"]),
+    )
+
+
 def _collectives(
     entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Collective]:
@@ -274,10 +325,15 @@ def _collectives(
         yield from known[-_RECENT:]
 
 
+def title(name: str, description: str) -> str:
+    """Return what a reader calls a group: its description, where it has one."""
+    return name if description in ("", "undefined") else description
+
+
 def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:
     number, description = entry.get("process_group") or ("", "")
     return Collective(
-        group=str(description if description not in ("", "undefined") else number),
+        group=title(str(number), str(description)),
         sequence=int(entry.get("collective_seq_id", 0)),
         operation=_operation(entry),
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),

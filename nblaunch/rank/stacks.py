@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import is_import, is_ours
-from nblaunch.rank import failure, flight_recorder, process_group
+from nblaunch.rank import failure, flight_recorder, process_group, waits
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -64,6 +64,7 @@ class RankInspector:
                 groups.tally(group, backend, *known.count(backend, group, number))
                 for (group, backend), number in counts.items()
             ),
+            waits=waits.waits(self.rank, self._stack(), known.under_way, groups, inside=self._inside()),
         )
 
     def collectives(self) -> int | None:
@@ -103,8 +104,8 @@ class RankInspector:
         """Whether the main thread is in a call of torch.distributed, or waits for an operation of one."""
         stack = [(frame.f_code.co_filename, line) for frame, line in self._stack()]
         # The innermost line too: gloo's flight recorder has no sends and receives that are under way.
-        waits = any(_WAITS.search(linecache.getline(*innermost)) for innermost in stack[:1])
-        return waits or any(filename.endswith(_COLLECTIVES) for filename, _ in stack)
+        waiting = any(_WAITS.search(linecache.getline(*innermost)) for innermost in stack[:1])
+        return waiting or any(filename.endswith(_COLLECTIVES) for filename, _ in stack)
 
     def _stack(self) -> list[tuple[FrameType, int]]:
         """Return the main thread's frames with their lines, innermost first."""
