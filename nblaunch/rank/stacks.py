@@ -39,11 +39,16 @@ class RankInspector:
         self._titles = titles
         self._main = threading.main_thread().ident
 
-    def where(self) -> Where:
-        """Return the main thread's stack, the last collective of each group, and the connections."""
+    def where(self, *, idle: bool) -> Where:
+        """Return the main thread's stack, the last collective of each group, and the connections.
+
+        An `idle` rank, which has ended its job, waits a moment for its GPU.
+        """
         groups = process_group.groups()
-        status = flight_recorder.nccl_status()
-        known = flight_recorder.recorded(groups.names)
+        counts = groups.counts()
+        backends = {backend for _, backend in counts}
+        status = flight_recorder.gpu_status(backends)
+        known = flight_recorder.recorded(groups.names, backends, lambda: idle and process_group.gpu_is_done())
         return Where(
             rank=self.rank,
             frames=tuple(self._frames()),
@@ -57,6 +62,11 @@ class RankInspector:
             nccl=groups.uses_nccl,
             done=status.done,
             importing=self.importing(),
+            broken=process_group.broken() if idle else "",
+            tallies=tuple(
+                groups.tally(group, backend, *known.count(backend, group, number))
+                for (group, backend), number in counts.items()
+            ),
             waits=waits.waits(self.rank, self._stack(), known.under_way, groups, inside=self._inside()),
         )
 
