@@ -434,9 +434,8 @@ def test_a_session_with_an_open_operation_ends_within_two_seconds(ranks):
     """A receive that nobody sends for; NCCL's own end would wait for it."""
     with nblaunch.Session(2, timeout=60) as session:
         # The first send connects the two, for which NCCL before torch 2.13 waits.
-        cell(
-            session, SETUP + "t = torch.ones(1).to(device)\ndist.send(t, 1) if rank == 0 else dist.recv(t, 0)"
-        )
+        cell(session, SETUP + "t = torch.ones(1).to(device)")
+        cell(session, "dist.send(t, 1) if rank == 0 else dist.recv(t, 0)")
         session.cell(
             "t = torch.ones(1, device=device); work = dist.irecv(t, 1 - rank)", namespace={}, ranks=ranks
         )
