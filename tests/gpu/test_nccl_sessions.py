@@ -330,7 +330,7 @@ BREAK_CONTEXT = """
 import ctypes
 if rank == 1:
     if os.environ.get("FAKE_GPUS"):
-        ctypes.CDLL("libcudart.so.13").fakecuda_poison()
+        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
     else:
         torch.zeros(2, device=device)[torch.tensor([5], device=device)]
     torch.cuda.synchronize()
