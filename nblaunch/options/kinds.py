@@ -242,6 +242,12 @@ def one_line(text: str) -> bool:
     return text.isprintable() and text != ""
 
 
+@_text("text on one line, maybe with ${hostname} and the like", "TEMPLATE")
+def line_prefix(text: str) -> bool:
+    """Take a template of `string.Template`, maybe none."""
+    return text.isprintable()
+
+
 @_text("a Python name, as in results", "VARIABLE")
 def python_name(text: str) -> bool:
     """Take a name that a Python program can assign to."""
