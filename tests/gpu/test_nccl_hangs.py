@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,12 +12,7 @@ import torch
 
 import nblaunch
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
-]
+pytestmark = pytest.mark.gpu(2, shared=True)
 
 FINDING = "rank 0 is in all_reduce #2, which rank 1 has not started"
 LEFT_OPEN = "the run ended with a collective open, which was aborted: "
@@ -184,7 +180,9 @@ def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
     assert result.values == [("attempt", 1)] * 2
     (failure,) = result.attempts[0].failures
     assert failure.rank == 0
-    assert "NCCL's watchdog: ALLREDUCE #2 timed out after 1 s: not all ranks came to it" in failure.reason
+    # ProcessGroupNCCL2, torch 2.15's default, looks once a second, and names no operation.
+    said = r"NCCL's watchdog: (ALLREDUCE #2|a collective) timed out after [12] s: not all ranks came to it"
+    assert re.search(said, failure.reason), failure.reason
     assert "frame #" not in failure.last_output
     dumps = [path.name for path in (tmp_path / "logs").rglob("nccl_trace_rank_*")]
     assert "nccl_trace_rank_0" in dumps
