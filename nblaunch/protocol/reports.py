@@ -337,8 +337,14 @@ def session_ended(name: str, why: str = "") -> str:
     return f"session {name!r} has ended{because}. Start another one (%distributed start)."
 
 
-def session_busy(name: str) -> str:
-    """Return the text of the error for a session that runs a job."""
+def session_busy(name: str, *, looked_at_by: str = "") -> str:
+    """Return the text of the error for a session that runs a job, or whose ranks a client looks into."""
+    if looked_at_by:
+        return (
+            f"session {name!r} takes one job at a time. {looked_at_by} looks into its ranks (inspect, diff, "
+            "completion), and that look goes on although it was interrupted. Wait for its end, or use fresh "
+            "ranks (--fresh)."
+        )
     return (
         f"session {name!r} takes one job at a time, and is at work on another one. Wait for it "
         "(handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."

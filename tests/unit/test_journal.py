@@ -457,6 +457,24 @@ def test_an_ended_job_has_its_last_state_and_the_last_three_have_their_messages(
     assert files(tmp_path, 1) == ["state"]
 
 
+def test_a_slow_reader_gets_all_of_a_job_whose_messages_are_removed_meanwhile(journals, tmp_path, eventually):
+    journal = journals(segment=KIB)
+    journal.begin(1, b"first")
+    for number in range(100):
+        journal.write(1, *output(number))
+    journal.end(1, b"last", b"record")
+    eventually((tmp_path / "job-1" / "state").exists, "it is on disk")
+    found = read(tmp_path, 1)
+    first = next(found.frames)
+    for job in range(2, 6):
+        journal.begin(job, b"first")
+        journal.write(job, *output(job))
+        journal.end(job, b"last", b"record")
+    journal.close()
+    assert files(tmp_path) == ["state"]
+    assert [int(raw[:8]) for raw in (first, *found.frames)] == list(range(100))
+
+
 def test_a_forgotten_job_has_nothing(journals, tmp_path):
     journal = journals()
     for job in (1, 2):
