@@ -86,7 +86,7 @@ DEFAULTS = {
 # name: (text on a line or in a variable, the value it means, another text, its value)
 SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "nproc_per_node": ("4", 4, "gpu", "gpu"),
-    "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+    "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl-legacy", "cpu:gloo,cuda:nccl-legacy"),
     "init_process_group": ("true", False, "false", True),
     "out": ("results", "results", "other", "other"),
     "session": ("small", "small", "other", "other"),
