@@ -33,6 +33,7 @@ def process_settings(
         logs_specs=options.logs_specs,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
+        log_line_prefix_template=options.log_line_prefix_template,
         event_log_handler=options.event_log_handler,
         numa_binding=options.numa_binding,
         start_method=method,

@@ -16,11 +16,8 @@ import nblaunch
 
 GPUS = torch.cuda.device_count()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
-]
-four_gpus = pytest.mark.skipif(GPUS < 4, reason=f"4 GPUs are needed, there are {GPUS}")
+pytestmark = pytest.mark.gpu(2, shared=True)
+four_gpus = pytest.mark.gpu(4)
 
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
@@ -332,6 +329,7 @@ def own_group_and_a_mesh() -> float:
     return one.item()
 
 
+@pytest.mark.gpu(2)
 def test_a_program_that_brings_its_own_group_can_split_it():
     assert nblaunch.run(own_group_and_a_mesh, nproc=GPUS // 2 * 2).values == [2.0] * (GPUS // 2 * 2)
 
@@ -434,9 +432,8 @@ def test_a_session_with_an_open_operation_ends_within_two_seconds(ranks):
     """A receive that nobody sends for; NCCL's own end would wait for it."""
     with nblaunch.Session(2, timeout=60) as session:
         # The first send connects the two, for which NCCL before torch 2.13 waits.
-        cell(
-            session, SETUP + "t = torch.ones(1).to(device)\ndist.send(t, 1) if rank == 0 else dist.recv(t, 0)"
-        )
+        cell(session, SETUP + "t = torch.ones(1).to(device)")
+        cell(session, "dist.send(t, 1) if rank == 0 else dist.recv(t, 0)")
         session.cell(
             "t = torch.ones(1, device=device); work = dist.irecv(t, 1 - rank)", namespace={}, ranks=ranks
         )

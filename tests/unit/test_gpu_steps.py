@@ -137,6 +137,11 @@ milliseconds before timing out.
 watchdog thread terminated with exception: [Rank 0] Watchdog caught collective operation timeout: Work...
 frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f4b17763bfd in /site-packages/torch/lib/libc10.so)
 """
+WATCHDOG_OF_NCCL2 = """
+[rank0]:[E1126 00:10:44.941749017 WorkNCCL.cpp:372] [TC][rank=0][name=0] Operation timed out after 3973 ms
+[rank0]:[E1126 00:10:59.972663640 ProcessGroupNCCL.cpp:638] [TC][rank=0][name=0] Aborting process on rank 0 \
+due to timeout - timeout watchdog detected operation timeout
+"""
 POISONED = """
 [rank0]:[E1122 ProcessGroupNCCL.cpp:2180] [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog \
 thread terminated with exception: CUDA error: an illegal memory access was encountered
@@ -147,14 +152,15 @@ thread terminated with exception: CUDA error: an illegal memory access was encou
     ("stderr", "said"),
     [
         (WATCHDOG, "NCCL's watchdog: ALLREDUCE #2 timed out after 4 s: not all ranks came to it"),
+        (WATCHDOG_OF_NCCL2, "NCCL's watchdog: a collective timed out after 4 s: not all ranks came to it"),
         (POISONED, "NCCL's watchdog: CUDA error: an illegal memory access was encountered"),
     ],
-    ids=["timeout", "context"],
+    ids=["timeout", "timeout, torch 2.15", "context"],
 )
 def test_what_nccls_watchdog_said_is_the_reason(stderr, said):
     why = explain_exit(-6, "", {}, stderr=stderr)
     assert why.reason == f"was killed by SIGABRT ({said})"
-    assert "thread terminated with exception" in why.details
+    assert stderr.strip().splitlines()[0][:80] in why.details
     assert "NCCL" not in explain_exit(-6, "", {}, stderr="something else").reason
 
 
