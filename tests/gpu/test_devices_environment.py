@@ -105,8 +105,7 @@ ALLOCATOR = """
 (torch.cuda.get_allocator_backend(), torch.cuda.device_count())
 """
 ASYNC = "backend:cudaMallocAsync"
-# nccl2, torch 2.15's default, asks the allocator for a snapshot as it starts: with this one torch aborts, also under
-# torchrun.
+# nccl2, torch 2.15's default, asks the allocator for a snapshot as it starts: with this one torch aborts.
 OLDER = "cpu:gloo,cuda:nccl-legacy" if dist.is_backend_available("nccl-legacy") else "auto"
 
 
