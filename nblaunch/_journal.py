@@ -32,6 +32,8 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
     characters: int = 0
     lines: int = 0
     displays: int = 0
+    points: int = 0
+    """Numbers that it has logged."""
 
     def plus(self, other: Counts) -> Counts:
         """Return the sum, of the same rank."""
@@ -40,6 +42,7 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
             self.characters + other.characters,
             self.lines + other.lines,
             self.displays + other.displays,
+            self.points + other.points,
         )
 
 

@@ -96,6 +96,7 @@ READ_WHEN_LOADED = frozenset(
         *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "BLIS_NUM_THREADS"),
         # torch
         *("PYTORCH_JIT", "TORCH_CPP_LOG_LEVEL", "ATEN_CPU_CAPABILITY", "TORCH_SHOW_CPP_STACKTRACES"),
+        "TORCH_DIST_USE_NCCL2",
     }
 )
 """Variables that a program reads once, when it or a library is loaded: in the fork server, long ago."""

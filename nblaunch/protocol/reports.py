@@ -49,8 +49,9 @@ class HangReport:
     """Where the ranks were.
 
     `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
-    group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
-    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
+    group, from torch's flight recorder; `findings` what follows from comparing them: who waits for whom in a
+    circle, who has not started what, which operations, shapes or dtypes differ. `deadlocks` are the ranks of
+    each circle. `silent` maps ranks that gave no answer to the stack
     that faulthandler wrote; `finished` are ranks that had returned already. `hosts` maps ranks to their
     hosts; it is empty if there is only one host.
     """
@@ -61,6 +62,7 @@ class HangReport:
     silent: Mapping[int, str] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
+    deadlocks: tuple[tuple[int, ...], ...] = ()
 
     def named(self, ranks: Iterable[int]) -> str:
         """Return `[ranks 0-1 on hA]`, without the host where there is only one."""

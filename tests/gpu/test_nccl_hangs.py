@@ -52,6 +52,42 @@ def test_hang_after_says_it_while_the_run_goes_on():
     assert FINDING in said
 
 
+def two_orders() -> None:
+    import torch.distributed as dist
+
+    rank, one = dist.get_rank(), torch.ones(1, device="cuda")
+    left, right = (dist.new_group(group_desc=name) for name in ("left", "right"))
+    for group in (left, right) if rank == 0 else (right, left):
+        dist.all_reduce(one, group=group)
+    one.item()
+
+
+def receive_from_each_other() -> None:
+    import torch.distributed as dist
+
+    one = torch.ones(1, device="cuda")
+    dist.recv(one, src=1 - dist.get_rank())
+    one.item()
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (
+            two_orders,
+            "deadlock: rank 0 is in all_reduce #1 of left and waits for rank 1; rank 1 is in all_reduce #1",
+        ),
+        (receive_from_each_other, "deadlock: ranks 0-1 are in recv and wait for each other. "),
+    ],
+    ids=["groups", "receives"],
+)
+def test_a_deadlock_is_named_though_both_ranks_have_queued_everything(job, says):
+    with pytest.raises(nblaunch.RunTimeoutError) as caught:
+        nblaunch.run(job, nproc=2, timeout=6)
+    (finding,) = caught.value.hang_report.findings
+    assert finding.startswith(says)
+
+
 def gloo_and_nccl() -> None:
     import torch.distributed as dist
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import explain, explain_exit
 from nblaunch.diagnose.hang import report
-from nblaunch.group.recovery import Interruption, Steps, agree
+from nblaunch.group.recovery import Interruption, Steps
 from nblaunch.protocol.messages import Collective, FailureRecord, FreeCollective, Where
 from nblaunch.protocol.state import RunState, State
 
@@ -65,6 +65,13 @@ def test_a_collective_that_all_ranks_are_in_is_a_long_step():
     assert steps.stuck(given, state_of(2), 31, GRACE), "a GPU that is gone never ends it"
 
 
+def test_a_collective_that_a_broken_gpu_has_begun_is_stuck_at_once():
+    given = answers(
+        where(0, reduce(7)), replace(where(1, reduce(7)), broken="CUDA error: device-side assert")
+    )
+    assert Looks().stuck(given, state_of(2, 1), 0, GRACE)
+
+
 def test_progress_gives_it_more_time():
     steps = Looks()
     for now in range(100):
@@ -115,19 +122,6 @@ def test_an_abort_goes_to_all_ranks_once():
     assert sorted(each.rank for each in sent if isinstance(each.message, FreeCollective)) == [0, 1, 2]
     assert interruption.cut
     assert interruption.unfreed(interruption.waited_for[0] + 100) == (0, 2)
-
-
-def test_gloo_and_nccl_count_apart_in_one_group():
-    ended = [
-        Collective(
-            group="default_pg", sequence=number, operation="all_reduce", completed=True, backend=backend
-        )
-        for backend, number in (("gloo", 5), ("nccl", 2))
-    ]
-    both = {rank: Where(rank=rank, frames=(), collectives=tuple(ended), pending=0) for rank in range(2)}
-    assert agree(both, frozenset(both))
-    behind = {**both, 1: Where(rank=1, frames=(), collectives=(ended[0],), pending=0)}
-    assert not agree(behind, frozenset(behind)), "rank 1 has done none of NCCL's"
 
 
 def test_a_member_that_has_begun_nothing_in_a_group_is_named():

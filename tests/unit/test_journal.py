@@ -21,6 +21,7 @@ from nblaunch.protocol.messages import (
     Cleared,
     Displayed,
     Exited,
+    Logged,
     Noticed,
     Printed,
     Stream,
@@ -96,6 +97,9 @@ def test_output_is_counted_and_everything_else_is_kept():
     assert counts_of(printed) == Counts(3, characters=7, lines=1)
     assert counts_of(Displayed(rank=2, data={})) == Counts(2, displays=1)
     assert counts_of(Cleared(rank=1)) == Counts(1)
+    two = bytes(16)
+    logged = Logged(rank=1, names=("loss",), which=bytes(4), steps=two, times=two, values=two)
+    assert counts_of(logged) == Counts(1, points=2)
     assert counts_of(Noticed(text="x")) is None
     assert counts_of(decode_from_rank(encode(Displayed(rank=2, data={})), "rank 2")) == Counts(2, displays=1)
 
@@ -149,6 +153,20 @@ def test_a_long_output_is_in_many_segments(journals, tmp_path):
 
 
 # --- the bound -------------------------------------------------------------------------------------
+
+
+def test_what_ranks_log_is_bounded_as_their_output_is(journals, tmp_path):
+    many = bytes(8 * KIB)
+    raw = encode(Logged(rank=0, names=("loss",), which=bytes(2 * KIB), steps=many, times=many, values=many))
+    journal = journals(limit=256 * KIB)
+    journal.begin(1, b"first")
+    for _ in range(100):
+        journal.write(1, raw, counts_of(decode_from_rank(raw, "rank 0")))
+    journal.close()
+    left = len(list(read(tmp_path, 1).frames))
+    assert 0 < left < 20
+    assert sum(each.points for each in read(tmp_path, 1).dropped) == (100 - left) * KIB
+    assert sum(path.stat().st_size for path in (tmp_path / "job-1").iterdir()) < 300 * KIB
 
 
 @pytest.mark.parametrize("size", [64, 100, 3000])

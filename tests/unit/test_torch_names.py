@@ -239,6 +239,7 @@ def a_typed_storage():
         (distributed_c10d.ProcessGroup, "_get_backend"),
         (distributed_c10d.ProcessGroup, "_device_types"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
+        (torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"),
         (torch._C.DispatchKey, "BackendSelect"),
         (torch._C.DispatchKeySet, "remove"),
         (torch.library.Library, "_destroy"),
@@ -282,6 +283,13 @@ def test_torchs_libraries_still_have_a_log_level():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value
     assert 0 <= level <= 3, f"torch {torch.__version__} broke FLAGS_caffe2_log_level, which a node sets"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="one recorder for each function")
+def test_a_flight_recorder_can_still_be_asked_for_by_the_name_of_its_backend():
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 - mypy knows torch 2.13
+    assert "backend" in dump.__doc__, f"torch {torch.__version__} broke backend= of _dump_fr_trace_json"
+    assert json.loads(dump(backend="nccl2"))["pg_status"] == {}
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA")
