@@ -144,6 +144,8 @@ class RecoveryOutcome(msgspec.Struct, frozen=True):
 
     reformed: bool
     failed: str = ""
+    in_place: bool = False
+    """Whether all groups go on: they were formed again behind the same objects."""
     dead: str = ""
     """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
 
@@ -258,7 +260,10 @@ class Recovery(msgspec.Struct, frozen=True):
         # After a failure the others may wait for this one in the barrier, for as long as a group's timeout.
         if waiting and not failed:
             return replace(self, waiting=waiting, dead=dead), None
-        return self.abandoned(), RecoveryOutcome(self.reform, failed, _remedies(dead, len(self.members)))
+        remedies = _remedies(dead, len(self.members))
+        return self.abandoned(), RecoveryOutcome(
+            self.reform, failed, in_place=message.in_place, dead=remedies
+        )
 
 
 def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:

@@ -49,6 +49,7 @@ Modules, each after those that it imports:
     script           a script, module or program as the job
     stdio            stdout and stderr: log files, order, output of child processes; `input()`
     values           a value in few words, and as a payload
+    in_place         groups formed again behind the same object, where torch can
     process_group    the default process group: formed, formed again, aborted, left
     preempt          what is called before the node is taken back
     shell            the IPython shell: cells, displays, progress bars, completion

@@ -34,6 +34,8 @@ _ANSWER_SECONDS = 0.5
 
 _oldest_alive: dict[str, int] = {GLOO: 0, NCCL: 0}
 """The number of the oldest group that may still be alive: each recorder counts groups by itself."""
+_buried = -1
+"""gloo's newest entry of what groups did before they were formed again in place, and count from the start."""
 _asking: threading.Thread | None = None
 
 
@@ -107,6 +109,12 @@ def bury(*, but_the_newest: bool = False) -> None:
         _oldest_alive[backend] = max(_oldest_alive[backend], newest if but_the_newest else newest + 1)
 
 
+def bury_entries() -> None:
+    """Ignore what gloo's groups have done so far: they go on under their numbers, and count anew."""
+    global _buried
+    _buried = max((int(each["record_id"]) for each in _entries(GLOO) or ()), default=_buried)
+
+
 def _statuses(backend: str) -> dict[int, tuple[int, int]]:
     """Return (last enqueued, last completed) for the number of each group that has had a collective."""
     with contextlib.suppress(Exception):  # a torch without NCCL, an older one: the stacks are enough
@@ -143,7 +151,12 @@ def _nccl_entries() -> list[dict[str, Any]] | None:
 
 
 def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    return [each for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive[backend]]
+    after = _buried if backend == GLOO else -1
+    return [
+        each
+        for each in entries
+        if int(each.get("pg_id", 0)) >= _oldest_alive[backend] and int(each.get("record_id", 0)) > after
+    ]
 
 
 def _open(entries: list[dict[str, Any]]) -> int:
