@@ -40,7 +40,6 @@ Invariants:
   * Only this process is touched: children of the job are reaped here, and end with it.
 
 Modules, each after those that it imports:
-
     environment      the environment, directory, limits and device that a rank begins with
     modules          the notebook's own modules on another machine
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open

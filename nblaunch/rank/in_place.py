@@ -16,7 +16,7 @@ import gc
 import inspect
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -140,11 +140,16 @@ def _connect(group: Any, number: int, handles: list[str]) -> None:
     _torch("_reconfigure")(number, handles, group).wait()
 
 
-def _models() -> Iterator[Any]:
-    """Yield all DDP models, and what FSDP2 keeps of each module: variables may refer to them in any depth."""
+def _models() -> list[Any]:
+    """Return all DDP models, and what FSDP2 keeps of each module: variables may refer to them in any depth."""
     state = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
-    kinds = {DistributedDataParallel} if state is None else {DistributedDataParallel, state}
-    yield from [each for each in gc.get_objects() if kinds.intersection(type(each).__mro__)]
+    kinds = _with_subclasses(DistributedDataParallel) | (set() if state is None else _with_subclasses(state))
+    # Hundreds of thousands of objects: a look at the type is what each may cost.
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def _reset(model: Any) -> None:
@@ -160,7 +165,6 @@ def _is_idle(state: Any) -> bool:
     """Whether FSDP2 is between two steps: a forward without its backward leaves an order behind."""
     context, every = state._state_ctx, state._state_ctx.all_states  # noqa: SLF001 - as above
     begun = context.post_backward_final_callback_queued or state._comm_ctx.post_forward_order  # noqa: SLF001
-    return not begun and all(
-        each._training_state.name == "IDLE" and all(group.is_sharded for group in each._fsdp_param_groups)  # noqa: SLF001
-        for each in every
-    )
+    groups = [group for each in every for group in each._fsdp_param_groups]  # noqa: SLF001
+    idle = all(each._training_state.name == "IDLE" for each in (*every, *groups))  # noqa: SLF001
+    return not begun and idle and all(group.is_sharded for group in groups)

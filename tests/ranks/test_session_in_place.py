@@ -121,8 +121,8 @@ def test_groups_and_meshes_of_the_program_go_on(session):
     assert broken.warnings == (REFORMED_IN_PLACE,)
     after = cell(
         session,
-        "(world is dist.group.WORLD, reduced(), reduced(group), reduced(alone[rank]), reduced(mesh.get_group()),"
-        " reduced(dist.new_group([0, 1])))",
+        "(world is dist.group.WORLD, reduced(), reduced(group), reduced(alone[rank]),"
+        " reduced(mesh.get_group()), reduced(dist.new_group([0, 1])))",
     )
     assert after.values == [(True, 2.0, 2.0, 1.0, 2.0, 2.0)] * 2, after.failures
 
