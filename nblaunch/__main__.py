@@ -78,10 +78,16 @@ def _doctor_of_nodes(words: Sequence[str]) -> int:
 
 
 def _sessions(_: argparse.Namespace) -> int:
+    from nblaunch._errors import NblaunchError
     from nblaunch._results import sessions_table
     from nblaunch.client import directory
 
-    print(sessions_table(directory.sessions()) or "no session is open")
+    try:
+        found = directory.sessions()
+    except NblaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(sessions_table(found) or "no session is open")
     return 0
 
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import resource
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -40,6 +41,13 @@ def working_directory() -> bytes:
 def search_path(entries: Iterable[str]) -> tuple[bytes, ...]:
     """Return these entries of `sys.path` as they are sent: absolute, since the directory is not shared."""
     return tuple(os.fsencode(os.path.abspath(entry)) for entry in entries)  # noqa: PTH100 - not resolve(), which follows links
+
+
+def is_standard_library(entry: str) -> bool:
+    """Return whether an entry of `sys.path` is the standard library's."""
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    return entry in library | {f"{each}/lib-dynload" for each in library} or entry.endswith(f"/{zipped}")
 
 
 def umask() -> int | None:

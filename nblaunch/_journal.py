@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
     characters: int = 0
     lines: int = 0
     displays: int = 0
+    points: int = 0
+    """Numbers that it has logged."""
 
     def plus(self, other: Counts) -> Counts:
         """Return the sum, of the same rank."""
@@ -39,6 +42,7 @@ class Counts(msgspec.Struct, frozen=True, gc=False):
             self.characters + other.characters,
             self.lines + other.lines,
             self.displays + other.displays,
+            self.points + other.points,
         )
 
 
@@ -108,18 +112,39 @@ class _FrameFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
+        self._file: BinaryIO | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the file open within the block: it can be read although it is removed."""
+        with contextlib.ExitStack() as opened:
+            with contextlib.suppress(FileNotFoundError):
+                self._file = opened.enter_context(self.path.open("rb"))
+            try:
+                yield
+            finally:
+                self._file = None
 
     def new(self, before: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Yield sequence numbers and messages, up to number `before`; a frame that is not whole waits."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(self._position)
-            while len(header := file.read(HEADER.size)) == HEADER.size:
-                length, sequence, _ = HEADER.unpack(header)
-                raw = file.read(length)
-                if len(raw) < length or (before is not None and sequence >= before):
-                    return
-                self._position += HEADER.size + length
-                yield sequence, raw
+        if self._file is None:
+            with self.held():
+                yield from self._read(before)
+        else:
+            yield from self._read(before)
+
+    def _read(self, before: int | None) -> Iterator[tuple[int, bytes]]:
+        file = self._file
+        if file is None:
+            return
+        file.seek(self._position)
+        while len(header := file.read(HEADER.size)) == HEADER.size:
+            length, sequence, _ = HEADER.unpack(header)
+            raw = file.read(length)
+            if len(raw) < length or (before is not None and sequence >= before):
+                return
+            self._position += HEADER.size + length
+            yield sequence, raw
 
 
 class _JobReader:
@@ -133,13 +158,17 @@ class _JobReader:
 
     def new(self, *, rest: bool) -> Iterator[bytes]:
         """Yield the messages that have not been read; `rest`: no segment will come after those there are."""
-        for path in sorted(self._path.glob("out-*"), key=_number_of):
-            if _number_of(path) > _number_of(self._segment.path):
-                self._segment = _FrameFile(path)
-            if path == self._segment.path:
+        read = _number_of(self._segment.path)
+        later = [path for path in self._path.glob("out-*") if _number_of(path) > read]
+        segments = [self._segment, *map(_FrameFile, sorted(later, key=_number_of))]
+        with contextlib.ExitStack() as opened:
+            # All at once: a reader may be slow, and the files of a job are removed for those of younger ones.
+            for each in (self._keep, *segments):
+                opened.enter_context(each.held())
+            for self._segment in segments:
                 yield from self._of_segment()
-        if rest:
-            yield from self._kept(None)
+            if rest:
+                yield from self._kept(None)
 
     def _of_segment(self) -> Iterator[bytes]:
         for sequence, raw in self._segment.new():

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch._inherited import is_standard_library
 from nblaunch._process_tree import this_python
 
 FORK_SERVER_LOG = "forkserver.log"
@@ -35,8 +36,10 @@ def start(
     fds: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     """Have a new Python call a function of `elastic.keeper`, by name; it inherits `fds`. Nothing waits."""
+    # Beside the notebook may be a `random.py`, where it has loaded the real one itself. Ranks get its path.
+    path = sorted(absolute_path(), key=lambda entry: not is_standard_library(entry))
     code = (
-        f"import sys; sys.path[:] = {absolute_path()!r}; from nblaunch.elastic.keeper import {function}; "
+        f"import sys; sys.path[:] = {path!r}; from nblaunch.elastic.keeper import {function}; "
         f"{function}{arguments!r}"
     )
     with (root / FORK_SERVER_LOG).open("ab") as log:
@@ -98,18 +101,24 @@ class Boot:
     """
 
     def __init__(self, root: Path, link: socket.socket, live: str, *, owner: int) -> None:
+        import fcntl  # only here: this module can be imported on Windows
+
         with starting(), contextlib.ExitStack() as opened:
             # Opened now: the keeper removes them with the private directory.
             self._logs = [
                 opened.enter_context((root / name).open("a+b")) for name in (FORK_SERVER_LOG, RUNTIME_LOG)
             ]
+            # Where this process has closed its standard streams, the link may have taken the place of one.
+            fd = fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, 3)
+            opened.callback(os.close, fd)
             self.keeper = start(
                 "keep_runtime",
-                (link.fileno(), owner, os.fspath(root), live),
+                (fd, owner, os.fspath(root), live),
                 root=root,
                 environ=environment(),
-                fds=[link.fileno()],
+                fds=[fd],
             )
+            os.close(fd)
             opened.pop_all()
 
     def last_words(self) -> str:

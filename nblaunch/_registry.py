@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import platform
 import re
@@ -104,6 +105,8 @@ class RuntimeEntry(msgspec.Struct, frozen=True, kw_only=True):
     detached: bool
     started: float
     owner: Owner
+    held: bool = False
+    """Whether its runtime holds a lock on the file as long as it lives."""
 
     def __repr__(self) -> str:
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "token")
@@ -134,6 +137,16 @@ class FoundRuntime:
         return not self.elsewhere
 
 
+@functools.cache
+def release_of_torch() -> str:
+    """Return the release of the torch that is installed, without its build; empty if there is none."""
+    from importlib import metadata  # it takes a while, and most kernels never need it
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("torch").partition("+")[0]
+    return ""
+
+
 # Processes and directories.
 
 
@@ -160,7 +173,8 @@ def directories() -> tuple[Path, ...]:
     found = []
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     # logind removes it when the user's last login session ends.
-    if runtime.is_absolute() and runtime.is_dir():
+    # That of another user, whose environment `sudo` has kept, is not for this one's sessions.
+    if runtime.is_absolute() and runtime.is_dir() and runtime.stat().st_uid == os.geteuid():
         found.append(runtime / "nblaunch")
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     with contextlib.suppress(RuntimeError):  # nobody knows this user's home
@@ -216,20 +230,22 @@ def _existing() -> Iterator[list[int]]:
 # Entries.
 
 
-def write(entry: RuntimeEntry) -> Path:
-    """Write a runtime's entry, or write it again, and return its path.
+def write(entry: RuntimeEntry) -> tuple[Path, int]:
+    """Write a runtime's entry, or write it again; return its path, and a descriptor that locks the file.
 
-    Raises `OptionError` if no directory can be written, or if one is not private.
+    A lock, where the file system has them, is seen by all containers of this machine, and goes with its
+    process, also if that is killed. Raises `OptionError` if no directory can be written, or if one is not
+    private.
     """
     tried = []
     for directory in directories():
         try:
             with _opened(directory, make=True) as fd:
-                _replace(fd, entry.file, msgspec.json.encode(entry))
+                lock = _replace(fd, entry)
         except OSError as error:
             tried.append(f"{directory} ({error.strerror})")
         else:
-            return directory / entry.file
+            return directory / entry.file, lock
     msg = (
         f"A session had to be listed for other notebooks to find it, and no place takes it: tried "
         f"{', '.join(tried) or 'none'}. Set XDG_STATE_HOME to a directory that you may write to."
@@ -237,17 +253,44 @@ def write(entry: RuntimeEntry) -> Path:
     raise OptionError(msg, kind=FailureKind.NOT_WRITABLE)
 
 
-def _replace(fd: int, name: str, data: bytes) -> None:
+def _replace(fd: int, entry: RuntimeEntry) -> int:
     """Write a file of mode 0600 in a directory; a reader finds the old one or the new one, whole."""
-    new = f"{name}.{secrets.token_hex(4)}"
+    new = f"{entry.file}.{secrets.token_hex(4)}"
     opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd)
     try:
-        with os.fdopen(opened, "wb") as file:
-            file.write(data)
-        os.rename(new, name, src_dir_fd=fd, dst_dir_fd=fd)
+        held = _locked(opened)
+        with os.fdopen(os.dup(opened), "wb") as file:
+            file.write(msgspec.json.encode(msgspec.structs.replace(entry, held=held)))
+        os.rename(new, entry.file, src_dir_fd=fd, dst_dir_fd=fd)
     except BaseException:
+        os.close(opened)
         os.unlink(new, dir_fd=fd)
         raise
+    return opened
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file, if nobody else has and the file system has locks; return whether that was possible."""
+    import fcntl  # only here: this module can be imported on Windows
+
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _is_held(fd: int, entry: RuntimeEntry) -> bool:
+    """Return whether the runtime of an entry in this directory has its lock; True where nobody can tell."""
+    if not entry.held:
+        return True
+    try:
+        opened = os.open(entry.file, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=fd)
+    except OSError:
+        return False
+    try:
+        return not _locked(opened)
+    finally:
+        os.close(opened)
 
 
 def read_all() -> list[FoundRuntime]:
@@ -263,7 +306,7 @@ def read_all() -> list[FoundRuntime]:
                 entry = _read(fd, name)
                 if entry is None:
                     continue
-                if (counts := _found(entry, here)) is not None:
+                if (counts := _found(fd, entry, here)) is not None:
                     found.setdefault((entry.host, entry.keeper), counts)
                 else:
                     _remove(fd, entry)
@@ -295,7 +338,7 @@ def _lives(file: str) -> bool:
     return pid.isdecimal() and start.isdecimal() and ProcessIdentity(int(pid), int(start)).lives
 
 
-def _found(entry: RuntimeEntry, here: Host) -> FoundRuntime | None:
+def _found(fd: int, entry: RuntimeEntry, here: Host) -> FoundRuntime | None:
     """Return the entry if it counts; None if its runtime has ended.
 
     A home directory is often shared by machines, and by containers that have one machine's name.
@@ -305,7 +348,9 @@ def _found(entry: RuntimeEntry, here: Host) -> FoundRuntime | None:
     if entry.host.boot_id != here.boot_id:
         return None
     if entry.host.pid_namespace != here.pid_namespace:
-        return FoundRuntime(entry, f"{entry.host.name}, in another container")
+        # Also one that was restarted under the same name.
+        elsewhere = f"{entry.host.name}, in another container"
+        return FoundRuntime(entry, elsewhere) if _is_held(fd, entry) else None
     return FoundRuntime(entry) if entry.keeper.lives else None
 
 
@@ -381,10 +426,11 @@ def _take(fd: int, name: str, entry: RuntimeEntry) -> None:
 def _check_has_ended(name: str, file: str) -> None:
     """Raise `OptionError` if the runtime with this file, which has a name, lives."""
     with _existing() as fds:
-        entry = next(filter(None, (_read(fd, file) for fd in fds)), None)
-    if entry is not None:
-        if _found(entry, Host.here()) is None:
+        read = ((fd, entry) for fd in fds if (entry := _read(fd, file)) is not None)
+        fd, entry = next(read, (-1, None))
+        if entry is not None and _found(fd, entry, Host.here()) is None:
             return
+    if entry is not None:
         notebook = f", notebook {entry.owner.notebook}" if entry.owner.notebook else ""
         who = f"{entry.owner.program} (process {entry.owner.pid}{notebook}, host {entry.host.name})"
     else:

@@ -628,10 +628,15 @@ class SessionInfo:
 
 def sessions_table(sessions: Iterable[SessionInfo]) -> str:
     """Return a line for each session, in columns."""
-    rows = [each._columns for each in sessions]  # noqa: SLF001 - this module's own
+    rows = [[_printable(cell) for cell in each._columns] for each in sessions]  # noqa: SLF001 - this module's own
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _printable(text: str) -> str:
+    """Return a text without characters that a terminal obeys: a job's title may have any."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _span(seconds: float) -> str:

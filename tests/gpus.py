@@ -20,17 +20,29 @@ if SIMULATED and "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def skip_without_gpus(item: pytest.Item) -> None:
-    """Skip what needs more GPUs than there are: `pytest.mark.gpu` needs one, `pytest.mark.gpu(4)` four."""
-    needed = max((next(iter(mark.args), 1) for mark in item.iter_markers("gpu")), default=0)
-    if not needed:
+    """Skip what needs more GPUs than there are: `pytest.mark.gpu` needs one, `pytest.mark.gpu(4)` four.
+
+    For `pytest.mark.gpu(2, shared=True)` one GPU will do where NCCL lets two ranks share it.
+    """
+    marks = list(item.iter_markers("gpu"))
+    if not marks:
         return
     import torch
 
     found = torch.cuda.device_count()
     if not found:
         pytest.skip(f"torch {torch.__version__} sees no CUDA device here")
-    if needed > found:
-        pytest.skip(f"needs {needed} GPUs, and torch sees {found} here")
+    for mark in marks:
+        needed = next(iter(mark.args), 1)
+        if needed > found * (2 if mark.kwargs.get("shared") and two_ranks_share_a_gpu() else 1):
+            pytest.skip(f"needs {needed} GPUs, and torch sees {found} here")
+
+
+def two_ranks_share_a_gpu() -> bool:
+    """Whether NCCL can put two ranks on a GPU, and is told so for all tests."""
+    import torch
+
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0" and torch.cuda.nccl.version() >= (2, 30)
 
 
 @pytest.fixture(scope="session")

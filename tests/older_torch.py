@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -14,9 +15,6 @@ SUM = "(sum)" if names_reductions else ""
 """How a collective that sums is named."""
 
 needs_reductions = pytest.mark.skipif(not names_reductions, reason="this torch names no reductions")
-leaves_a_directory = pytest.mark.skipif(
-    not names_reductions, reason="torch 2.8 leaves a directory behind each rank that has used DDP"
-)
 needs_line_filters = pytest.mark.skipif(
     "log_line_filter" not in inspect.signature(tail_logfile).parameters,
     reason="this torch cannot filter lines of logs",
@@ -24,6 +22,12 @@ needs_line_filters = pytest.mark.skipif(
 needs_binding = pytest.mark.skipif(
     importlib.util.find_spec("torch.numa") is None, reason="this torch cannot bind ranks to CPUs"
 )
+
+
+def is_torchs_own(path: Path) -> bool:
+    """Whether a directory is what torch 2.8 leaves behind each rank that has used DDP."""
+    left = [each.name for each in path.iterdir()] if path.is_dir() else []
+    return not names_reductions and left == ["_remote_module_non_scriptable.py"]
 
 
 def without_gloos_own(text: str) -> str:

@@ -58,6 +58,8 @@ _FUNCTION_ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
+_MADE_BY_PYTHON = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_FUNCTION_PARTS = ("__code__", *_FUNCTION_ATTRIBUTES)
 _BUILT_IN = (type, types.FunctionType, dict, list, set, frozenset, tuple, str, bytes, int, float, complex)
 _NO_FRAME = frozenset({int, float, complex, bool, str, bytes, type(None), types.CodeType, types.ModuleType})
 
@@ -277,11 +279,13 @@ class Inspection:
 
     def _is_leaf_still(self, key: int, container: Any, digest: _Leaf) -> bool:
         large = type(container) in _CONTAINERS and _LARGE < len(container) <= MOST_ELEMENTS
-        if large and self._table.attached.get(key) == (digest, _columns(container)):
+        known_as, columns = self._table.attached.get(key, (None, ())) if large else (None, ())
+        # One column after the other: each takes the memory of the last.
+        if known_as == digest and all(map(operator.eq, columns, _columns(container))):
             return True
         same = digest == _leaf_digest(container)
         if large and same:
-            self._table.attached[key] = digest, _columns(container)
+            self._table.attached[key] = digest, list(_columns(container))
         return same
 
 
@@ -399,27 +403,18 @@ class _Depth:
     def __init__(self, dicts: list[Any], lists: list[Any], containers: dict[int, tuple[int, Any]]) -> None:
         """Take those of `containers` out that are held here."""
         self._names, parts = _parted(dicts, lists)
-        others: list[int] = []
         held: dict[str, list[int]] = {"empty": [], "dict": [], "list": []}
         for place, each in enumerate(parts):
-            known = containers.pop(id(each), None) is not None
-            if not known or each:
-                others.append(place)
-            if known:
+            if containers.pop(id(each), None) is not None:
                 held[type(each).__name__ if each else "empty"].append(place)
         self._empty, self.dicts, self.lists = map(_getter, held.values())
-        self._others = _getter(others)
-        self._kinds, self._ids = self._facts(parts)
+        self._ids = list(map(id, parts))
         self.is_last = not (held["dict"] or held["list"])
-
-    def _facts(self, parts: list[Any]) -> tuple[list[type], list[int]]:
-        """Return the types of empty containers, which half of a model is, and which the others are."""
-        return list(map(type, self._empty(parts))), list(map(id, self._others(parts)))
 
     def parts(self, dicts: list[Any], lists: list[Any]) -> list[Any] | None:
         """Return what these containers hold, None if it is not what they held before."""
         names, parts = _parted(dicts, lists)
-        if names != self._names or self._facts(parts) != (self._kinds, self._ids) or any(self._empty(parts)):
+        if names != self._names or list(map(id, parts)) != self._ids or any(self._empty(parts)):
             return None
         return parts
 
@@ -449,6 +444,10 @@ def _getter(places: list[int]) -> Callable[[list[Any]], Any]:
 
 def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     """Return what gives the attributes of an object that pickle takes apart into these; else None."""
+    if kind is types.FunctionType:
+        return _function_parts
+    if kind is type:
+        return _class_parts
     usual = all(
         inspect.getattr_static(kind, name, None) is object.__dict__.get(name)
         for name in ("__reduce__", "__reduce_ex__")
@@ -457,6 +456,17 @@ def _attributes_getter(kind: type) -> Callable[[Any], Any] | None:
     plain = usual and not issubclass(kind, _BUILT_IN) and kind.__weakrefoffset__ > 0
     plain = plain and not copyreg._slotnames(kind)  # type: ignore[attr-defined] # noqa: SLF001 - what pickle asks
     return attributes_getter(kind) if plain else None
+
+
+def _function_parts(function: types.FunctionType) -> dict[str, Any]:
+    return {**function.__dict__, **{name: getattr(function, name) for name in _FUNCTION_PARTS}}
+
+
+def _class_parts(cls: type) -> dict[str, Any]:
+    # Descriptors that Python makes for a class refer to it, and are not sent.
+    parts = {name: part for name, part in namespace_of(cls).items() if type(part) not in _MADE_BY_PYTHON}
+    _drop_bookkeeping(parts)
+    return {**parts, "__bases__": cls.__bases__}
 
 
 def _is_small_value(obj: Any, depth: int = 3) -> bool:
@@ -470,7 +480,7 @@ def _is_small_value(obj: Any, depth: int = 3) -> bool:
         return not identity.has_identity(obj)
     return (
         kind in LEAVES
-        or kind in (types.ModuleType, types.BuiltinFunctionType)
+        or kind in (types.CodeType, types.ModuleType, types.BuiltinFunctionType)
         or (kind.__module__ == "torch" and not identity.has_identity(obj))
     )
 
@@ -503,9 +513,11 @@ def _leaf_digest(container: Any) -> _Leaf:
     return _Leaf((kind, len(container), *sink.state()))
 
 
-def _columns(container: Any) -> tuple[list[Any], list[Any]]:
-    """Return the elements of a container, or its keys and its values."""
-    return list(container), list(container.values()) if isinstance(container, dict) else []
+def _columns(container: Any) -> Iterator[list[Any]]:
+    """Yield the elements of a container, or its keys and then its values."""
+    yield list(container)
+    if isinstance(container, dict):
+        yield list(container.values())
 
 
 class _ValuesOnly(pickle.Pickler):

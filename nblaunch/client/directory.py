@@ -13,7 +13,7 @@ from nblaunch._results import SessionInfo
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.table import nearest
-from nblaunch.protocol.client import CLIENT_PROTOCOL, DescribeSessions, SessionRecord, Sessions
+from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord, Sessions
 
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 40.0
@@ -114,7 +114,7 @@ def find(name: str | None) -> RuntimeEntry:
 
 
 def _of_this_version(entry: RuntimeEntry) -> RuntimeEntry:
-    if entry.protocol != CLIENT_PROTOCOL:
+    if entry.protocol != PROTOCOL:
         msg = (
             f"session {entry.name!r} was started by nblaunch {entry.version}, and this is nblaunch "
             f"{__version__}. Use it with that version, or stop it: python -m nblaunch stop "
@@ -133,4 +133,11 @@ def stop(name: str) -> None:
         # It does not answer, or understands another protocol: its keeper ends all.
         stop_keeper(entry.keeper.pid, entry.keeper.start)
         entry.wait_until_gone(_STOP_SECONDS)
+    if entry.keeper.lives:
+        keeper = entry.keeper.pid
+        msg = (
+            f"session {name!r} was to be stopped, and its keeper (process {keeper}) has not ended within "
+            f"{_STOP_SECONDS:g} s. If it is stopped itself: kill -CONT {keeper}, and stop the session again."
+        )
+        raise LaunchError(msg, phase="runtime", kind=FailureKind.NO_ANSWER)
     _registry.release_name(entry.name, entry)

@@ -116,7 +116,7 @@ class KeptJob:
         self._number = number
         self._late: list[str] = []
         self._complete = False
-        self._finalizer = weakref.finalize(self, runtime.note, ReleaseJob(job=number))
+        self._finalizer = weakref.finalize(self, runtime.note, ReleaseJob(job=number, pid=os.getpid()))
         # A program that ends stops the runtime, which removes all logs.
         self._finalizer.atexit = False
 

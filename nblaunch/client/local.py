@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from nblaunch import __version__, _notebook
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
-from nblaunch._registry import RuntimeEntry
+from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.client import boot
 from nblaunch.client.boot import stop_keeper
@@ -34,9 +34,11 @@ from nblaunch.protocol.client import (
     AnswerToClient,
     ClientNote,
     ClientRequest,
+    DescribeSessions,
     Introduce,
     ListenAgain,
     RuntimeWelcome,
+    Sessions,
     Stop,
 )
 from nblaunch.protocol.messages import encode
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from nblaunch._results import EventLog
 
 _ENDING_SECONDS = 15.0
+_DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
 _FIRST_NUMBER = 1 << 32
 
@@ -177,6 +180,8 @@ class Runtime:
             node=platform.node(),
             name="the calling process" if shell is None else "the notebook's kernel",
             notebook=_notebook.path(),
+            python=platform.python_version(),
+            torch=release_of_torch(),
         )
 
     @property
@@ -215,6 +220,15 @@ class Runtime:
             return self._control.ask(request, seconds)
         finally:
             self._lock.release()
+
+    def _stop_seconds(self) -> float:
+        """Return how long it may take to stop: a job that runs has its grace period."""
+        grace = 0.0
+        with contextlib.suppress(NblaunchError, TimeoutError):
+            answer = self.ask(DescribeSessions(), _DESCRIBE_SECONDS)
+            assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
+            grace = max((each.grace for each in answer.sessions), default=0.0)
+        return grace + _END_SECONDS
 
     @contextlib.contextmanager
     def line(self) -> Iterator[ClientLine]:
@@ -334,7 +348,7 @@ class Runtime:
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
         with contextlib.suppress(NblaunchError):
-            self.ask(Stop(), _END_SECONDS)
+            self.ask(Stop(), self._stop_seconds())
         self.close()
 
     def close(self) -> None:
@@ -377,7 +391,7 @@ class OwnRuntime(Runtime):
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
         try:
-            self.ask(Stop(), _END_SECONDS)
+            self.ask(Stop(), self._stop_seconds())
         except TimeoutError:
             self._boot.keeper.send_signal(signal.SIGUSR1)
         except NblaunchError:
@@ -424,7 +438,7 @@ class FoundRuntimeClient(Runtime):
     def stop(self) -> None:
         """End it, and wait until it is gone with all that it has started."""
         try:
-            self.ask(Stop(), _END_SECONDS)
+            self.ask(Stop(), self._stop_seconds())
         except (NblaunchError, TimeoutError):
             # The runtime refuses us, does not answer, or is ending: its keeper ends everything.
             stop_keeper(self.entry.keeper.pid, self.entry.keeper.start)

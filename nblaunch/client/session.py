@@ -118,6 +118,8 @@ class SessionRanks:
     notes: tuple[str, ...] = ()
     held_by: wire.ClientRecord | None = None
     """Another client, which gives them jobs."""
+    watches_only: str = ""
+    """Why this process may give them none, if it may not."""
 
 
 def start_session(
@@ -188,6 +190,7 @@ def attach_session(
         names=names,
         notes=(_own_variables(entry.name),),
         held_by=answer.held_by,
+        watches_only=answer.watches_only,
     )
     return LiveSession(ranks, answer.options, watch)
 
@@ -241,7 +244,8 @@ class LiveSession:
         self._ended, self._why_ended = False, ""
         self._held_by = ranks.held_by
         """Another client, which gives the jobs."""
-        self._gives = ranks.held_by is None
+        self._watches_only = ranks.watches_only
+        self._gives = ranks.held_by is None and not ranks.watches_only
         """Whether this process is the one that gives jobs; where none does, each may."""
         self._losses = 0
         """How often another client has taken the session over."""
@@ -588,6 +592,8 @@ class LiveSession:
             )
 
     def _refuse_if_held(self) -> None:
+        if self._watches_only:
+            raise NblaunchError(self._watches_only, kind=FailureKind.OTHER_VERSION)
         other = self.held_by
         if other is not None:
             in_notebook = _notebook.shell() is not None

@@ -182,6 +182,8 @@ class _Output:
             what = [plural(lines, "line")] if lines else []
             if each.displays:
                 what.append(plural(each.displays, "display"))
+            if each.points:
+                what.append(plural(each.points, "logged number"))
             if what:
                 self._print(Stream.STDERR, f"[rank {each.rank}] {' and '.join(what)} left out: {each.why}")
 

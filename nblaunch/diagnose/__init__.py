@@ -13,9 +13,13 @@ processes that hold that GPU's memory.
 Which rank is waited for? `hang` takes each rank's `Where`: its stack, and the collectives in torch's flight
 recorder with their sequence numbers. Ranks are compared group by group; a rank whose sequence number is
 behind, or whose operation, sizes or dtypes differ, is named with the collective that the others are in.
+`deadlock` does the same over all groups, with sends and receives: each rank's operation waits for the ranks
+that are not in it, these are in other operations, and a part of this graph that leads back to itself is a
+circle. A rank that computes, has finished or gives no answer may still come, so nobody is in a circle for
+waiting for it.
 
 Invariants:
-  * Neither module asks a rank, waits, or uses a socket. The hub thread calls both, so both are quick.
+  * No module asks a rank, waits, or uses a socket. The hub thread calls them, so all are quick.
   * The verdict depends on the records alone: the same records, in any order, name the same root cause.
   * If there is a failure there is a root cause. Where every rank blames a peer, it is the first process that
     ended without a message, else the first failure.
@@ -24,5 +28,6 @@ Invariants:
 Modules, each after those that it imports:
 
     failures  root cause and consequences; why a process ended; CUDA out of memory
+    deadlock  who waits for whom over all groups, and the circles among them
     hang      where the ranks are, in which collective, and which ranks have not started it
 """

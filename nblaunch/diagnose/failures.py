@@ -282,14 +282,20 @@ def value_lost(error: Exception, when: float, message: str = "") -> FailureRecor
 _STACKS_LIMIT = 16_000
 NCCL_WATCHDOG = "NCCL's watchdog: "
 """Begins the explanation of a rank that NCCL's watchdog has ended."""
-# torch's watchdog writes these to stderr and then calls abort(), below a page of C++ frames.
+# torch's watchdog writes these to stderr and then calls abort(), below a page of C++ frames. The shorter
+# words are those of ProcessGroupNCCL2, torch 2.15's default, which names no operation.
 _TIMED_OUT = re.compile(
-    r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "
-    r"OpType=(?P<operation>\w+).*?ran for (?P<milliseconds>\d+) milliseconds"
+    r"(?:Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), "
+    r"OpType=(?P<operation>\w+).*?ran for|Operation timed out after) (?P<milliseconds>\d+) m"
 )
-_TERMINATED = re.compile(r"watchdog thread terminated with exception: (?P<why>.+)")
+_TERMINATED = re.compile(
+    r"(?:watchdog thread terminated with exception|Timeout watchdog caught exception): (?P<why>.+)"
+)
 _PLACE = re.compile(r"^(\[[^\]]*\]\s*)+")
-_NCCL_LINES = re.compile(r"Watchdog caught|watchdog thread terminated with exception|CUDA error|NCCL WARN")
+_NCCL_LINES = re.compile(
+    r"Watchdog caught|watchdog thread terminated with exception|CUDA error|NCCL WARN|Timeout watchdog caught"
+    r"|Operation timed out after|Aborting process on rank"
+)
 _MOST_LINES, _LINE_CHARACTERS = 10, 300
 
 
@@ -338,10 +344,8 @@ def _nccl_watchdog(stderr: str) -> str:
     found = _TIMED_OUT.search(stderr)
     if found is not None:
         seconds = int(found["milliseconds"]) / 1000
-        return (
-            f"{NCCL_WATCHDOG}{found['operation']} #{found['number']} timed out after {seconds:.0f} s: not "
-            "all ranks came to it"
-        )
+        which = f"{found['operation']} #{found['number']}" if found["operation"] else "a collective"
+        return f"{NCCL_WATCHDOG}{which} timed out after {seconds:.0f} s: not all ranks came to it"
     found = _TERMINATED.search(stderr)
     if found is None:
         return ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from nblaunch.diagnose import deadlock
+from nblaunch.diagnose.deadlock import Circle, GroupKey, Wait, of_group
 from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, FrameRecord, Where
 from nblaunch.protocol.reports import HangReport, StackGroup, own_frame, place, ranks_by_answer, ranks_on
 
-_Key = tuple[str, str, tuple[int, ...]]
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
 
 
@@ -46,15 +47,25 @@ def report(  # noqa: PLR0913 - all that is known of the ranks
     groups += [
         StackGroup(ranks=ranks, headline=word, frames=()) for word, ranks in ranks_by_answer(words).items()
     ]
+    finished = tuple(sorted(finished))
     collectives = {rank: answer.collectives for rank, answer in answers.items()}
     recent = {rank: answer.recent or answer.collectives for rank, answer in answers.items()}
+    missing = dict.fromkeys(finished, "had finished") | dict.fromkeys(silent or (), "gave no answer")
+    waiting = deadlock.waits(answers, finished)
+    circles = deadlock.circles(waiting)
     return HangReport(
         groups=tuple(sorted(groups, key=lambda group: group.ranks)),
         collectives=collectives,
-        findings=(*_differences(recent, hosts), *_absences(collectives, hosts)),
+        findings=(
+            *(deadlock.described(circle, answers, hosts) for circle in circles),
+            *_differences(recent, hosts),
+            *_absences(collectives, circles, missing, hosts),
+            *_transfers(waiting, circles, missing, hosts),
+        ),
         silent=dict(silent or {}),
-        finished=tuple(sorted(finished)),
+        finished=finished,
         hosts=hosts,
+        deadlocks=tuple(tuple(sorted(circle.ranks)) for circle in circles),
     )
 
 
@@ -84,7 +95,7 @@ def _place(frames: tuple[FrameRecord, ...]) -> str:
 
 def _differences(recent: Mapping[int, tuple[Collective, ...]], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield for each group the first collective in which its ranks disagree."""
-    together: dict[tuple[_Key, int], dict[int, Collective]] = {}
+    together: dict[tuple[GroupKey, int], dict[int, Collective]] = {}
     for rank, known in recent.items():
         for collective in known:
             together.setdefault((collective.key, collective.sequence), {})[rank] = collective
@@ -93,7 +104,7 @@ def _differences(recent: Mapping[int, tuple[Collective, ...]], hosts: Mapping[in
         difference = difference_of(ranks, hosts) if key not in differing else None
         if difference is not None:
             differing.add(key)
-            yield f"collective #{sequence}{_of(key)} differs in {difference}"
+            yield f"collective #{sequence}{of_group(key)} differs in {difference}"
 
 
 def difference_of(ranks: Mapping[int, Collective], hosts: Mapping[int, str] | None = None) -> str | None:
@@ -111,23 +122,60 @@ def difference_of(ranks: Mapping[int, Collective], hosts: Mapping[int, str] | No
     return None
 
 
-def _absences(collectives: Mapping[int, tuple[Collective, ...]], hosts: Mapping[int, str]) -> Iterator[str]:
-    """Yield for each group which ranks wait in a collective that others have not started."""
+def _absences(
+    collectives: Mapping[int, tuple[Collective, ...]],
+    circles: Iterable[Circle],
+    missing: Mapping[int, str],
+    hosts: Mapping[int, str],
+) -> Iterator[str]:
+    """Yield for each group which ranks wait in a collective that others have not started.
+
+    `missing` says of ranks without an answer what they are: one is named if no other rank can be the reason.
+    """
     for key, last in sorted(by_group(collectives).items()):
         newest = max(collective.sequence for collective in last.values())
         ahead = {rank: each for rank, each in last.items() if each.sequence == newest}
         behind = [rank for rank, each in last.items() if each.sequence < newest]
         waiting = [rank for rank, each in ahead.items() if not each.completed]
-        if behind and waiting:
-            where = f"{ahead[waiting[0]].operation} #{newest}{_of(key)}"
+        members = ahead[waiting[0]].ranks if waiting else ()
+        away = {rank: missing[rank] for rank in missing if rank in members}
+        if waiting and (behind or away) and not _told(key, (*waiting, *behind), circles):
+            where = f"{ahead[waiting[0]].operation} #{newest}{of_group(key)}"
             late = f"{ranks_on(behind, hosts)} {'has' if len(behind) == 1 else 'have'} not started"
             who = f"{ranks_on(waiting, hosts)} {'is' if len(waiting) == 1 else 'are'}"
-            yield f"{who} in {where}, which {late}"
+            yield f"{who} in {where}, which {late}" if behind else f"{who} in {where}; {_each(away, hosts)}"
 
 
-def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[_Key, dict[int, Collective]]:
+def _transfers(
+    waiting: Mapping[int, tuple[Wait, ...]],
+    circles: Iterable[Circle],
+    missing: Mapping[int, str],
+    hosts: Mapping[int, str],
+) -> Iterator[str]:
+    """Yield which ranks wait for the other end of a send or a receive, or for a group to be formed."""
+    for waits, ranks in ranks_by_answer(waiting).items():
+        (wait, *others) = waits
+        if wait.sequence or others or not wait.absent or _told(wait.group, ranks, circles):
+            continue
+        away = {rank: missing[rank] for rank in sorted(wait.absent) if rank in missing}
+        why = f"; {_each(away, hosts)}" if away else ""
+        who = f"{ranks_on(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'}"
+        wait_for = f"wait{'s' if len(ranks) == 1 else ''} for {ranks_on(wait.absent, hosts)}"
+        yield f"{who} in {wait} and {wait_for}{why}"
+
+
+def _told(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> bool:
+    """Return whether a circle says of these ranks that they wait for each other in this group."""
+    return any(key in circle.keys and circle.ranks.issuperset(ranks) for circle in circles)
+
+
+def _each(words: Mapping[int, str], hosts: Mapping[int, str]) -> str:
+    return ", ".join(f"{ranks_on(ranks, hosts)} {word}" for word, ranks in ranks_by_answer(words).items())
+
+
+def by_group(collectives: Mapping[int, tuple[Collective, ...]]) -> dict[GroupKey, dict[int, Collective]]:
     """Return each rank's last collective, group by group; a member without one is at sequence number 0."""
-    found: dict[_Key, dict[int, Collective]] = {}
+    found: dict[GroupKey, dict[int, Collective]] = {}
     for rank, known in collectives.items():
         for collective in known:
             found.setdefault(collective.key, {})[rank] = collective
@@ -143,7 +191,3 @@ def _same_on_all_ranks(collective: Collective) -> bool:
     """Return whether ranks must agree on the tensors: a scatter or gather takes those of one rank only."""
     uneven = ("scatter", "gather", "all_to_all", "send", "recv", "coalesced")
     return not any(word in collective.operation for word in uneven)
-
-
-def _of(key: _Key) -> str:
-    return "" if key[1] == DEFAULT_GROUP else f" of group {key[1]}"

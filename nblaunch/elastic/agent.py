@@ -34,7 +34,7 @@ from nblaunch._waker import Waker
 from nblaunch.elastic import descriptors, forkserver, preload, rendezvous
 from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
 from nblaunch.elastic.forkserver import Server
-from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog
+from nblaunch.elastic.hooks import FILE, EventStream, FilteredLines, KeptLogs, Watchdog, line_prefixes
 from nblaunch.elastic.settings import AgentEvents, AgentSettings, Worker
 
 _LOOPBACK = "127.0.0.1"
@@ -229,7 +229,7 @@ class RankAgent(LocalElasticAgent):
             with self._server.forking(abandon=self._stop):
                 pids: dict[int, Any] = super()._start_workers(worker_group)
                 context = self._started()
-                self._filter_lines(context)
+                self._filter_lines(worker_group, context)
         except forkserver.AbandonedError:
             self._raise_if_stopped()
             raise
@@ -249,15 +249,20 @@ class RankAgent(LocalElasticAgent):
         self._reason = "membership"  # unless a failure is seen first
         return pids
 
-    def _filter_lines(self, context: PContext) -> None:
+    def _filter_lines(self, worker_group: WorkerGroup, context: PContext) -> None:
         wanted = self.settings.processes
+        prefixes = line_prefixes(
+            wanted.log_line_prefix_template,
+            self.settings.role,
+            {worker.local_rank: worker.global_rank for worker in worker_group.workers},
+        )
         for stream, logs, words in (
             ("stdout", context.stdouts, wanted.duplicate_stdout_filters),
             ("stderr", context.stderrs, wanted.duplicate_stderr_filters),
         ):
             if words:
                 path, thread = self._kept_logs.filtered(stream), threading.current_thread().name
-                self._filtered.append(FilteredLines(path, logs, self.settings.role, words, thread))
+                self._filtered.append(FilteredLines(path, logs, prefixes, words, thread))
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         # A node that meets the others before they know of its failure would look like one that came late.

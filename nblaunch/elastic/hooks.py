@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from string import Template
 from typing import Any, TextIO
 
 import torch
@@ -246,6 +248,17 @@ class KeptLogs(LogsSpecs):
         return own or os.fspath(Path(files.stdouts[0]).parents[1] / f"filtered_{stream}.log")
 
 
+def line_prefixes(template: str, role: str, ranks: Mapping[int, int]) -> dict[int, str]:
+    """Return what begins each line of a local rank, as torchrun has it; `ranks` are by local rank."""
+    hostname = socket.gethostname()
+    return {
+        local_rank: Template(template or "[${role_name}${local_rank}]:").safe_substitute(
+            role_name=role, local_rank=local_rank, rank=rank, hostname=hostname
+        )
+        for local_rank, rank in ranks.items()
+    }
+
+
 class FilteredLines:
     """Copies lines with certain words from the ranks' logs to a file, as torchrun's tee does.
 
@@ -254,16 +267,21 @@ class FilteredLines:
     """
 
     def __init__(
-        self, path: str, logs: Mapping[int, str], role: str, words: Sequence[str], thread: str
+        self,
+        path: str,
+        logs: Mapping[int, str],
+        prefixes: Mapping[int, str],
+        words: Sequence[str],
+        thread: str,
     ) -> None:
-        """Begin; `logs` are the files by local rank."""
+        """Begin; `logs` are the files by local rank, and `prefixes` what begins their lines."""
         self._file: TextIO = open(path, "w", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115
         self._finished = threading.Event()
         follow: Any = tail_logfile
         self._threads = []
         for local_rank, log in logs.items():
             keywords = {
-                "header": f"[{role}{local_rank}]:",
+                "header": prefixes[local_rank],
                 "file": log,
                 "dst": self._file,
                 "finished": self._finished,

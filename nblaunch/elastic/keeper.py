@@ -185,13 +185,15 @@ class _Keeper:
         if self._kernel:
             # The socket alone is not enough: a process that the user forked from the kernel holds it open.
             self._ends[self._kernel] = process_end(self._kernel)
+        freshen_at = time.monotonic() + _FRESHEN_SECONDS
         while self._kernel in (0, os.getppid()):
             poller = select.poll()
             for fd in (self._orders.fileno(), self._children_end, *self._ends.values()):
                 poller.register(fd, select.POLLIN)
-            ready = {fd for fd, _ in poller.poll(_FRESHEN_SECONDS * 1000)}
-            if not ready:
+            ready = {fd for fd, _ in poller.poll(max(freshen_at - time.monotonic(), 0) * 1000)}
+            if time.monotonic() >= freshen_at:
                 freshen(self._root)
+                freshen_at = time.monotonic() + _FRESHEN_SECONDS
             if self._children_end in ready:
                 os.read(self._children_end, select.PIPE_BUF)
                 _reap(_children() - {self._server, self._runtime}, deadline=0)

@@ -29,6 +29,8 @@ _PLUGINS = "torch.backends"
 """Entry points that torch loads when it is imported; they may register backends of their own."""
 _SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Has NCCL 2.30 and later take several ranks on one GPU."""
+_MOST_SHARING = 2
+"""Ranks on one GPU that NCCL promises in its default configuration (guide of June 2026); more may hang."""
 _DIVIDING = ("exclusive", "core-complex")
 """These divide the CPUs of a node among its GPUs, and a virtual local rank sees only one of those."""
 
@@ -91,11 +93,18 @@ def place_ranks(
             check_backend(backend, environ, backends)  # of two reasons the nearer one
         raise OptionError(_too_many(count, backend, usable), kind=FailureKind.TOO_FEW_GPUS)
     if wanted:
+        crowded = ""
         if count > usable:
             note = f"{count} ranks share {_gpus(usable)}"
+            if count > usable * _MOST_SHARING and not _has_gloo(backend, there):
+                crowded = (
+                    f"{note}. NCCL promises {_MOST_SHARING} on each, and more may hang: set NCCL_MAX_CTAS, "
+                    f"or lower nproc to {usable * _MOST_SHARING}."
+                )
         # With gloo beside it a collective on a CPU tensor works as it does without an accelerator.
         automatic = f"cpu:gloo,{there.kind}:{there.backend}"
-        return Placement(count, automatic if backend == "auto" else backend, there.kind, usable, note)
+        chosen = automatic if backend == "auto" else backend
+        return Placement(count, chosen, there.kind, usable, note, crowded)
     warning = ""
     if backend == "auto" and 0 < usable < count and nproc != "cpu":
         share = ", or --backend cpu:gloo,cuda:gloo to share" if there.kind == "cuda" else ""
@@ -176,10 +185,13 @@ def _wants(backend: str, there: _Accelerator, backends: Sequence[str]) -> bool:
 
 def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) -> bool:
     """Whether several ranks may have one device: with gloo, or with NCCL if the environment allows it."""
+    return _has_gloo(backend, there) or (there.backend == "nccl" and _shares(environ))
+
+
+def _has_gloo(backend: str, there: _Accelerator) -> bool:
+    """Whether a backend other than the accelerator's own is named for it; nccl2 and nccl-lazy are NCCL."""
     chosen = _by_device(backend).get(there.kind)
-    if chosen is not None and chosen != there.backend:
-        return True
-    return there.backend == "nccl" and _shares(environ)
+    return chosen is not None and not (there.backend and chosen.startswith(there.backend))
 
 
 def _shares(environ: Mapping[str, str]) -> bool:

@@ -33,6 +33,7 @@ def process_settings(
         logs_specs=options.logs_specs,
         duplicate_stdout_filters=options.duplicate_stdout_filters,
         duplicate_stderr_filters=options.duplicate_stderr_filters,
+        log_line_prefix_template=options.log_line_prefix_template,
         event_log_handler=options.event_log_handler,
         numa_binding=options.numa_binding,
         start_method=method,
@@ -95,6 +96,7 @@ READ_WHEN_LOADED = frozenset(
         *("OPENBLAS_CORETYPE", "NPY_DISABLE_CPU_FEATURES", "BLIS_NUM_THREADS"),
         # torch
         *("PYTORCH_JIT", "TORCH_CPP_LOG_LEVEL", "ATEN_CPU_CAPABILITY", "TORCH_SHOW_CPP_STACKTRACES"),
+        "TORCH_DIST_USE_NCCL2",
     }
 )
 """Variables that a program reads once, when it or a library is loaded: in the fork server, long ago."""

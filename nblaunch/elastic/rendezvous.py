@@ -24,6 +24,7 @@ import contextlib
 import hashlib
 import hmac
 import importlib.util
+import inspect
 import json
 import logging
 import re
@@ -37,6 +38,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import (
@@ -73,6 +75,8 @@ _WHOLE_SECONDS = (
     *("join_timeout", "last_call_timeout", "close_timeout", "timeout"),
     *("keep_alive_interval", "keep_alive_max_attempt"),
 )
+_CAS_BACKOFF = "cas_backoff_max_seconds"
+"""The longest random delay after another node has changed the state first; torch 2.15 and later."""
 _ETCD_CONF = {
     "etcd-v2": ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "read_timeout"),
     "etcd": ("protocol", "cert", "key", "cacert", "etcd_prefix"),
@@ -244,21 +248,35 @@ def _conf(text: str, backend: str) -> tuple[tuple[str, str], ...]:
                 f"rdzv_conf has {name}={conf[name]!r}, which must be a whole number above 0. Write {name}=60."
             )
             raise OptionError(msg)
+    if _CAS_BACKOFF in conf:
+        _check_cas_backoff(conf[_CAS_BACKOFF])
     of_etcd = _ETCD_CONF.get(backend, ())
     if of_etcd and conf.get("protocol", "http") not in ("http", "https"):
         msg = (
             f"rdzv_conf has protocol={conf['protocol']!r}, which must be http or https. Write protocol=https."
         )
         raise OptionError(msg)
-    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout", *of_etcd})
+    unknown = sorted(conf.keys() - {*_WHOLE_SECONDS, "read_timeout", _CAS_BACKOFF, *of_etcd})
     if unknown:
         why = "" if of_etcd else ": the notebook hosts the rendezvous"
         msg = (
             f"rdzv_conf has {unknown[0]!r}, which nblaunch does not know{why}. It takes "
-            f"{', '.join((*_WHOLE_SECONDS, *of_etcd))}."
+            f"{', '.join((*_WHOLE_SECONDS, _CAS_BACKOFF, *of_etcd))}."
         )
         raise OptionError(msg)
     return tuple(conf.items())
+
+
+def _check_cas_backoff(text: str) -> None:
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        msg = f"rdzv_conf has {_CAS_BACKOFF}={text!r}, which must be seconds. Write {_CAS_BACKOFF}=0.5."
+        raise OptionError(msg)
+    if _CAS_BACKOFF not in inspect.signature(DynamicRendezvousHandler.from_backend).parameters:
+        msg = (
+            f"rdzv_conf has {_CAS_BACKOFF}, but the rendezvous of torch {torch.__version__} has no such "
+            "setting. Use a newer torch (2.15 can), or leave it out."
+        )
+        raise OptionError(msg, kind=FailureKind.TORCH_VERSION)
 
 
 # The stores through which nodes find each other: hosted on one address, or reached.
@@ -665,6 +683,7 @@ class NodesRendezvous(_Handler):
             timeout=RendezvousTimeout(*(_seconds(conf, name) for name in ("join", "last_call", "close"))),
             keep_alive_interval=int(conf.get("keep_alive_interval", _KEEP_ALIVE_SECONDS)),
             keep_alive_max_attempt=int(conf.get("keep_alive_max_attempt", _KEEP_ALIVE_ATTEMPTS)),
+            **({_CAS_BACKOFF: float(conf[_CAS_BACKOFF])} if _CAS_BACKOFF in conf else {}),
         )
         handler.rdzv, handler._signed, handler._entry = rdzv, backend, entry
         return handler

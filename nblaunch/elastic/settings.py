@@ -56,6 +56,7 @@ class ProcessSettings:
     logs_specs: str | None = None
     duplicate_stdout_filters: tuple[str, ...] = ()
     duplicate_stderr_filters: tuple[str, ...] = ()
+    log_line_prefix_template: str = ""
     event_log_handler: str = "null"
     numa_binding: str | None = None
     start_method: str = "forkserver"

@@ -304,7 +304,8 @@ class Collector:
             self._items[key] = CollectedItem((key,), again, item.place, needs)
             if definitions & _needed_for(item, self._items):
                 empty = "{}" if type(value) is dict else f"{type(value).__name__}()"
-                self._items[target] = replace(item, text=f"{target} = {empty}", needs=frozenset())
+                owner = frozenset({self._root(name)} if name in self._patches else ())
+                self._items[target] = replace(item, text=f"{target} = {empty}", needs=owner)
 
     def _own(self, obj: Any) -> str | None:
         """Return the name under which the script defines a function or class; it is taken along then."""

@@ -29,8 +29,8 @@ An interrupt (the user's, a handle's `cancel`; in a session also a timeout):
       (gloo's connections are shut; NCCL is aborted on all ranks, unless a step is under way)
     the grace period is over: fresh ranks are stopped; a session's get the last Interrupt, 2 s later a restart
     a second interrupt by the user skips what is left
-    recovery, in a session: if all sequence numbers agree, go on; else Recover forms the process group again,
-      or the agent restarts all ranks
+    recovery, in a session: if the group is fit, go on; else Recover forms the process group again, or the
+      agent restarts all ranks; also after a job that succeeded, where ranks have called unlike numbers
 
 A group knows ranks that run elsewhere only as its `Peers`, a protocol in `group`. What makes groups gives
 them the function that connects these (`runtime.launch` gives `nodes.members.connect_peers`).
@@ -48,6 +48,7 @@ Modules, each after those that it imports:
     stacks      asks ranks where they are; faulthandler for those that do not answer
     usage       CPU, memory and GPU of ranks, measured on a thread
     job         one job: its state, values and log files
+    fitness     whether a group is fit for another job: evidence before health
     recovery    interrupts, and making ranks fit for another job: two pure machines
     lifecycle   `step`: every decision on jobs and ranks, stage by stage
     group       `WorkerGroup`: makes events, performs actions

@@ -213,11 +213,8 @@ class Ending:
         self._group.looked_at(report)
         where = report.summary or self._job.state.where
         self._end()
-        message = (
-            f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
-            + "".join(f"\n{finding}" for finding in report.findings)
-        )
-        return EarlyEnd(timeout=True, message=message)
+        message = f"the run was given {self._options.timeout:g} s and did not end in that time: {where}"
+        return EarlyEnd(timeout=True, message="\n".join((message, *report.findings)))
 
     def _interrupted(self) -> EarlyEnd:
         """Give the ranks the time to end by themselves; a second interrupt ends them.
@@ -226,11 +223,12 @@ class Ending:
         and one that is importing, which the second interrupt only breaks off.
         """
         where, lost = self._job.state.where, ""
+        findings: tuple[str, ...] = ()
         noticed = len(self._job.state.notices)
         if not self._awaits_nodes:
             report = self._group.where(_ASK_SECONDS)
             self._group.looked_at(report)
-            where = report.summary or where
+            where, findings = report.summary or where, report.findings
         self._group.interrupt(self._job)
         if self._group.keep:
             self._until_ranks_end(interrupts=1)
@@ -247,7 +245,7 @@ class Ending:
                 lost = f"; it was interrupted again, so {ranks} were replaced and their variables are lost"
             self._ended_by(self._options.grace + _END_SECONDS)
         message = f"the run was interrupted: {where}{lost}"
-        return EarlyEnd(timeout=False, message=message, notices_from=noticed)
+        return EarlyEnd(timeout=False, message="\n".join((message, *findings)), notices_from=noticed)
 
     def _end(self) -> None:
         """End the job after its timeout; where a rank's process is stopped, all are replaced."""

@@ -315,12 +315,24 @@ class WorkerGroup:
     def where(self, seconds: float = _ANSWER_SECONDS) -> HangReport:
         """Ask every rank where it is; wait at most `seconds` for the answers.
 
-        Then ask the nodes about ranks that gave none, and wait one second more.
+        Then ask the nodes about ranks that gave none, and wait one second more. Ranks that seem to wait for
+        each other are asked once more.
         """
         state = self._life.at_work
-        request = StackRequest(
-            rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final
+        request = self._asked(
+            (rank.rank for rank in state.ranks.values() if rank.node and not rank.state.final), seconds
         )
+        report = self._report(request)
+        if report.deadlocks:
+            # No two ranks answer at the same time: in between, each may have sent what the other awaits.
+            circles = {rank for circle in report.deadlocks for rank in circle}
+            time.sleep(request.settled_after(circles))
+            request.keep_same_waits(self._asked(circles, seconds))
+            report = self._report(request)
+        return report
+
+    def _asked(self, ranks: Iterable[int], seconds: float) -> StackRequest:
+        request = StackRequest(ranks)
 
         def ask() -> None:
             self._stack_requests.append(request)
@@ -337,6 +349,9 @@ class WorkerGroup:
         if not request.complete.wait(seconds) and self._peers is not None:
             self._hub.call(ask_nodes)
             request.all_dumped.wait(_ANSWER_SECONDS)
+        return request
+
+    def _report(self, request: StackRequest) -> HangReport:
         return request.report(self.here(self._life.at_work), str(self._directory), self._titles)
 
     @property

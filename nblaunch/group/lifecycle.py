@@ -17,15 +17,16 @@ that do not come back are replaced.
     READY        all ranks wait for a job        RUNNING: a job is given, and dispatched to its ranks
     RUNNING      the ranks have the job          fresh: LEAVING once all have an outcome, or 0.1 s after the
                                                  first failure
-                                                 kept: READY if all succeeded; INTERRUPTED 0.1 s after the
-                                                 first failure; RECOVERING once all have an outcome
+                                                 kept: READY if all succeeded, after the same number of
+                                                 collectives; INTERRUPTED 0.1 s after the first failure;
+                                                 RECOVERING once all have an outcome
     INTERRUPTED  the user interrupts, or a       RECOVERING: all ranks have ended the job
                  peer of a kept rank failed      in turn: KeyboardInterrupt; stuck ranks are freed; the last
                                                  interrupt, a grace period after the first was seen; then
                                                  REPLACING. A rank in C code, or in an import,
                                                  is waited for
-    RECOVERING   a kept job has not succeeded    READY: all ranks are fit for another job; the job ends
-                                                 REPLACING: one is not, or does not answer in time
+    RECOVERING   a kept job has not succeeded,   READY: all ranks are fit for another job; the job ends
+                 or unevenly                     REPLACING: one is not, or does not answer in time
     LEAVING      a fresh job has its outcomes    CLOSED, or STARTING if torchelastic starts the group again;
                                                  before that, ranks that have failed end as scripts do
     REPLACING    kept ranks must be ended        STARTING: torchelastic starts others; the job ends
@@ -51,6 +52,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose import hang
+from nblaunch.group.fitness import Tallies, uneven
 from nblaunch.group.recovery import Interruption, Recovery, Send, Sends, Survey
 from nblaunch.protocol.messages import (
     Abort,
@@ -146,6 +148,8 @@ class JobState(msgspec.Struct, frozen=True):
     settle_at: float | None = None
     settled: bool = False
     """Whether every rank has an outcome, or has had the time to report one."""
+    called: Tallies = {}
+    """What its ranks have called within it, once each has ended it."""
     open: bool = False
     """Whether a rank has returned while NCCL operations were open."""
     left_open: Survey | None = None
@@ -592,8 +596,8 @@ class _Step:
                 self.connected(message.rank)
             case Entered(phase=Phase.READY):
                 self.set(ready=state.ready.with_rank(message.rank))
-            case Returned(open=True):
-                self.set_job(open=True)
+            case Returned() | Raised():
+                self.counted(message)
             case Arrived():
                 self.payload_arrived(message.rank)
             case InterruptSeen():
@@ -610,6 +614,12 @@ class _Step:
                 pass
         self.fold(self.state.interruption.as_stopped(message))
         self.dispatch_when_ready()
+
+    def counted(self, message: Returned | Raised) -> None:
+        job = self.state.working
+        if job is not None and message.rank in job.run.ranks:
+            left_open = job.open or (isinstance(message, Returned) and message.open)
+            self.set_job(open=left_open, called={**job.called, message.rank: message.tallies})
 
     def connected(self, rank: int) -> None:
         state = self.state
@@ -895,7 +905,7 @@ class _Step:
                 self.begin_interruption()
         else:
             self.set_job(settled=True)
-            if job.succeeded:
+            if job.succeeded and not uneven(job.called, self.present().ranks):
                 self.finish()
             else:
                 self.begin_recovery()
@@ -905,7 +915,16 @@ class _Step:
         state, ranks = self.state, self.present().ranks
         cut = cut or state.interruption.cut
         gone = state.interruption.lost if state.lost else None
-        recovery, sends = state.recovery.begin(ranks, self.now, state.grace, cut=cut, gone=gone)
+        job = state.job
+        recovery, sends = state.recovery.begin(
+            ranks,
+            self.now,
+            state.grace,
+            cut=cut,
+            gone=gone,
+            called={} if job is None else job.called,
+            succeeded=job is not None and job.succeeded,
+        )
         self.set(sends, recovery=recovery)
 
     def left_nothing_open(self, job: JobState) -> bool:
@@ -1021,11 +1040,13 @@ class _Step:
         if outcome.failed:
             self.replace_ranks(outcome.failed)
             return
+        job = self.state.working
         if outcome.reformed:
+            if outcome.unfit and job is not None and job.succeeded:
+                self.note(outcome.unfit)  # the user has seen no error that would explain it
             self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
         if outcome.dead:
             self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
-        job = self.state.working
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:

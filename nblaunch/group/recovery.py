@@ -12,7 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from nblaunch.diagnose.failures import blames_a_peer
-from nblaunch.diagnose.hang import by_group, difference_of
+from nblaunch.diagnose.hang import difference_of
+from nblaunch.group.fitness import Tallies, unfit
 from nblaunch.protocol.messages import (
     Collective,
     DeadVariable,
@@ -89,6 +90,8 @@ class Steps(msgspec.Struct, frozen=True):
 
     def stuck(self, answers: Mapping[int, Where], state: RunState, now: float, grace: float) -> bool:
         """Return whether the ranks wait for something that will not come; `state` is that of the job."""
+        if any(answer.broken for answer in answers.values()):
+            return True  # what it has begun to its recorder will never run
         unmoved = now - self.since
         under_way, absent = _progress(answers)
         if under_way:
@@ -126,9 +129,9 @@ def _progress(answers: Mapping[int, Where]) -> tuple[bool, set[int]]:
 
 # Recovery: making the ranks of a kept group fit for another job after one that failed or was interrupted.
 #
-# Ranks that agree on how many collectives they have done, and have none open, are left as they are. All
-# others form their default process group again, under a new prefix of the same store, and keep what they
-# hold in memory. Ranks that do not get ready in time are replaced.
+# Ranks of a group that is fit (`nblaunch.group.fitness`) are left as they are. All others form their default
+# process group again, under a new prefix of the same store, and keep what they hold in memory. Ranks that do
+# not get ready in time are replaced.
 
 
 # Only a rank that holds its interpreter does not answer; but a busy machine may take its time.
@@ -144,6 +147,8 @@ class RecoveryOutcome(msgspec.Struct, frozen=True):
 
     reformed: bool
     failed: str = ""
+    unfit: str = ""
+    """Why the group was formed again; "" where connections had been cut, as after an interrupt."""
     in_place: bool = False
     """Whether all groups go on: they were formed again behind the same objects."""
     dead: str = ""
@@ -158,6 +163,11 @@ class Recovery(msgspec.Struct, frozen=True):
     fitness: Survey | None = None
     """What the ranks need; they answer once they have ended the job."""
     reform: bool = False
+    called: Tallies = {}
+    """What the ranks have called within the job."""
+    succeeded: bool = False
+    unfit: str = ""
+    """Why the group is formed again."""
     gone: frozenset[str] | None = None
     """The addresses of lost machines if ranks are lost; the other ranks then only end what they do.
 
@@ -187,7 +197,7 @@ class Recovery(msgspec.Struct, frozen=True):
         """Whether forming the process group takes a time that needs an explanation: on GPUs, seconds."""
         return self.reform and bool(self.waiting) and now >= self.began + _SHOWN_SECONDS
 
-    def begin(
+    def begin(  # noqa: PLR0913 - all that is known of the ranks
         self,
         members: Iterable[int],
         now: float,
@@ -195,11 +205,24 @@ class Recovery(msgspec.Struct, frozen=True):
         *,
         cut: bool,
         gone: frozenset[str] | None = None,
+        called: Tallies | None = None,
+        succeeded: bool = False,
     ) -> tuple[Recovery, Sends]:
-        """Find out what the ranks need; `cut` says whether connections between them have been cut."""
+        """Find out what the ranks need; `cut` says whether connections between them have been cut.
+
+        They have `called` so much within the job, which may have `succeeded`.
+        """
         fitness, sends = Survey.of(members, now + _FITNESS_SECONDS)
-        until = now + _RECOVERY_SECONDS
-        begun = Recovery(self.number, fitness.missing, fitness, reform=cut, gone=gone, until=until)
+        begun = Recovery(
+            self.number,
+            fitness.missing,
+            fitness,
+            reform=cut,
+            called=called or {},
+            succeeded=succeeded,
+            gone=gone,
+            until=now + _RECOVERY_SECONDS,
+        )
         return begun.patient(now, grace), sends
 
     def patient(self, now: float, grace: float) -> Recovery:
@@ -233,7 +256,8 @@ class Recovery(msgspec.Struct, frozen=True):
 
     def _recover(self, answers: Mapping[int, Where], now: float) -> tuple[Recovery, Sends]:
         number = self.number + 1
-        reform = self.gone is None and (self.reform or not agree(answers, self.members))
+        why = unfit(answers, self.members, self.called, succeeded=self.succeeded) if not self.reform else ""
+        reform = self.gone is None and (self.reform or bool(why))
         shared_ends = between_ranks(answers) if reform else {}
         # A rank that forms its group with lost ranks would wait without end.
         freed = () if self.gone is None else _free(answers, answers, self.gone)
@@ -241,7 +265,14 @@ class Recovery(msgspec.Struct, frozen=True):
             Send(rank, Recover(number, reform, shared_ends.get(rank, ()))) for rank in sorted(self.members)
         )
         begun = replace(
-            self, fitness=None, number=number, began=now, reform=reform, waiting=self.members, lost=False
+            self,
+            fitness=None,
+            number=number,
+            began=now,
+            reform=reform,
+            unfit=why,
+            waiting=self.members,
+            lost=False,
         )
         return begun, (*freed, *sends)
 
@@ -262,25 +293,13 @@ class Recovery(msgspec.Struct, frozen=True):
             return replace(self, waiting=waiting, dead=dead), None
         remedies = _remedies(dead, len(self.members))
         return self.abandoned(), RecoveryOutcome(
-            self.reform, failed, in_place=message.in_place, dead=remedies
+            self.reform, failed, self.unfit, in_place=message.in_place, dead=remedies
         )
 
 
 def _remedies(dead: Mapping[DeadVariable, tuple[int, ...]], members: int) -> str:
     where = {each: "" if len(on) == members else f" on {format_ranks(on)}" for each, on in dead.items()}
     return ", ".join(f"{each.name}{where[each]} ({each.remedy})" for each in dead)
-
-
-def agree(answers: Mapping[int, Where], members: frozenset[int]) -> bool:
-    """Return whether all ranks have done the same collectives, and have no operation open.
-
-    >>> agree({0: Where(rank=0, frames=(), pending=0)}, frozenset({0}))
-    True
-    """
-    if answers.keys() != members or any(answer.pending != 0 for answer in answers.values()):
-        return False
-    last = by_group({rank: answer.collectives for rank, answer in answers.items()})
-    return all(len({each.sequence for each in ranks.values()}) == 1 for ranks in last.values())
 
 
 def between_ranks(answers: Mapping[int, Where]) -> dict[int, tuple[int, ...]]:

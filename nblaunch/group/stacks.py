@@ -22,6 +22,8 @@ from nblaunch.protocol.reports import HangReport, readable_main_stack
 from nblaunch.protocol.state import RunState, State, hosts_of
 
 _DUMP_SECONDS = 0.5
+_SETTLED_SECONDS, _SETTLED_LATE_SECONDS = 0.2, 1.2
+_SETTLED_SOON = {"gloo", "store", "nccl"}
 _STOPPED = "its process is stopped (SIGSTOP); kill -CONT would let it go on"
 _NODE_SILENT = "  its node has not answered either"
 # NCCL's watchdog writes some 10 KB when it ends a process.
@@ -32,7 +34,8 @@ class StackRequest:
     """One round of answers; made on any thread, answered on the hub's."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.missing = set(ranks)
+        self.asked = frozenset(ranks)
+        self.missing = set(self.asked)
         self.answers: dict[int, Where] = {}
         self.complete = threading.Event()
         self.dumps: dict[int, str] = {}
@@ -63,6 +66,19 @@ class StackRequest:
             self._undumped.discard(rank)
             if not self._undumped:
                 self.all_dumped.set()
+
+    def settled_after(self, ranks: Iterable[int]) -> float:
+        """Return after how many seconds it is known that an operation of these ranks has ended, if it has."""
+        backends = {each.backend for rank in ranks for each in self.answers[rank].waits}
+        # NCCL's watchdog looks ten times a second, that of ProcessGroupNCCL2 (torch 2.15) once.
+        return _SETTLED_SECONDS if backends <= _SETTLED_SOON else _SETTLED_LATE_SECONDS
+
+    def keep_same_waits(self, later: StackRequest) -> None:
+        """Forget what ranks waited in that were asked again, and no longer wait there."""
+        for rank in self.answers.keys() & later.asked:
+            again = later.answers.get(rank)
+            if again is None or again.waits != self.answers[rank].waits:
+                self.answers[rank] = msgspec.structs.replace(self.answers[rank], waits=())
 
     def report(self, state: RunState, directory: str, titles: Mapping[str, str]) -> HangReport:
         """Return the report; for ranks that did not answer, with what faulthandler writes.

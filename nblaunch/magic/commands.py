@@ -61,6 +61,11 @@ def show_result(result: RunResult, shell: Any) -> None:
     hidden = shell.user_ns_hidden
     for name in [name for name, value in hidden.items() if isinstance(value, RunResult)]:
         del hidden[name]
+    if not result.ok:
+        # IPython's `Out` has no value of a cell that raised, and what it has keeps logs on disk.
+        number = shell.displayhook.prompt_count
+        shell.user_ns["_oh"].pop(number, None)
+        shell.user_ns.pop(f"_{number}", None)
 
 
 def _run(line: str, _: Namespace) -> object:

@@ -35,7 +35,9 @@ _HOST = r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"
 _ENGINES = ("process", "join", "ssh=", "slurm", "ray")
 _SSH_HOST = re.compile(r"(?:\w[\w.-]*@)?(?P<place>[^@]+)")
 _STREAMS = re.compile(r"[0-3]|\d{1,6}:[0-3](,\d{1,6}:[0-3])*")
-_BACKEND = re.compile(rf"{_NAME}|{_NAME}:{_NAME}(?:,{_NAME}:{_NAME})*")
+# With a dash: torch 2.15 has nccl-legacy and nccl-lazy.
+_OF_TORCH = r"[a-z][a-z0-9_-]*"
+_BACKEND = re.compile(rf"{_OF_TORCH}|{_NAME}:{_OF_TORCH}(?:,{_NAME}:{_OF_TORCH})*")
 _AGENT_VARIABLE = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE"
     r"|ROLE_RANK|ROLE_WORLD_SIZE|ROLE_NAME|MASTER_ADDR|MASTER_PORT"
@@ -240,6 +242,12 @@ def choice(*words: str) -> Kind:
 def one_line(text: str) -> bool:
     """Take text without control characters."""
     return text.isprintable() and text != ""
+
+
+@_text("text on one line, maybe with ${hostname} and the like", "TEMPLATE")
+def line_prefix(text: str) -> bool:
+    """Take a template of `string.Template`, maybe none."""
+    return text.isprintable()
 
 
 @_text("a Python name, as in results", "VARIABLE")

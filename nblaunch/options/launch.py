@@ -272,6 +272,11 @@ class LaunchOptions:
         kinds.texts, "Lines with one of these also go to filtered_stderr.log.",
         default=(), scope="node", torchrun="variable",
     )
+    log_line_prefix_template: str = option(
+        kinds.line_prefix,
+        "Begins each line there; torchrun's macros: ${role_name}, ${local_rank}, ${rank}, ${hostname}.",
+        default="", scope="node", torchrun="variable",
+    )
     module: bool = option(
         kinds.switch(given=True), "The script is the name of a module, as python -m takes it.", "-m",
         default=False, scope="script", torchrun="variable",

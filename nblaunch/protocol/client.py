@@ -19,6 +19,7 @@ from nblaunch import _errors
 from nblaunch._help import FailureKind
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.messages import (
+    PROTOCOL_VERSION,
     Answer,
     Asked,
     CodeManifest,
@@ -31,8 +32,10 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 3
+CLIENT_PROTOCOL = 4
 """Raised with every change of a message below: a client of another version is refused."""
+PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
+"""What a client and a runtime compare: messages of ranks travel to clients as they are."""
 
 
 # Parts of messages.
@@ -224,6 +227,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     doing: str = ""
     started: float = 0.0
     engine: EngineSaid | None = None
+    grace: float = 0.0
+    """How long its ranks, or those of its job, have after an interrupt, in seconds."""
 
 
 class EventRecord(msgspec.Struct, frozen=True):
@@ -264,7 +269,10 @@ class Introduce(_ToRuntime, frozen=True):
     node: str
     name: str
     notebook: str = ""
-    protocol: int = CLIENT_PROTOCOL
+    protocol: int = PROTOCOL
+    python: str = ""
+    torch: str = ""
+    """Empty where it is not installed."""
 
 
 class PlaceRun(_ToRuntime, frozen=True):
@@ -440,9 +448,10 @@ ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
 
 
 class ReleaseJob(_ToRuntime, frozen=True):
-    """No result refers to this job: its private logs and its events may go."""
+    """A result of this job is gone in process `pid`; after the last one private logs and events may go."""
 
     job: int
+    pid: int
 
 
 class DismissSession(_ToRuntime, frozen=True):
@@ -559,6 +568,8 @@ class Attached(_FromRuntime, frozen=True):
     jobs: tuple[JobRecord, ...] = ()
     held_by: ClientRecord | None = None
     """Another client, which gives the jobs: this one watches."""
+    watches_only: str = ""
+    """Why this client may give no job, if it may not."""
 
 
 AnswerToClient = (

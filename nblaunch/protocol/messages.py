@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -325,6 +325,27 @@ class Logged(_OfRank, frozen=True):
     values: bytes
 
 
+class Tally(msgspec.Struct, frozen=True):
+    """How many operations of one process group a rank has called, and what its flight recorder has of them.
+
+    `group` is torch's own name, the same on all ranks; `title` is for the reader. `backend` calls itself so:
+    nccl2 where the program asked for nccl. `called` is None where a backend does not count. `recorded` is the
+    number of the last collective in that backend's recorder, None without a recorder.
+    """
+
+    group: str
+    title: str
+    backend: str
+    ranks: tuple[int, ...]
+    called: int | None
+    recorded: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, tuple[int, ...]]:
+        """Return a key that is the same on all ranks of the group."""
+        return self.backend, self.group, self.ranks
+
+
 class Returned(_OfRank, frozen=True):
     """The job is done; `text` and `html` are the value as the rank's own shell shows it.
 
@@ -342,6 +363,8 @@ class Returned(_OfRank, frozen=True):
     """Whether NCCL has operations that have not ended."""
     peak_gpu_memory: int | None = None
     memory: MemoryUse | None = None
+    tallies: tuple[Tally, ...] = ()
+    """What a session's rank has called within the job, of the groups in which it has called anything."""
 
 
 class Raised(_OfRank, frozen=True):
@@ -351,6 +374,8 @@ class Raised(_OfRank, frozen=True):
     offsets: Offsets = Offsets()
     peak_gpu_memory: int | None = None
     memory: MemoryUse | None = None
+    tallies: tuple[Tally, ...] = ()
+    """As in `Returned`."""
 
 
 class Finishing(_OfRank, frozen=True):
@@ -374,7 +399,7 @@ DEFAULT_GROUP = "default_pg"
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """A collective that a rank has begun, as torch's flight recorder has it.
+    """A collective that a rank has begun, as torch's flight recorder has it; or another operation of ranks.
 
     It is the one of number `sequence` in the process group `group`, an `operation` on tensors of these
     `sizes` and `dtypes`; `completed`, if the recorder has seen its end. `backend` is that of the recorder,
@@ -390,6 +415,18 @@ class Collective(msgspec.Struct, frozen=True):
     completed: bool = False
     backend: str = ""
     ranks: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    """Of a send, or a batch of them: the ranks that receive. `sequence` then is another one for each call."""
+    receives: tuple[int, ...] = ()
+    """Of a receive, or a batch of them: the ranks that send."""
+    tag: int = 0
+    from_any: bool = False
+    """Whether it is a receive to which any one of these ranks may send."""
+
+    @property
+    def peers(self) -> frozenset[int]:
+        """The ranks at the other ends of sends and receives; empty for a collective."""
+        return frozenset((*self.sends, *self.receives))
 
     @property
     def key(self) -> tuple[str, str, tuple[int, ...]]:
@@ -425,6 +462,12 @@ class Where(_OfRank, frozen=True):
     """The last completed operation of each NCCL group: it advances while the GPUs are at work."""
     importing: bool = False
     """Whether the main thread is inside an import."""
+    tallies: tuple[Tally, ...] = ()
+    """Of all groups, since each was formed."""
+    broken: str = ""
+    """CUDA's error, if a rank that has ended its job cannot use CUDA any more."""
+    waits: tuple[Collective, ...] = ()
+    """The operations in which the main thread or the GPU may be waiting; one where it is known which."""
 
 
 class Names(_OfRank, frozen=True):

@@ -49,8 +49,9 @@ class HangReport:
     """Where the ranks were.
 
     `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
-    group, from torch's flight recorder; `findings` what follows from comparing them: who has not started
-    what, which operations, shapes or dtypes differ. `silent` maps ranks that gave no answer to the stack
+    group, from torch's flight recorder; `findings` what follows from comparing them: who waits for whom in a
+    circle, who has not started what, which operations, shapes or dtypes differ. `deadlocks` are the ranks of
+    each circle. `silent` maps ranks that gave no answer to the stack
     that faulthandler wrote; `finished` are ranks that had returned already. `hosts` maps ranks to their
     hosts; it is empty if there is only one host.
     """
@@ -61,6 +62,7 @@ class HangReport:
     silent: Mapping[int, str] = field(default_factory=dict)
     finished: tuple[int, ...] = ()
     hosts: Mapping[int, str] = field(default_factory=dict)
+    deadlocks: tuple[tuple[int, ...], ...] = ()
 
     def named(self, ranks: Iterable[int]) -> str:
         """Return `[ranks 0-1 on hA]`, without the host where there is only one."""
@@ -337,8 +339,14 @@ def session_ended(name: str, why: str = "") -> str:
     return f"session {name!r} has ended{because}. Start another one (%distributed start)."
 
 
-def session_busy(name: str) -> str:
-    """Return the text of the error for a session that runs a job."""
+def session_busy(name: str, *, looked_at_by: str = "") -> str:
+    """Return the text of the error for a session that runs a job, or whose ranks a client looks into."""
+    if looked_at_by:
+        return (
+            f"session {name!r} takes one job at a time. {looked_at_by} looks into its ranks (inspect, diff, "
+            "completion), and that look goes on although it was interrupted. Wait for its end, or use fresh "
+            "ranks (--fresh)."
+        )
     return (
         f"session {name!r} takes one job at a time, and is at work on another one. Wait for it "
         "(handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."

@@ -24,8 +24,6 @@ The phases of its life, by the names that error messages use:
     ...             a session's rank takes the next job; after a failed one first Recover -> Recovered
     leave           on Leave: threads, exit functions, process group, flush, exit code
 
-A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
-
 An interrupt: the control thread sends SIGINT to the main thread only while a job is at work, and reports
 `InterruptSeen` once the main thread has run Python code since: a rank in C code is not one that ignores it.
 A collective, which cannot be, is aborted (NCCL) or cut off (gloo). With `Preempt` before it, the rank saves.
@@ -35,6 +33,7 @@ and counted. Order between them, and between text and displays, travels as `Swit
 
 Invariants:
   * A rank ends when the hub sends Leave. One that failed stays until its peers have reported.
+  * A job's payload is kept once it is whole on every rank of a session (`Arrived`, `Proceed`), or undone.
   * Whatever a job raises becomes `Raised`; a rank that cannot even report writes to stderr and exits 1.
   * The user's code sees what torchrun's would: environment, signals, `__main__`, process groups.
   * Only this process is touched: children of the job are reaped here, and end with it.
@@ -55,6 +54,7 @@ Modules, each after those that it imports:
     failure          an exception as a record, with the user's frames only
     stores           which variables a cell has bound, also to the object that they had
     namespace        the rank's variables: its own, the notebook's, and which of the two counts
+    waits            the operation in which the rank waits for others
     stacks           where the main thread is; frees a collective that it is stuck in
     control          the control thread: inbox, outbox, interrupts
     main             `Rank`: prepare, work, recover, leave

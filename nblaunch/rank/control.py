@@ -342,7 +342,9 @@ class Link:
             case ReportWhere():
                 # Without an answer the hub has faulthandler dump the stacks. A question must not end a rank.
                 with contextlib.suppress(Exception):
-                    self._socket.send(encode(self._inspector.where()))
+                    self._socket.send(
+                        encode(self._inspector.where(idle=not (self._working or self._finishing)))
+                    )
             case ReportReached():
                 # As above. The group may be ending at this very moment: then there is no answer.
                 with contextlib.suppress(Exception):

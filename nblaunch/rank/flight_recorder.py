@@ -1,8 +1,11 @@
-"""The collectives of this rank, as torch's flight recorders have them: gloo has one, NCCL has another.
+"""The collectives of this rank, as torch's flight recorders have them: each backend has one of its own.
 
 NCCL's recorder asks CUDA about the events of open collectives, and holds the GIL meanwhile. The status of its
 groups needs no CUDA call, so that is read first. The entries are read on a thread of their own, for which the
 control thread waits with a bound.
+
+A recorder is asked for by the name that the backend gives itself: "nccl" is two backends (torch 2.15 makes
+ProcessGroupNCCL2 of it, which calls itself nccl2), and the recorder of one is empty while the other works.
 """
 
 from __future__ import annotations
@@ -10,30 +13,35 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+import torch
 from torch._C import _distributed_c10d
 
 from nblaunch.protocol.messages import Collective
 
-GLOO, NCCL = "gloo", "nccl"
-_DUMPS = {GLOO: "_dump_fr_trace_json", NCCL: "_dump_nccl_trace_json"}
+GLOO = "gloo"
 SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """torch takes the first of these that is set."""
 _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
+_TRANSFER = re.compile(r"(?P<what>\w+) \d+(?P<way>->|<-)(?P<other>\d+)")
+# ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are open count as one.
+_MARKS_BATCHES = "nccl"
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
 _ANSWER_SECONDS = 0.5
 
-_oldest_alive: dict[str, int] = {GLOO: 0, NCCL: 0}
-"""The number of the oldest group that may still be alive: each recorder counts groups by itself."""
+_oldest_alive: dict[str, int] = {}
+"""The number of the oldest group of each backend that may still be alive: each recorder counts for itself."""
 _buried = -1
 """gloo's newest entry of what groups did before they were formed again in place, and count from the start."""
 _asking: threading.Thread | None = None
@@ -41,7 +49,7 @@ _asking: threading.Thread | None = None
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far NCCL is: the groups' last completed operations, and whether any has enqueued more."""
+    """How far the GPUs are: the groups' last completed operations, and whether any has enqueued more."""
 
     done: tuple[int, ...]
     busy: bool
@@ -53,6 +61,24 @@ class Recorded:
 
     recent: tuple[Collective, ...]
     pending: int | None
+    read: frozenset[str]
+    """The backends whose recorder has answered."""
+    last: Mapping[tuple[str, str], int]
+    """Backend and torch's name of each group that has an entry -> the number of its last collective."""
+    older: frozenset[str]
+    """Backends whose recorder knows of groups of which it has kept no entry."""
+    under_way: tuple[Collective, ...] = ()
+    """The open operations by backend, in the order in which they have begun; sends and receives too."""
+
+    def count(self, backend: str, group: str, called: int | None) -> tuple[int | None, int | None]:
+        """Return how many collectives of a group were called, and the number of the last that is recorded."""
+        if backend not in self.read or not called:
+            return called, 0 if backend in self.read else None
+        last = self.last.get((backend, group), 0)
+        if not last and backend in self.older:
+            return called, called
+        # gloo counts its sends and receives as well, and records none of them.
+        return 0 if backend == GLOO and not last else called, last
 
 
 def record_collectives() -> None:
@@ -68,45 +94,76 @@ def record_collectives() -> None:
         os.environ[_FILE_VARIABLES[0]] = os.path.join(logs, _FILE)  # noqa: PTH118 - torch adds the rank
 
 
-def nccl_status() -> Status:
-    """Return how far NCCL is, without a call of CUDA."""
-    alive = {number: each for number, each in _statuses(NCCL).items() if number >= _oldest_alive[NCCL]}
-    done = tuple(completed for _, (_, completed) in sorted(alive.items()))
-    return Status(done, any(enqueued != completed for enqueued, completed in alive.values()))
+def gpu_status(backends: Iterable[str]) -> Status:
+    """Return how far the GPUs are in what these backends have enqueued, without a call of CUDA."""
+    alive = [
+        each
+        for backend in sorted(set(backends) - {GLOO})
+        for _, each in sorted((_statuses(backend) or {}).items())
+    ]
+    done = tuple(completed for _, completed in alive)
+    return Status(done, any(enqueued != completed for enqueued, completed in alive))
 
 
-def is_busy() -> bool:
-    """Whether NCCL has operations that have not ended, as far as is known."""
-    if not nccl_status().busy:
+def is_busy(backends: Iterable[str]) -> bool:
+    """Whether the GPUs have operations of these backends that have not ended, as far as is known."""
+    backends = set(backends) - {GLOO}
+    if not gpu_status(backends).busy:
         return False
-    # The status is from its watchdog, which looks ten times a second; the events are exact.
-    entries = _nccl_entries()
-    return entries is None or _open(_alive(entries, NCCL)) > 0
+    # The status is from NCCL's watchdog, which looks ten times a second; the events are exact.
+    found = {backend: _entries_in_time(backend) for backend in backends}
+    return any(entries is None or _open(_alive(entries, backend)) > 0 for backend, entries in found.items())
 
 
-def recorded(members: Mapping[str, tuple[int, ...]]) -> Recorded:
-    """Return what both recorders have of groups that may be alive.
+def recorded(
+    members: Mapping[str, tuple[int, ...]], backends: Iterable[str], gpus_are_done: Callable[[], bool]
+) -> Recorded:
+    """Return what the recorders of these backends have of groups that may be alive.
 
-    `members` has the ranks of each group by its name.
+    `members` has the ranks of each group by its name. `gpus_are_done` tells whether the GPUs have ended all
+    their work: nccl2's watchdog (torch 2.15) looks once a second, and until then all is open to its recorder.
     """
     recent: list[Collective] = []
-    pending: list[int] = []
-    for backend, found in ((GLOO, _entries(GLOO)), (NCCL, _nccl_entries())):
-        if found is not None:
-            entries = _alive(found, backend)
-            recent += _collectives(entries, backend, members)
-            pending.append(_open(entries))
-    return Recorded(tuple(recent), sum(pending) if len(pending) == len(_DUMPS) else None)
+    pending: list[int | None] = []
+    under_way: list[Collective] = []
+    last: dict[tuple[str, str], int] = {}
+    read, older = set[str](), set[str]()
+    for backend in sorted(set(backends)):
+        found = _entries(backend) if backend == GLOO else _entries_in_time(backend)
+        if found is None:
+            pending.append(None)
+            continue
+        entries = _alive(found, backend)
+        recent += _collectives(entries, backend, members)
+        under_way += open_operations(entries, backend, members)
+        last |= _last(entries, backend)
+        numbers = {int(each.get("pg_id", 0)) for each in entries}
+        dropped = [each for number, each in (_statuses(backend) or {}).items() if number not in numbers]
+        read.add(backend)
+        if dropped:
+            older.add(backend)
+        number = _open(entries) + sum(enqueued != completed for enqueued, completed in dropped)
+        pending.append(0 if number and backend != GLOO and gpus_are_done() else number)
+    counted = [each for each in pending if each is not None]
+    return Recorded(
+        recent=tuple(recent),
+        pending=sum(counted) if len(counted) == len(pending) else None,
+        read=frozenset(read),
+        last=last,
+        older=frozenset(older),
+        under_way=tuple(under_way),
+    )
 
 
-def bury(*, but_the_newest: bool = False) -> None:
+def bury(backends: Iterable[str], *, but_the_newest: bool = False) -> None:
     """Ignore all groups so far: the open operations of an aborted one stay open in the recorder.
 
     The newest may be spared: the one that has just had a collective.
     """
-    for backend in _DUMPS:
-        newest = max(_statuses(backend), default=-1)
-        _oldest_alive[backend] = max(_oldest_alive[backend], newest if but_the_newest else newest + 1)
+    for backend in backends:
+        newest = max(_statuses(backend) or (), default=-1)
+        oldest = newest if but_the_newest else newest + 1
+        _oldest_alive[backend] = max(_oldest_alive.get(backend, 0), oldest)
 
 
 def bury_entries() -> None:
@@ -115,35 +172,60 @@ def bury_entries() -> None:
     _buried = max((int(each["record_id"]) for each in _entries(GLOO) or ()), default=_buried)
 
 
-def _statuses(backend: str) -> dict[int, tuple[int, int]]:
-    """Return (last enqueued, last completed) for the number of each group that has had a collective."""
-    with contextlib.suppress(Exception):  # a torch without NCCL, an older one: the stacks are enough
-        dump = getattr(_distributed_c10d, _DUMPS[backend])
-        status: dict[str, dict[str, str]] = json.loads(dump(includeCollectives=False)).get("pg_status", {})
+def _dump(backend: str, **options: Any) -> dict[str, Any]:
+    """Return what a backend's recorder has; raise where torch has none for it.
+
+    Before torch 2.15 each recorder has a function of its own, as that of ProcessGroupNCCL has still.
+    """
+    by_name = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    found: dict[str, Any] | None = None
+    if "backend" in (getattr(by_name, "__doc__", None) or ""):
+        found = json.loads(by_name(backend=backend, **options))  # type: ignore[misc]
+    if not (found or {}).get("pg_status"):
+        of_gloo = by_name if backend == GLOO else None
+        own = getattr(_distributed_c10d, f"_dump_{backend}_trace_json", of_gloo)
+        found = found if own is None else json.loads(own(**options))
+    # gloo's counts its groups as it begins: without one it is switched off. It has no sends and receives, so
+    # no entries would mean nothing else there.
+    if found is None or (backend == GLOO and not found.get("pg_config")):
+        msg = f"torch {torch.__version__} has no flight recorder for {backend}"
+        raise LookupError(msg)
+    return found
+
+
+def _statuses(backend: str) -> dict[int, tuple[int, int]] | None:
+    """Return (last enqueued, last completed) for the number of each living group that has had a collective.
+
+    None where there is no such recorder.
+    """
+    with contextlib.suppress(Exception):  # or an older one, with other words: no evidence
+        status: dict[str, dict[str, str]] = _dump(backend, includeCollectives=False).get("pg_status", {})
         return {
             int(number): (int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
             for number, each in status.items()
+            if int(number) >= _oldest_alive.get(backend, 0)
         }
-    return {}
+    return None
 
 
 def _entries(backend: str) -> list[dict[str, Any]] | None:
     """Return a recorder's entries, oldest first; None where there is no such recorder."""
-    with contextlib.suppress(Exception):  # as above; or the CUDA context is broken
-        return list(json.loads(getattr(_distributed_c10d, _DUMPS[backend])()).get("entries", ()))
+    with contextlib.suppress(Exception):  # no recorder, or the CUDA context is broken
+        return list(_dump(backend).get("entries", ()))
     return None
 
 
-def _nccl_entries() -> list[dict[str, Any]] | None:
-    """Return the entries of NCCL's recorder; None if it does not answer in time."""
+def _entries_in_time(backend: str) -> list[dict[str, Any]] | None:
+    """Return the entries of a recorder that asks CUDA; None if it does not answer in time."""
     global _asking
-    if not any(number >= _oldest_alive[NCCL] for number in _statuses(NCCL)):
-        return []  # nothing has been asked of NCCL
+    status = _statuses(backend)
+    if not status:
+        return None if status is None else []  # nothing has been asked of it
     if _asking is not None and _asking.is_alive():
         return None
     found: list[list[dict[str, Any]] | None] = []
     _asking = threading.Thread(
-        target=lambda: found.append(_entries(NCCL)), name="nblaunch-recorder", daemon=True
+        target=lambda: found.append(_entries(backend)), name="nblaunch-recorder", daemon=True
     )
     _asking.start()
     _asking.join(_ANSWER_SECONDS)
@@ -151,11 +233,11 @@ def _nccl_entries() -> list[dict[str, Any]] | None:
 
 
 def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    after = _buried if backend == GLOO else -1
+    oldest, after = _oldest_alive.get(backend, 0), (_buried if backend == GLOO else -1)
     return [
         each
         for each in entries
-        if int(each.get("pg_id", 0)) >= _oldest_alive[backend] and int(each.get("record_id", 0)) > after
+        if int(each.get("pg_id", 0)) >= oldest and int(each.get("record_id", 0)) > after
     ]
 
 
@@ -176,6 +258,59 @@ def _operation(entry: Mapping[str, Any]) -> str:
 
 def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], int]:
+    """Return the number of each group's last collective, by backend and torch's name of the group."""
+    newest: dict[tuple[str, str], tuple[int, int]] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            key = backend, str((entry.get("process_group") or ("",))[0])
+            # A group of this name that is gone has a lower number, and may have counted further.
+            number = int(entry.get("pg_id", 0)), int(entry.get("collective_seq_id", 0))
+            newest[key] = max(newest.get(key, number), number)
+    return {key: sequence for key, (_, sequence) in newest.items()}
+
+
+def open_operations(
+    entries: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Iterator[Collective]:
+    """Yield the open operations, oldest first; sends and receives of one batch as one."""
+    ended = {_batch(each) for each in entries if _operation(each) == _COALESCED and _completed(each)}
+    found: dict[object, list[dict[str, Any]]] = {}
+    for entry in entries:
+        if _completed(entry) or _operation(entry) == _COALESCED:
+            continue
+        if not entry.get("is_p2p"):
+            found[entry.get("record_id")] = [entry]
+        elif backend != _MARKS_BATCHES:
+            found.setdefault((entry.get("pg_id"),), []).append(entry)
+        elif _batch(entry) not in ended:
+            found.setdefault(_batch(entry), []).append(entry)
+    for each in found.values():
+        if each[0].get("is_p2p"):
+            yield _transfer(each, backend, members)
+        else:
+            yield _collective(each[0], backend, members)
+
+
+def _transfer(
+    batch: list[dict[str, Any]], backend: str, members: Mapping[str, tuple[int, ...]]
+) -> Collective:
+    """Return sends and receives that end together; torch writes `send 0->1` and `recv 0<-1`."""
+    one = _collective(batch[0], backend, members)
+    found = [each for entry in batch if (each := _TRANSFER.fullmatch(_operation(entry)))]
+    ends: dict[str, list[int]] = {"->": [], "<-": []}
+    for each in found:
+        if int(each["other"]) < len(one.ranks):
+            ends[each["way"]].append(one.ranks[int(each["other"])])
+    return msgspec.structs.replace(
+        one,
+        operation="/".join(dict.fromkeys(each["what"] for each in found)),
+        sequence=int(batch[0].get("p2p_seq_id", 0)),
+        sends=tuple(ends["->"]),
+        receives=tuple(ends["<-"]),
+    )
 
 
 def _collectives(
@@ -203,10 +338,15 @@ def _collectives(
         yield from known[-_RECENT:]
 
 
+def title(name: str, description: str) -> str:
+    """Return what a reader calls a group: its description, where it has one."""
+    return name if description in ("", "undefined") else description
+
+
 def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tuple[int, ...]]) -> Collective:
     number, description = entry.get("process_group") or ("", "")
     return Collective(
-        group=str(description if description not in ("", "undefined") else number),
+        group=title(str(number), str(description)),
         sequence=int(entry.get("collective_seq_id", 0)),
         operation=_operation(entry),
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),

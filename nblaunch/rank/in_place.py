@@ -141,7 +141,7 @@ def _connect(group: Any, number: int, handles: list[str]) -> None:
 
 
 def _models() -> list[Any]:
-    """Return all DDP models, and what FSDP2 keeps of each module: variables may refer to them in any depth."""
+    """Return all DDP models, and what FSDP2 keeps of modules: variables may refer to them in any depth."""
     state = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
     kinds = _with_subclasses(DistributedDataParallel) | (set() if state is None else _with_subclasses(state))
     # Hundreds of thousands of objects: a look at the type is what each may cost.

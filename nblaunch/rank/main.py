@@ -564,9 +564,10 @@ class Rank:
                 html=failure.encodable(html),
                 not_sent=failure.encodable(not_sent),
                 offsets=stdio.output.end_job(keep=self.orders.keep),
-                open=not self.orders.keep and process_group.uses_nccl() and flight_recorder.is_busy(),
+                open=not self.orders.keep and process_group.has_open_operations(),
                 peak_gpu_memory=memory.peak() if used is None else used.device_peak,
                 memory=used,
+                tallies=process_group.called() if self.orders.keep else (),
             )
         )
 
@@ -603,6 +604,7 @@ class Rank:
                 offsets=ended,
                 peak_gpu_memory=used.device_peak,
                 memory=used,
+                tallies=process_group.called() if self.orders.keep else (),
             )
         )
 
@@ -651,7 +653,9 @@ class Rank:
             shell.end()
             if exitcode == 0:
                 # A rank that failed closes its connections by exiting: an orderly end could wait for peers.
-                process_group.leave(abort=abort)
+                # So could that of a session's rank whose GPU waits for one: NCCL has no bound.
+                open_now = self.orders.keep and process_group.uses_nccl() and not process_group.gpu_is_done()
+                process_group.leave(abort=abort or open_now)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 # The job may have closed them, or put anything in their place.

@@ -6,11 +6,11 @@ import contextlib
 import importlib
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from nblaunch._inherited import is_standard_library
 from nblaunch.capture.modules import file_of
 from nblaunch.protocol.messages import CodeTree
 
@@ -40,7 +40,7 @@ class OwnModules:
             # Before installed packages, and before this machine's own files; after the standard library, as
             # in IPython.
             others = [each for each in sys.path if each not in (*self._entries, *entries)]
-            standard = [each for each in others if _is_standard(each)]
+            standard = [each for each in others if is_standard_library(each)]
             sys.path[:] = [*standard, *entries, *(each for each in others if each not in standard)]
         self._tree, self._roots, self._entries = code.tree, roots, entries
         importlib.invalidate_caches()
@@ -113,13 +113,6 @@ class OwnModules:
             if f"{path}/".startswith(f"{root}/"):
                 return entry + path.removeprefix(root)
         return path
-
-
-def _is_standard(entry: str) -> bool:
-    """Whether an entry of `sys.path` is the standard library's."""
-    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    library = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    return entry in library | {f"{each}/lib-dynload" for each in library} or entry.endswith(f"/{zipped}")
 
 
 def _time_and_size(module: object) -> tuple[int, int] | None:

@@ -25,7 +25,7 @@ from nblaunch.capture.identity import ObjectTable
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import DeadVariable, Objects
 from nblaunch.rank import process_group, shell
-from nblaunch.rank.stores import StoreNotes, note_of
+from nblaunch.rank.stores import StoreNotes
 
 _MOST_NAMES = 10_000
 _GIVEN = frozenset({"rank", "local_rank", "world_size", "device"})
@@ -58,8 +58,9 @@ class Variables:
         """Objects that the notebook believes to be here: they stay until the next job has found them."""
         self._hidden = frozenset(self._came)
         self._tenure = 0
+        self._stores = StoreNotes(lambda name: name in self._came)
         if kept:
-            shell.prepare().ast_transformers.append(StoreNotes(lambda name: name in self._came))
+            shell.prepare().ast_transformers.append(self._stores)
 
     def given_in(self, tenure: int) -> None:
         """Forget the objects of another client, which gives no jobs any more; its variables stay."""
@@ -109,7 +110,7 @@ class Variables:
     def settle(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """After a job, return which variables the rank has bound itself, and which objects it has lost."""
         namespace = shell.namespace()
-        bound = {name for name in self._came if namespace.pop(note_of(name), False)}
+        bound = self._stores.taken()
         # No object is kept that came and is no longer there under its name.
         self._came = {
             name: value if namespace[name] is value and name not in bound else _REBOUND

@@ -24,13 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from nblaunch.protocol.messages import Tally
 from nblaunch.rank import flight_recorder, in_place
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_RECOVERY = 1_000_000
 # An abort takes NCCL a second or two: it frees memory, and joins its proxy threads.
 _ABORT_SECONDS = 10.0
-_SYNCHRONIZE_SECONDS = 5.0
+_SYNCHRONIZE_SECONDS, _MOMENT_SECONDS = 5.0, 0.5
 # The process ends in any case.
 _LEAVE_SECONDS = 3.0
 
@@ -53,8 +54,26 @@ class Groups:
         self.uses_nccl = _uses_nccl()
         """Whether the default one uses NCCL."""
         self.ranks = {group: tuple(ranks) for group, ranks in list(world.pg_group_ranks.items())}
-        self.names = {str(name): self.ranks.get(group, ()) for group, name in list(world.pg_names.items())}
+        self.named = {str(name): group for group, name in list(world.pg_names.items())}
+        self.names = {name: self.ranks.get(group, ()) for name, group in self.named.items()}
         """Name -> the group's ranks."""
+
+    def counts(self) -> dict[tuple[str, str], int | None]:
+        """Return how many operations were called, for each group by its name, and each of its backends.
+
+        None where a backend does not count. Calls nothing that waits: the backends only tell their number.
+        """
+        return {
+            (name, backend): number
+            for name, group in self.named.items()
+            for backend, number in _numbers(group).items()
+        }
+
+    def tally(self, group: str, backend: str, called: int | None, recorded: int | None = None) -> Tally:
+        """Return what is known of a group, with the names of it that all ranks have."""
+        title = str(getattr(self.named[group], "group_desc", ""))
+        title = title if title not in ("", "undefined") else group
+        return Tally(group, title, backend, self.names[group], called, recorded)
 
 
 _original: Callable[..., None] = distributed_c10d.init_process_group
@@ -66,10 +85,13 @@ _agent_address: tuple[str, int] = ("127.0.0.1", 0)
 # Not torchelastic's restart count: that of a node that joined late is another one.
 _attempt = 0
 _timeout: timedelta | None = None
+_device = torch.device("cpu")
 _formed_with: dict[str, Any] | None = None
 """The arguments of the default group, with which another one can take its place."""
 _cut_here = False
 """Whether this rank has shut connections of the group by itself: it must be formed again."""
+_before: dict[tuple[str, str], int | None] = {}
+"""What the groups had been called for when the last job ended."""
 _aborting: threading.Thread | None = None
 _aborted: Groups | None = None
 """The groups as they were before an abort, with which torch forgets them."""
@@ -88,7 +110,8 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
 
     With `joins` it is formed by `form_again`, with ranks that form theirs again.
     """
-    global _formed_with, _ours, _timeout
+    global _device, _formed_with, _ours, _timeout
+    _device = device
     keywords: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     if timeout is not None:
         _timeout = keywords["timeout"] = timedelta(seconds=timeout)
@@ -112,7 +135,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old groups.
     Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used any more.
     """
-    global _aborted, _cut_here, _ours
+    global _aborted, _before, _cut_here, _ours
     check_context(device, wait=False)
     _end_nccl()
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
@@ -122,14 +145,16 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     if kept:
         flight_recorder.bury_entries()
     else:
+        backends = {backend for _, backend in groups().counts()}
         leave()
-        flight_recorder.bury()
+        flight_recorder.bury(backends)
         _aborted = _ours = None
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
     if kept:
         dist.barrier()
+        _before = Groups().counts()
         return True
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
@@ -141,7 +166,8 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     _ours = dist.group.WORLD
     dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    flight_recorder.bury(but_the_newest=True)
+    _before = Groups().counts()
+    flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
     return False
 
 
@@ -165,6 +191,20 @@ def is_cut() -> bool:
     return _cut_here
 
 
+def called() -> tuple[Tally, ...]:
+    """Return what has been called since the last job ended, for the groups in which anything has been."""
+    global _before
+    now, before = Groups(), _before
+    _before = now.counts()
+    found = []
+    for key, number in _before.items():
+        earlier = before.get(key) or 0
+        if number is not None and number != earlier:
+            # A group that counts from the start has taken the place of another one.
+            found.append(now.tally(*key, number - earlier if number > earlier else number))
+    return tuple(found)
+
+
 def groups() -> Groups:
     """Return the groups of this process; once they are aborted, as they were before."""
     return _aborted or Groups()
@@ -173,6 +213,11 @@ def groups() -> Groups:
 def uses_nccl() -> bool:
     """Whether the default group uses NCCL, or did so until it was aborted; asks torch for nothing else."""
     return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
+
+
+def has_open_operations() -> bool:
+    """Whether the GPUs have operations of NCCL that have not ended, as far as is known."""
+    return uses_nccl() and flight_recorder.is_busy({backend for _, backend in groups().counts()})
 
 
 def begin_abort(then: Callable[[], None] = lambda: None) -> None:
@@ -201,20 +246,38 @@ def check_context(device: torch.device, *, wait: bool = True) -> None:
     """Raise `UnusableError` if CUDA cannot be used any more; `wait` a moment for its work under way."""
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return
+    # A device-side assertion is known once the CUDA kernel has run, which may take any time.
+    if found := _asked(torch.cuda.synchronize if wait else _query, device, _SYNCHRONIZE_SECONDS):
+        raise UnusableError(found)
+
+
+def gpu_is_done() -> bool:
+    """Whether this rank's GPU has ended all work that it was given; waits a moment for that."""
+    known = _device.type == "cuda" and torch.cuda.is_initialized()
+    return known and _asked(torch.cuda.synchronize, _device, _MOMENT_SECONDS) == ""
+
+
+def broken() -> str:
+    """Return CUDA's error if this rank's context is broken, as far as CUDA says so within a moment."""
+    known = _device.type == "cuda" and torch.cuda.is_initialized()
+    return (_asked(_query, _device, _MOMENT_SECONDS) or "") if known else ""
+
+
+def _query(device: torch.device) -> bool:
+    return bool(torch.cuda.current_stream(device).query())
+
+
+def _asked(call: Callable[[torch.device], object], device: torch.device, seconds: float) -> str | None:
+    """Ask CUDA on a thread; return its error, "" without one, None without an answer within `seconds`."""
     found: list[str] = []
-    if wait:
-        # A device-side assertion is known once the CUDA kernel has run, which may take any time.
-        thread = threading.Thread(
-            target=lambda: found.append(_cuda_error(lambda: torch.cuda.synchronize(device))),
-            name="nblaunch-synchronize",
-            daemon=True,
-        )
-        thread.start()
-        thread.join(_SYNCHRONIZE_SECONDS)
-    else:
-        found.append(_cuda_error(lambda: torch.cuda.current_stream(device).query()))
-    if found and found[0]:
-        raise UnusableError(found[0])
+    thread = threading.Thread(
+        target=lambda: found.append(_cuda_error(lambda: call(device))),
+        name="nblaunch-synchronize",
+        daemon=True,
+    )
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def _cuda_error(call: Callable[[], object]) -> str:
@@ -243,6 +306,26 @@ def _abort(then: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):  # a group that is broken already cannot be aborted
         distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
     then()
+
+
+def _numbers(group: Any) -> dict[str, int | None]:
+    """Return the number of the last operation that each backend of a group was called for.
+
+    A backend that is written in Python is the group itself, and has no device types.
+    """
+    kinds = getattr(group, "_device_types", ())
+    found = []
+    for kind in kinds:
+        with contextlib.suppress(RuntimeError):  # a kind of device that this group is not for
+            found.append(group._get_backend(kind))  # noqa: SLF001 - torch has no public way
+    return {str(each.name()): _number_of(each) for each in found or [group]}
+
+
+def _number_of(backend: Any) -> int | None:
+    try:
+        return int(backend._get_sequence_number_for_group())  # noqa: SLF001 - as torch's own debug wrapper
+    except RuntimeError:
+        return None  # it does not count
 
 
 def _uses_nccl() -> bool:

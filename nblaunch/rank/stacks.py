@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Where, dump_path, fatal_path
 from nblaunch.protocol.reports import is_import, is_ours
-from nblaunch.rank import failure, flight_recorder, process_group
+from nblaunch.rank import failure, flight_recorder, process_group, waits
 
 _FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -36,11 +36,16 @@ class RankInspector:
         self._titles = titles
         self._main = threading.main_thread().ident
 
-    def where(self) -> Where:
-        """Return the main thread's stack, the last collective of each group, and the connections."""
+    def where(self, *, idle: bool) -> Where:
+        """Return the main thread's stack, the last collective of each group, and the connections.
+
+        An `idle` rank, which has ended its job, waits a moment for its GPU.
+        """
         groups = process_group.groups()
-        status = flight_recorder.nccl_status()
-        known = flight_recorder.recorded(groups.names)
+        counts = groups.counts()
+        backends = {backend for _, backend in counts}
+        status = flight_recorder.gpu_status(backends)
+        known = flight_recorder.recorded(groups.names, backends, lambda: idle and process_group.gpu_is_done())
         return Where(
             rank=self.rank,
             frames=tuple(self._frames()),
@@ -54,6 +59,12 @@ class RankInspector:
             nccl=groups.uses_nccl,
             done=status.done,
             importing=self.importing(),
+            broken=process_group.broken() if idle else "",
+            tallies=tuple(
+                groups.tally(group, backend, *known.count(backend, group, number))
+                for (group, backend), number in counts.items()
+            ),
+            waits=waits.waits(self.rank, self._stack(), known.under_way, groups, inside=self._inside()),
         )
 
     def collectives(self) -> int | None:
@@ -93,8 +104,8 @@ class RankInspector:
         """Whether the main thread is in a call of torch.distributed, or waits for an operation of one."""
         stack = [(frame.f_code.co_filename, line) for frame, line in self._stack()]
         # The innermost line too: gloo's flight recorder has no sends and receives that are under way.
-        waits = any(_WAITS.search(linecache.getline(*innermost)) for innermost in stack[:1])
-        return waits or any(filename.endswith(_COLLECTIVES) for filename, _ in stack)
+        waiting = any(_WAITS.search(linecache.getline(*innermost)) for innermost in stack[:1])
+        return waiting or any(filename.endswith(_COLLECTIVES) for filename, _ in stack)
 
     def _stack(self) -> list[tuple[FrameType, int]]:
         """Return the main thread's frames with their lines, innermost first."""

@@ -2,24 +2,22 @@
 
 Where `ready` is True, `ready = True` leaves no trace, and whether it has run is decided within the cell: by
 an `if`, by a loop over nothing, by the line that raised. So the cell itself notes it: behind each statement
-that binds one of the names in question comes one that binds another name, which no program can use.
+that binds one of the names in question comes one that notes the name. Notes are reached through a builtin:
+the cell's own variables stay as they are, also for a loop over `globals()`.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable, Iterator
 from typing import Any
 
+_NOTES = "__bound__"
 _BLOCKS = ("body", "orelse", "finalbody")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _Opening = ast.For | ast.AsyncFor | ast.With | ast.AsyncWith | ast.match_case
 """Statements that bind names where their body begins."""
-
-
-def note_of(name: str) -> str:
-    """Return the variable that is bound when the variable `name` has been."""
-    return f"__bound {name}"
 
 
 class StoreNotes(ast.NodeTransformer):
@@ -27,6 +25,14 @@ class StoreNotes(ast.NodeTransformer):
 
     def __init__(self, asked: Callable[[str], bool]) -> None:
         self._asked = asked
+        self._noted: dict[str, bool] = {}
+        setattr(builtins, _NOTES, self._noted)
+
+    def taken(self) -> set[str]:
+        """Return the variables that were bound since the last call."""
+        noted = set(self._noted)
+        self._noted.clear()
+        return noted
 
     def visit(self, node: ast.AST) -> Any:
         """Transform a node, but for what has variables of its own."""
@@ -44,20 +50,25 @@ class StoreNotes(ast.NodeTransformer):
         return node
 
     def visit_NamedExpr(self, node: ast.NamedExpr) -> ast.AST:
-        """Turn `name := value` into `name := (value, note := True)[0]`."""
+        """Turn `name := value` into `name := (value, notes.__setitem__("name", True))[0]`."""
         super().generic_visit(node)
         if self._asked(node.target.id):
-            target = ast.Name(note_of(node.target.id), ast.Store())
-            both = ast.Tuple([node.value, ast.NamedExpr(target, ast.Constant(value=True))], ast.Load())
+            note = ast.Attribute(ast.Name(_NOTES, ast.Load()), "__setitem__", ast.Load())
+            entry: list[ast.expr] = [ast.Constant(node.target.id), ast.Constant(value=True)]
+            both = ast.Tuple([node.value, ast.Call(note, entry, [])], ast.Load())
             node.value = _at(node, ast.Subscript(both, ast.Constant(0), ast.Load()))
         return node
 
     def _notes(self, statement: ast.stmt, names: Iterator[str]) -> list[ast.stmt]:
         return [
-            _at(statement, ast.Assign([ast.Name(note_of(name), ast.Store())], ast.Constant(value=True)))
+            _at(statement, ast.Assign([_entry(name)], ast.Constant(value=True)))
             for name in names
             if self._asked(name)
         ]
+
+
+def _entry(name: str) -> ast.Subscript:
+    return ast.Subscript(ast.Name(_NOTES, ast.Load()), ast.Constant(name), ast.Store())
 
 
 def _at(place: ast.AST, node: Any) -> Any:

@@ -24,7 +24,7 @@ from nblaunch.protocol.messages import encode
 from nblaunch.protocol.reports import size
 from nblaunch.protocol.state import RankState, RunState, decode_state, encode_state
 from nblaunch.protocol.transcript import Transcript, without_displays
-from nblaunch.runtime.jobs import RunningJob
+from nblaunch.runtime.jobs import RunningJob, without_values
 from nblaunch.runtime.journal import Journal
 
 _GIB = 1 << 30
@@ -112,18 +112,8 @@ class PastJob:
                 raise NblaunchError(msg)
             state = decode_state(stored.state)
         if self.dropped_values:
-            why = f"it was dropped {self.dropped_values}"
-            state = replace(state, ranks={rank: _no_value(each, why) for rank, each in state.ranks.items()})
+            state = without_values(state, f"it was dropped {self.dropped_values}")
         return replace(self.summary, state=encode_state(state))
-
-
-def _no_value(known: RankState, why: str) -> RankState:
-    """Return a rank whose value is gone; one that is part of the state is there."""
-    if known.profile is not None and known.profile.inline is None:
-        known = replace(known, profile=None)
-    if known.value is None or known.value.inline is not None:
-        return known
-    return replace(known, value=None, value_not_sent=why)
 
 
 class Archive:

@@ -8,7 +8,9 @@ import itertools
 import logging
 import math
 import os
+import platform
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,15 +24,17 @@ from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
+from nblaunch._registry import release_of_torch
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
-    CLIENT_PROTOCOL,
+    PROTOCOL,
     AnswerToClient,
     ClientNote,
     ClientRecord,
     ClientRequest,
     ErrorRecord,
     Introduce,
+    NamesChanged,
     RequestFailed,
     RuntimeEvent,
     RuntimeWelcome,
@@ -83,13 +87,22 @@ class _Outbox:
         first = self._queue[0] if self._queue and self._begun else None
         return self._folded - (first.size if first is not None and first.folded else 0)
 
-    def put(self, kind: FrameKind, number: int, body: bytes) -> None:
-        """Queue a frame."""
+    def put(self, kind: FrameKind, number: int, body: bytes) -> _Queued:
+        """Queue a frame, and return it."""
         if not self._queue:
             self.accepted = time.monotonic()
         frame = _Queued(header(kind, number, len(body)), body, kind is FrameKind.FOLDED)
         self._queue.append(frame)
         self._folded += frame.size if frame.folded else 0
+        return frame
+
+    def withdraw(self, frame: _Queued) -> bool:
+        """Drop a frame of which the socket has nothing yet; return whether that was possible."""
+        for place, each in enumerate(self._queue):
+            if each is frame and (place or not self._begun):
+                del self._queue[place]
+                return True
+        return False
 
     def keep_folded(self) -> None:
         """Have `drop_folded` drop none of the messages that are queued now."""
@@ -160,6 +173,8 @@ class ClientConnection:
         self._frames = Frames(LIMIT_BEFORE_WELCOME)
         self._outbox = _Outbox(client)
         self._failed = self._awaits_room = False
+        self._names: dict[tuple[str, int], tuple[_Queued | None, NamesChanged]] = {}
+        """By session and rank, what was sent last of its variables, if no other event has followed."""
         self._introduce_until = time.monotonic() + _INTRODUCE_SECONDS
         self._pid = peer_of(client).pid
         self._process = _process_end(self._pid)
@@ -191,13 +206,40 @@ class ClientConnection:
         one, another = self.record, other.record
         return (one.pid, one.node) == (another.pid, another.node)
 
+    def why_it_only_watches(self, session: str) -> str:
+        """Return why this client may give a session no job; empty if it may. Only once it is authenticated.
+
+        Functions travel as bytecode, and tensors as torch pickles them.
+        """
+        known = self.introduced
+        assert known is not None  # noqa: S101 - all who ask have one that was welcome
+        ours, theirs = sys.version_info[:2], known.python.split(".")[:2]
+        torch = release_of_torch()
+        if theirs == [*map(str, ours)] and known.torch in ("", torch):
+            return ""
+        return (
+            f"session {session!r} has ranks with Python {platform.python_version()} and torch {torch}, and "
+            f"this client has Python {known.python or '?'} and torch {known.torch or '?'}: it may watch and "
+            "stop the session. Give it jobs from the Python that has started it."
+        )
+
     def answer(self, number: int, answer: AnswerToClient) -> None:
         """Answer request `number`."""
         self._put(FrameKind.STRUCT, number, encode(answer))
 
     def event(self, event: RuntimeEvent) -> None:
         """Send an event."""
+        self._names.clear()  # none after it stands for one before it: ranks may have other numbers
         self._put(FrameKind.EVENT, 0, encode(event))
+
+    def names(self, event: NamesChanged) -> None:
+        """Send which variables a rank has; in the place of what a client that does not read has of it."""
+        rank = event.session, event.names.rank
+        frame, waiting = self._names.get(rank, (None, None))
+        if frame is not None and waiting is not None and self._outbox.withdraw(frame):
+            names = msgspec.structs.replace(event.names, lost=(*waiting.names.lost, *event.names.lost))
+            event = msgspec.structs.replace(event, names=names)
+        self._names[rank] = self._put(FrameKind.EVENT, 0, encode(event)), event
 
     def last_event(self, event: RuntimeEvent) -> None:
         """Send the event that ends a job: no state will follow that stands for what was folded before."""
@@ -253,9 +295,8 @@ class ClientConnection:
             self._hub.watch_fd(self._socket.fileno(), self._ready, writable=awaits)
         return due
 
-    def _put(self, kind: FrameKind, number: int, body: bytes) -> None:
-        if not (self.closed or self._failed):
-            self._outbox.put(kind, number, body)
+    def _put(self, kind: FrameKind, number: int, body: bytes) -> _Queued | None:
+        return None if self.closed or self._failed else self._outbox.put(kind, number, body)
 
     def _flush(self) -> None:
         # The owner may be in the middle of a loop over its clients: an end is for the end of this turn.
@@ -325,9 +366,9 @@ class ClientConnection:
     def _admit(self, number: int, request: ClientRequest) -> None:
         if not isinstance(request, Introduce):
             self._refuse(number, f"its first request is {_kind(request)}, and not an introduction")
-        elif request.protocol != CLIENT_PROTOCOL:
+        elif request.protocol != PROTOCOL:
             why = (
-                f"it uses protocol {request.protocol}, and the runtime protocol {CLIENT_PROTOCOL}; "
+                f"it uses protocol {request.protocol}, and the runtime protocol {PROTOCOL}; "
                 "use the runtime's version, or stop the runtime with it"
             )
             self._refuse(number, why, request.version)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
@@ -49,7 +51,7 @@ from nblaunch.protocol.messages import (
     Payload,
     Prepare,
 )
-from nblaunch.protocol.state import Message, decode_state, encode_state
+from nblaunch.protocol.state import Message, RankState, RunState, decode_state, encode_state
 from nblaunch.runtime.connections import ClientConnection
 from nblaunch.runtime.journal import Journal, counts_of
 from nblaunch.runtime.launch import own_directory
@@ -121,6 +123,11 @@ class RunningJob:
         self.giver: ClientConnection | None = giver
         """Whose user interrupts it, and answers the questions of its ranks."""
         self.watchers: set[ClientConnection] = {giver}
+        self.results = Counter([given_by.pid])
+        """By process, how many results refer to it, or will."""
+        self._takers: set[ClientConnection] = set()
+        """Those that have been told of its end, and may map the values."""
+        self._values_released = False
         self.started = time.time()
         self.end: JobEnd | None = None
         self.ended: float | None = None
@@ -145,22 +152,26 @@ class RunningJob:
         self._thread: threading.Thread | None = None
         self._interrupts = 0
         self._recording: _Recording | None = None
-        self.job = Job(
-            self._held(order, directory, tenure),
-            decode_state(order.state),
-            internal=order.internal,
-            output=OutputFilter.of(order.options),
-            directory=directory,
-        )
-        self.job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
-        self.job.asked = self._asked
-        self.job.listeners.append(self._publish)
+        self.job = self._made(order, directory, tenure)
         path = order.options.metrics_file
         self._file = None if path is None or order.internal else MetricsFile(path)
         self._file_due: float | None = None
         if self._file is not None:
             self.job.listeners.append(self._file.take)
         self.job.when_ended.append(self._job_ended)
+
+    def _made(self, order: JobOrder, directory: Callable[[], Path], tenure: int) -> Job:
+        job = Job(
+            self._held(order, directory, tenure),
+            decode_state(order.state),
+            internal=order.internal,
+            output=OutputFilter.of(order.options),
+            directory=directory,
+        )
+        job.whole = functools.partial(self._tell, PayloadKept(job=self.number))
+        job.asked = self._asked
+        job.listeners.append(self._publish)
+        return job
 
     def _held(
         self, order: JobOrder, directory: Callable[[], Path], tenure: int
@@ -214,7 +225,9 @@ class RunningJob:
         self._finish(EarlyEnd(timeout=False, message=message))
 
     def interrupt(self) -> None:
-        """Interrupt the job; the second time its ranks are ended."""
+        """Interrupt the job; the second time its ranks are ended, but never for a look into them."""
+        if self.order.look and self._interrupts:
+            return
         self._interrupts += 1
         if self._ending is not None and self.end is None:
             self._ending.interrupt()
@@ -300,14 +313,22 @@ class RunningJob:
             if connection.behind:
                 connection.event(JobRefreshed(job=self.number, state=encode_state(job.state)))
             connection.last_event(JobEnded(job=self.number, end=self.end))
-        self.watchers.clear()
+        self._takers, self.watchers = self.watchers, set()
         self.over()
         self.finished.set()
         self.released()
 
     def release_values(self) -> None:
         """Close what the ranks have returned."""
+        self._values_released = True
         self.job.release_values()
+
+    def taken_by(self, connection: ClientConnection) -> None:
+        """Know that a client has mapped the values; the last one that was told of them releases them."""
+        if connection in self._takers:
+            self._takers.discard(connection)
+            if not self._takers:
+                self.release_values()
 
     # --- those who watch -----------------------------------------------------------------------------
 
@@ -346,6 +367,7 @@ class RunningJob:
     def leave(self, connection: ClientConnection) -> None:
         """Send this connection nothing more."""
         self.watchers.discard(connection)
+        self.taken_by(connection)
         if self.giver is connection:
             self.giver = None
 
@@ -363,13 +385,33 @@ class RunningJob:
 
     def snapshot(self, connection: ClientConnection) -> JobSnapshot:
         """Return all that this client needs to follow the job from here."""
+        state = self.job.state
+        if self._values_released:
+            state = without_values(
+                state, "those who waited for the job have taken it, and it is kept no longer"
+            )
+        elif self.end is not None:
+            self._takers.add(connection)
         return JobSnapshot(
             job=self.record,
-            state=encode_state(self.job.state),
+            state=encode_state(state),
             options=self.order.options,
             questions=self.questions_for(connection),
             end=self.end,
         )
+
+
+def without_values(state: RunState, why: str) -> RunState:
+    """Return a state whose values are gone; those that are part of the state are there."""
+    return replace(state, ranks={rank: _without_value(each, why) for rank, each in state.ranks.items()})
+
+
+def _without_value(known: RankState, why: str) -> RankState:
+    if known.profile is not None and known.profile.inline is None:
+        known = replace(known, profile=None)
+    if known.value is None or known.value.inline is not None:
+        return known
+    return replace(known, value=None, value_not_sent=why)
 
 
 class Jobs:
@@ -408,6 +450,10 @@ class Jobs:
             if given and job.order.internal:
                 left.append(job.number)
         return left
+
+    def results_of(self, pid: int) -> dict[int, int]:
+        """Return the jobs to which results of a process refer, and how many each."""
+        return {number: job.results[pid] for number, job in self._jobs.items() if job.results[pid]}
 
     def watched_by(self, connection: ClientConnection) -> list[RunningJob]:
         """Return the jobs that a connection watches."""

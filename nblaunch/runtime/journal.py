@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import astuple
 
 from nblaunch._journal import HEADER, Counts, Dropped, directory_of
-from nblaunch.protocol.messages import Cleared, Displayed, Printed
+from nblaunch.protocol.messages import Cleared, Displayed, Logged, Printed
 from nblaunch.protocol.state import Message
 
 _MIB = 1 << 20
@@ -32,6 +32,7 @@ _QUEUE_BYTES = 64 * _MIB
 _OVERHEAD = 256
 _RETRY_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
+_NUMBER_BYTES = 8
 _WHOLE_JOBS = 3
 """So many ended jobs keep their frames."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -50,6 +51,8 @@ def counts_of(message: Message) -> Counts | None:
             return Counts(message.rank, len(message.text), message.text.count("\n"))
         case Displayed():
             return Counts(message.rank, displays=1)
+        case Logged():
+            return Counts(message.rank, points=len(message.values) // _NUMBER_BYTES)
         case Cleared():
             return Counts(message.rank)
         case _:

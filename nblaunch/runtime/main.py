@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nblaunch._errors import NblaunchError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.elastic.forkserver import GivenServer, server_of_fork
 
@@ -101,7 +102,13 @@ def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
             connections.listen(root / "client")
             connections.listen_for_notes(root / "notes", requests.note)
 
-        requests.listen = listen
+        def listen_if_gone() -> None:
+            with contextlib.suppress(OSError, NblaunchError):  # there is no room now; it is tried again
+                if not ((root / "client").exists() and (root / "notes").exists()):
+                    listen()
+
+        requests.clients = connections.__iter__
+        requests.listen, requests.listen_if_gone = listen, listen_if_gone
         listen()
         requests.owner = connections.adopt(link)
 
@@ -122,8 +129,13 @@ def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registratio
             raise hub.error
         left = requests.linger_left()
         if left is not None and left <= 0:
-            requests.close()
-            return
+            # On the hub's thread no client can come in between.
+            hub.run(requests.end_if_unused)
+            if requests.unused:
+                requests.close()
+                return
+            continue
         requests.changed.wait(_KEEP_SECONDS if left is None else min(left, _KEEP_SECONDS))
         requests.changed.clear()
         registration.keep()
+        hub.call(requests.listen_if_gone)

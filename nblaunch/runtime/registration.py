@@ -14,7 +14,7 @@ from nblaunch import __version__, _registry
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._registry import Host, Owner, ProcessIdentity, RuntimeEntry
 from nblaunch.elastic.forkserver import GivenServer
-from nblaunch.protocol.client import CLIENT_PROTOCOL, ClientRecord
+from nblaunch.protocol.client import PROTOCOL, ClientRecord
 
 
 class Registration:
@@ -28,6 +28,8 @@ class Registration:
         self._lock = threading.Lock()
         self._entry: RuntimeEntry | None = None
         self._path = Path()
+        self._held: int | None = None
+        """Holds the lock on the file."""
 
     def add(self, session: str, owner: ClientRecord, *, detached: bool) -> None:
         """List a session. Raises `OptionError` if it is detached and another runtime has its name."""
@@ -37,7 +39,7 @@ class Registration:
                 entry = msgspec.structs.replace(entry, name=session, detached=True)
                 _registry.take_name(session, entry)
             try:
-                self._path = _registry.write(entry)
+                self._write(entry)
             except OptionError:
                 if detached:
                     _registry.release_name(session, entry)
@@ -55,12 +57,18 @@ class Registration:
             runtime=ProcessIdentity.of(os.getpid()),
             host=Host.here(),
             version=__version__,
-            protocol=CLIENT_PROTOCOL,
+            protocol=PROTOCOL,
             token=self._token,
             detached=False,
             started=time.time(),
             owner=Owner(owner.pid, owner.name, owner.notebook),
         )
+
+    def _write(self, entry: RuntimeEntry) -> None:
+        before = self._held
+        self._path, self._held = _registry.write(entry)
+        if before is not None:
+            os.close(before)
 
     def keep(self) -> None:
         """Write the entry again if it has gone: logind removes its directory at the last logout.
@@ -69,7 +77,7 @@ class Registration:
         """
         with contextlib.suppress(OSError, NblaunchError), self._lock:
             if self._entry is not None and not self._path.exists():
-                self._path = _registry.write(self._entry)
+                self._write(self._entry)
                 self._server.named(self._path)
 
     def remove(self) -> None:

@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -68,6 +69,8 @@ class RequestHandler:
         """How many sessions are being closed."""
         self.stopping = False
         """Whether a client has stopped the runtime."""
+        self.unused = False
+        """Whether it ends because nobody has needed it for long enough: it takes no client any more."""
         self._registration = registration
         self.changed = threading.Event()
         """Set when a client goes, a job of a detached session ends, or the runtime is stopped."""
@@ -79,14 +82,19 @@ class RequestHandler:
         self.jobs = Jobs(local.hub)
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
+        self.clients: Callable[[], Iterable[ClientConnection]] = tuple
+        """Returns those that are connected."""
         self.listen: Callable[[], None] = lambda: None
         """Binds the clients' sockets."""
+        self.listen_if_gone: Callable[[], None] = lambda: None
+        """Binds them where a cleaner of temporary directories has removed them."""
         self._events: dict[int, EventLog] = {}
         """torchelastic's events of the last jobs to which no result refers."""
         self._local = local
         self._hub = local.hub
         self._journal = Journal(local.directory.root())
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="nblaunch-work")
+        self._closed = False
         self._methods: dict[type, Callable[[ClientConnection, Any], _Served]] = {
             wire.PlaceRun: self._place,
             wire.RunFresh: self._run_fresh,
@@ -114,15 +122,35 @@ class RequestHandler:
 
     def handle(self, connection: ClientConnection, number: int, request: ClientRequest) -> None:
         """Carry out a request, and answer it."""
+        self._refuse_if_unused()
         served = self._methods[type(request)](connection, request)
         if callable(served):
-            try:
-                self._pool.submit(self._wait_for, served, connection, number)
-            except RuntimeError as closed:
-                msg = "nblaunch's runtime is ending. Run this again: the next use starts another one."
-                raise LaunchError(msg, phase="runtime") from closed
+            self._submit(functools.partial(self._wait_for, served, connection, number))
         elif served is not None:
             connection.answer(number, served)
+
+    def _submit(self, act: Callable[[], None]) -> None:
+        """Call `act` on a thread of the pool. Raises `LaunchError` if it will not be called."""
+        claimed = threading.Lock()
+
+        def once() -> None:
+            if claimed.acquire(blocking=False):
+                act()
+
+        try:
+            self._pool.submit(once)
+        except RuntimeError as error:
+            # It may be queued all the same: the pool starts a thread after that, and the system may refuse.
+            if not claimed.acquire(blocking=False):
+                return
+            if self._closed:
+                msg = "nblaunch's runtime is ending. Run this again: the next use starts another one."
+                raise LaunchError(msg, phase="runtime") from error
+            msg = (
+                f"nblaunch's runtime needs a thread for this, and the system refuses: {error}. Nothing was "
+                "run. Raise the limit on processes (ulimit -u, pids.max of the container)."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.PROCESS_LIMIT) from error
 
     def _wait_for(
         self, served: Callable[[], AnswerToClient], connection: ClientConnection, number: int
@@ -139,13 +167,14 @@ class RequestHandler:
     def note(self, note: ClientNote) -> None:
         """Let go what a finalizer of a client has released."""
         if isinstance(note, wire.ReleaseJob):
-            self._released(note.job)
+            self._results_gone(note.job, note.pid, 1)
         elif (session := self.sessions.pop(note.session, None)) is not None:
             session.group.post(Trigger.DISMISS)
             self._over(session)
 
     def welcome(self, connection: ClientConnection, _: wire.Introduce) -> wire.RuntimeWelcome:
         """Answer an introduction; the owner, who comes first, gets the token for further connections."""
+        self._refuse_if_unused()
         owner, self._owned = not self._owned, True
         return wire.RuntimeWelcome(
             client=connection.number,
@@ -159,6 +188,10 @@ class RequestHandler:
         """Send nothing more to a client that is gone."""
         for number in self.jobs.leave(connection):
             self._released(number)
+        pid = connection.record.pid
+        if all(each.record.pid != pid for each in self.clients()):
+            for number, count in self.jobs.results_of(pid).items():
+                self._results_gone(number, pid, count)
         for session in self.sessions.values():
             session.leave(connection)
         self.changed.set()
@@ -178,6 +211,7 @@ class RequestHandler:
             each.join()
         # Nothing may write in the private directory while it is removed.
         self._journal.close()
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # --- fresh ranks ---------------------------------------------------------------------------------
@@ -244,6 +278,7 @@ class RequestHandler:
 
     def _give(self, connection: ClientConnection, request: wire.GiveJob) -> _Served:
         session = self._session(request.session)
+        session.refuse_if_of_other_versions(connection)
         if not request.order.look:
             session.refuse_if_held_against(connection)
             session.take_jobs_of(connection)
@@ -280,6 +315,9 @@ class RequestHandler:
         self, session: RuntimeSession, connection: ClientConnection, request: wire.GiveJob
     ) -> AnswerToClient:
         interrupted = self._early.pop(request.order.number, False)
+        if not request.order.look:
+            # While it waited, another process may have taken the session.
+            session.refuse_if_held_against(connection)
         answer = self._begin(session, connection, request)
         job = self.jobs.get(request.order.number)
         if interrupted and job is not None:
@@ -312,12 +350,14 @@ class RequestHandler:
             return past.snapshot
         job = self._job(request.job)
         job.watchers.add(connection)
+        job.results[connection.record.pid] += 1
         return job.snapshot(connection)
 
     def _unwatch(self, connection: ClientConnection, request: wire.UnwatchJob) -> _Served:
         job = self.jobs.get(request.job)
         if job is not None:
             job.watchers.discard(connection)
+            job.taken_by(connection)
         return Done()
 
     def _interrupt_job(self, connection: ClientConnection, request: wire.InterruptJob) -> _Served:
@@ -364,12 +404,19 @@ class RequestHandler:
     def _taken(self, connection: ClientConnection, request: wire.Taken) -> _Served:
         job = self.jobs.get(request.job)
         if job is not None:
-            job.release_values()
+            job.taken_by(connection)
         for session in self.sessions.values():
             # Those that watch map them too: the one that gives the jobs may not have them yet.
             if session.held_against(connection) is None:
                 session.archive.taken(request.job)
         return None
+
+    def _results_gone(self, number: int, pid: int, count: int) -> None:
+        job = self.jobs.get(number)
+        if job is not None:
+            job.results -= Counter({pid: count})  # which keeps none that are 0
+        if job is None or not job.results:
+            self._released(number)
 
     def _released(self, number: int) -> None:
         if any(each.keeps(number) for each in self.sessions.values()):
@@ -491,6 +538,7 @@ class RequestHandler:
                 names=tuple(session.group.names.values()),
                 jobs=session.job_records(),
                 held_by=held_by,
+                watches_only=connection.why_it_only_watches(session.name),
             )
 
         return attached
@@ -510,6 +558,19 @@ class RequestHandler:
         left = [session.linger_left for session in list(self.sessions.values())]
         known = [each for each in left if each is not None]
         return max(known) if known and len(known) == len(left) else None
+
+    def end_if_unused(self) -> None:
+        """Take no client any more, unless one has come."""
+        left = self.linger_left()
+        self.unused = left is not None and left <= 0
+
+    def _refuse_if_unused(self) -> None:
+        if self.unused:
+            msg = (
+                "the session has just ended: nobody has used it for its --linger time. Start another one "
+                "(%distributed start)."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.SESSION_ENDED)
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()

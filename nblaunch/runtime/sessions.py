@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import msgspec
+
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import held_by
@@ -94,6 +96,12 @@ class RuntimeSession:
         return self.group.state.world_size
 
     @property
+    def grace(self) -> float:
+        """How long the running job has after an interrupt; without one, the ranks themselves; in seconds."""
+        running = self.running
+        return max(self.options.grace, 0.0 if running is None else running.order.options.grace)
+
+    @property
     def linger_left(self) -> float | None:
         """In how many seconds a detached session ends; None for others, and while it is in use."""
         if not self.detached or self.followers or self.running is not None:
@@ -109,7 +117,9 @@ class RuntimeSession:
                 session_ended(self.name, self.group.why_closed), phase="job", kind=FailureKind.SESSION_ENDED
             )
         if self.running is not None:
-            raise NblaunchError(session_busy(self.name), kind=FailureKind.SESSION_BUSY)
+            looks = self.running.given_by if self.running.order.look else None
+            by = "" if looks is None else f"{looks.name} (process {looks.pid})"
+            raise NblaunchError(session_busy(self.name, looked_at_by=by), kind=FailureKind.SESSION_BUSY)
 
     def give(self, hub: Hub, job: RunningJob, jobs: Jobs, journal: Journal) -> None:
         """Give the ranks a job, which is one of `jobs` as long as the archive does not keep it."""
@@ -183,7 +193,7 @@ class RuntimeSession:
             if self.detached:
                 job.ended_with = f"session {self.name!r} was stopped, and the job that ran with it."
             self.group.post(Trigger.INTERRUPT)
-            job.job.ended.wait(self.options.grace)
+            job.job.ended.wait(self.grace)
         self.group.post(Trigger.DISMISS)
         if not self.group.closed.wait(_CLOSE_SECONDS):
             self.group.stop()
@@ -227,6 +237,7 @@ class RuntimeSession:
             doing=running.job.state.doing if running is not None and running.end is None else "",
             started=self.started,
             engine=self.group.engine,
+            grace=self.grace,
         )
 
     def _cpu(self, rank: int, job: RankState | None) -> float | None:
@@ -250,7 +261,11 @@ class RuntimeSession:
 
     def names_changed(self, names: Names) -> None:
         """Send on which variables a rank has."""
-        self._tell(NamesChanged(session=self.key, names=names))
+        event = NamesChanged(session=self.key, names=names)
+        # Which objects a rank has lost is of use to the process alone that has sent them.
+        brief = NamesChanged(session=self.key, names=msgspec.structs.replace(names, lost=()))
+        for connection in self.followers:
+            connection.names(event if self.held_against(connection) is None else brief)
 
     def ranks_replaced(self, attempt: int) -> None:
         """Send on that the ranks are others."""
@@ -281,13 +296,23 @@ class RuntimeSession:
 
     def refuse_if_held_against(self, connection: ClientConnection) -> None:
         """Raise what a client is told that is not the one to give jobs."""
+        self.refuse_if_of_other_versions(connection)
         other = self.held_against(connection)
         if other is not None:
             raise NblaunchError(held_by(self.name, other.record), kind=FailureKind.SESSION_TAKEN)
 
+    def refuse_if_of_other_versions(self, connection: ClientConnection) -> None:
+        """Raise for a client whose pickles these ranks cannot read."""
+        if why := connection.why_it_only_watches(self.name):
+            raise NblaunchError(why, kind=FailureKind.OTHER_VERSION)
+
     def follow(self, connection: ClientConnection, *, take: bool) -> None:
         """Report to this client; take its jobs too, unless another one gives them and it does not `take`."""
+        if take:
+            self.refuse_if_of_other_versions(connection)
         self.followers.add(connection)
+        if connection.why_it_only_watches(self.name):
+            return
         if take or self.held_against(connection) is None:
             self.take_jobs_of(connection)
 

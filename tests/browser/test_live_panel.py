@@ -48,6 +48,21 @@ def test_the_header_says_what_runs_and_each_rank_has_a_card(front, gate):
 
 
 @pytest.mark.once
+def test_a_rank_that_finishes_after_its_cell_says_with_what(front, gate):
+    save = f"def save():\n    print('saving', rank, flush=True)\n    {gate.wait()}\n    print('saved', rank)"
+    started = "import threading\nif rank == 0: threading.Thread(target=save, name='save').start()"
+    front.start(cell(2, f"{save}\n{started}\nrank"))
+    card = front.panel.get_by_role("article", name="Rank 0", exact=True)
+    expect(card).to_contain_text("finishing: thread save")
+    expect(front.output).to_contain_text("saving 0")
+    front.screenshot("finishing")
+    gate.open()
+    front.finished()
+    expect(front.outputs.last).to_contain_text("saved 0")
+    expect(front.outputs.last).to_contain_text("SUCCEEDED")
+
+
+@pytest.mark.once
 def test_one_rank_can_be_looked_at_during_the_run(front, gate):
     front.start(cell(3, f"print('only', rank, 'says this')\n{gate.wait()}"))
     expect(front.output).to_contain_text("only 2 says this")

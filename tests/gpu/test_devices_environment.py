@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from older_torch import needs_binding
 
 GPUS = torch.cuda.device_count()
 VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(str(index) for index in range(GPUS))
@@ -79,6 +80,7 @@ def gpus_of_ranks(kernel, options: str) -> list[str]:
     return [uuid for uuid, _, _ in values]
 
 
+@needs_binding
 def test_a_rank_that_is_bound_to_cpus_has_the_gpu_that_its_environment_names(kernel):
     turned = f"--env CUDA_VISIBLE_DEVICES={TURNED}"
     free = gpus_of_ranks(kernel, turned)
@@ -87,6 +89,7 @@ def test_a_rank_that_is_bound_to_cpus_has_the_gpu_that_its_environment_names(ker
     assert gpus_of_ranks(kernel, f"{turned} --numa-binding node --virtual-local-rank") == free
 
 
+@needs_binding
 def test_bound_ranks_of_one_node_share_its_cpus_out_where_they_are_to_have_their_own(kernel):
     allowed = len(os.sched_getaffinity(0))
     if allowed < 2:

@@ -6,7 +6,7 @@ import pytest
 
 import nblaunch
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, shared=True)
 
 
 def test_tensors_on_gpus_are_compared_without_a_copy_of_them():

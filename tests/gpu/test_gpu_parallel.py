@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, shared=True)
 
 GPUS = torch.cuda.device_count()
 

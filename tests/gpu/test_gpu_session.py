@@ -105,7 +105,7 @@ def test_an_exception_that_holds_a_tensor_of_a_gpu_is_raised_with_it_on_the_cpu(
     assert values(session, "rank") == list(range(GPUS))
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_a_group_that_the_program_makes_works_in_later_cells(session):
     values(session, "pair, alone = dist.new_group([0, 1]), [dist.new_group([each]) for each in range(2)]")
     body = """
@@ -118,7 +118,7 @@ def test_a_group_that_the_program_makes_works_in_later_cells(session):
     assert values(session, body) == [2.0, 2.0, *[1.0] * (GPUS - 2)]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_collectives_on_objects_and_point_to_point_work(session):
     body = """
     everyone = [None] * world_size

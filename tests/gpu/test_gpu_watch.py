@@ -7,7 +7,7 @@ import pytest
 import nblaunch
 from nblaunch import DesyncError, NonFiniteError, RunFailedError
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, shared=True)
 
 
 @pytest.fixture(scope="module")

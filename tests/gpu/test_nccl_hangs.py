@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import nblaunch
 
-GPUS = torch.cuda.device_count()
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
-]
+pytestmark = pytest.mark.gpu(2, shared=True)
 
 FINDING = "rank 0 is in all_reduce #2, which rank 1 has not started"
 LEFT_OPEN = "the run ended with a collective open, which was aborted: "
@@ -53,6 +50,42 @@ def test_hang_after_says_it_while_the_run_goes_on():
         nblaunch.run(one_too_many_and_wait, nproc=2, timeout=5, hang_after=1)
     (said,) = [each for each in caught.value.result.warnings if "nothing heard for 1 s" in each]
     assert FINDING in said
+
+
+def two_orders() -> None:
+    import torch.distributed as dist
+
+    rank, one = dist.get_rank(), torch.ones(1, device="cuda")
+    left, right = (dist.new_group(group_desc=name) for name in ("left", "right"))
+    for group in (left, right) if rank == 0 else (right, left):
+        dist.all_reduce(one, group=group)
+    one.item()
+
+
+def receive_from_each_other() -> None:
+    import torch.distributed as dist
+
+    one = torch.ones(1, device="cuda")
+    dist.recv(one, src=1 - dist.get_rank())
+    one.item()
+
+
+@pytest.mark.parametrize(
+    ("job", "says"),
+    [
+        (
+            two_orders,
+            "deadlock: rank 0 is in all_reduce #1 of left and waits for rank 1; rank 1 is in all_reduce #1",
+        ),
+        (receive_from_each_other, "deadlock: ranks 0-1 are in recv and wait for each other. "),
+    ],
+    ids=["groups", "receives"],
+)
+def test_a_deadlock_is_named_though_both_ranks_have_queued_everything(job, says):
+    with pytest.raises(nblaunch.RunTimeoutError) as caught:
+        nblaunch.run(job, nproc=2, timeout=6)
+    (finding,) = caught.value.hang_report.findings
+    assert finding.startswith(says)
 
 
 def gloo_and_nccl() -> None:
@@ -184,7 +217,42 @@ def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
     assert result.values == [("attempt", 1)] * 2
     (failure,) = result.attempts[0].failures
     assert failure.rank == 0
-    assert "NCCL's watchdog: ALLREDUCE #2 timed out after 1 s: not all ranks came to it" in failure.reason
+    # ProcessGroupNCCL2, torch 2.15's default, looks once a second, and names no operation.
+    said = r"NCCL's watchdog: (ALLREDUCE #2|a collective) timed out after [12] s: not all ranks came to it"
+    assert re.search(said, failure.reason), failure.reason
     assert "frame #" not in failure.last_output
     dumps = [path.name for path in (tmp_path / "logs").rglob("nccl_trace_rank_*")]
     assert "nccl_trace_rank_0" in dumps
+
+
+LATER_THAN_NCCL_WAITS = """
+import time
+from datetime import timedelta
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+one = torch.ones(1, device=device)
+dist.all_reduce(one)
+one.item()
+if rank == 1:
+    time.sleep(5)
+dist.all_reduce(one)
+one.item()
+"""
+
+
+@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy"])
+def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
+    """TORCH_NCCL_RETHROW_CUDA_ERRORS=0 silences timeouts, too (pytorch#196187): as a session wants it.
+
+    nccl2, torch 2.15's default, does not heed it: the next call raises what the watchdog saw, once.
+    """
+    if backend != "nccl" and not dist.is_backend_available(backend):
+        pytest.skip(f"this torch has no {backend}")
+    total = "one = torch.ones(1, device=device)\ndist.all_reduce(one)\n(os.getpid(), kept, one.item())"
+    with nblaunch.Session(2, backend=f"cpu:gloo,cuda:{backend}", env=WATCHDOG) as session:
+        session.cell("import os, torch, torch.distributed as dist\nkept = rank")
+        before = session.cell(total, namespace={}).values
+        assert session.cell(LATER_THAN_NCCL_WAITS, namespace={}).values == [4.0, 4.0]
+        if backend == "nccl" and dist.is_backend_available("nccl2"):
+            with pytest.raises(nblaunch.RunFailedError, match="NCCL operation timed out"):
+                session.cell(total, namespace={})
+        assert session.cell(total, namespace={}).values == before

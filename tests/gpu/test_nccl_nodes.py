@@ -39,14 +39,14 @@ def values(kernel, body):
     return kernel.value("res.values")
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_each_node_has_an_equal_part_of_the_gpus_and_its_rank_the_first(kernel, visible):
     seen = values(kernel, "(str(device), torch.cuda.device_count(), os.environ['CUDA_VISIBLE_DEVICES'])")
     gpus = visible.split(",")
     assert seen == [["cuda:0", PART, ",".join(gpus[place * PART : (place + 1) * PART])] for place in range(2)]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_the_gpus_that_the_options_choose_are_divided(visible):
     chosen = visible.split(",")[1::-1]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
@@ -55,13 +55,13 @@ def test_the_gpus_that_the_options_choose_are_divided(visible):
         assert session.cell(body, namespace={}).values == [("cuda:0", gpu) for gpu in chosen]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_all_reduce_crosses_the_nodes_over_nccl(kernel):
     assert values(kernel, REDUCE) == [[[3.0, 3.0], "cuda:0"]] * 2
     assert kernel.value("res.backend") == "cpu:gloo,cuda:nccl"
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_push_and_pull_move_a_tensor_between_the_notebooks_gpu_and_those_of_the_nodes(kernel):
     kernel.ok("%distributed push mine")
     assert values(kernel, "there = mine.to(device) + rank\nstr(mine.device)") == ["cuda:0"] * 2
@@ -70,7 +70,7 @@ def test_push_and_pull_move_a_tensor_between_the_notebooks_gpu_and_those_of_the_
     assert kernel.value("{str(each.device) for each in there}") == "{'cpu'}"
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_a_rank_that_waits_for_the_failed_one_of_another_node_is_freed_and_computes_rightly(kernel):
     values(kernel, "kept = torch.full((1,), 7.0 + rank, device=device)")
     failed = kernel.fails("%%distributed\nif rank == 1: raise ValueError('not me')\n" + REDUCE)
@@ -79,7 +79,7 @@ def test_a_rank_that_waits_for_the_failed_one_of_another_node_is_freed_and_compu
     assert values(kernel, "kept.item()") == [7.0, 8.0]
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu(2, shared=True)
 def test_a_lost_node_leaves_the_other_ones_tensors_on_its_gpu():
     with nblaunch.Session(nproc=1, nnodes="1:2", on="process") as session:
         body = "import torch, torch.distributed as dist\nkept = torch.full((1,), 7.0 + rank, device=device)"

@@ -16,11 +16,8 @@ import nblaunch
 
 GPUS = torch.cuda.device_count()
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason=f"2 GPUs are needed, torch {torch.__version__} sees {GPUS} here"),
-]
-four_gpus = pytest.mark.skipif(GPUS < 4, reason=f"4 GPUs are needed, there are {GPUS}")
+pytestmark = pytest.mark.gpu(2, shared=True)
+four_gpus = pytest.mark.gpu(4)
 
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
@@ -143,6 +140,45 @@ def test_ranks_that_have_done_a_different_number_are_put_right(session):
     )
     assert failed.root_cause.rank == 1
     assert REFORMED in failed.warnings
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks"),
+    [
+        ("for _ in range(2 - rank): dist.all_reduce(torch.full((1,), 1000.0, device=device))", None),
+        ("dist.all_reduce(torch.full((1,), 1000.0, device=device))", [0]),
+        (
+            "own = dist.new_group([0, 1])\nif rank == 0: dist.broadcast(torch.ones(1).to(device), 0, own)",
+            None,
+        ),
+    ],
+    ids=["uneven-loop", "subset", "group"],
+)
+def test_after_a_job_that_succeeded_with_unlike_collectives_the_next_one_computes_rightly(
+    session, source, ranks
+):
+    """The next cell's all_reduce would pair with the one that is left over."""
+    cell(session, "reduced()")
+    uneven = session.cell(source, namespace={}, check=False, ranks=ranks)
+    assert uneven.ok
+    assert uneven.warnings[0].startswith("collectives do not match: in ")
+    assert uneven.warnings[0].partition("rank 0 at")[2]
+    assert uneven.warnings[1] == REFORMED
+    assert cell(session, "reduced(0.5)").values == [1.0, 1.0]
+
+
+def test_collectives_under_way_at_the_end_of_a_cell_are_no_mismatch(session):
+    """All ranks have called them: they end by themselves."""
+    told = cell(
+        session,
+        """
+        torch.cuda._sleep(300_000_000)
+        t = torch.ones(1, device=device)
+        for _ in range(3): dist.all_reduce(t)
+        """,
+    )
+    assert (told.ok, told.warnings) == (True, ())
+    assert cell(session, "t.item()").values == [8.0, 8.0]
 
 
 def test_the_groups_of_one_default_group_count_apart(session):
@@ -293,6 +329,7 @@ def own_group_and_a_mesh() -> float:
     return one.item()
 
 
+@pytest.mark.gpu(2)
 def test_a_program_that_brings_its_own_group_can_split_it():
     assert nblaunch.run(own_group_and_a_mesh, nproc=GPUS // 2 * 2).values == [2.0] * (GPUS // 2 * 2)
 
@@ -326,11 +363,23 @@ def test_a_broken_gpu_context_is_replaced_and_the_rank_is_named():
         assert cell(session, "reduced()").values == [2.0, 2.0]
 
 
+@pytest.mark.skipif(not os.environ.get("FAKE_GPUS"), reason="a real GPU's context breaks in its own time")
+def test_a_peer_that_waits_on_its_gpu_for_a_broken_one_is_freed_within_the_grace_period():
+    """To its recorder the broken rank has begun the collective, as all others have."""
+    with nblaunch.Session(2, timeout=40, grace=5) as session:
+        cell(session, SETUP + "reduced()")
+        started = time.monotonic()
+        failed = cell(session, BREAK_CONTEXT.replace("    torch.cuda.synchronize()", "") + "reduced()")
+        assert failed.root_cause.rank == 1
+        assert seconds(started) < 10
+        assert any(each.startswith("the GPU context of rank 1 is unusable") for each in failed.warnings)
+
+
 BREAK_CONTEXT = """
 import ctypes
 if rank == 1:
     if os.environ.get("FAKE_GPUS"):
-        ctypes.CDLL("libcudart.so.13").fakecuda_poison()
+        ctypes.CDLL("libcudart.so." + torch.version.cuda.partition(".")[0]).fakecuda_poison()
     else:
         torch.zeros(2, device=device)[torch.tensor([5], device=device)]
     torch.cuda.synchronize()
@@ -376,6 +425,20 @@ def test_a_heal_that_takes_longer_than_the_grace_period_keeps_the_variables_and_
         assert REFORMED in failed.warnings
         assert any("re-forming the process group" in each for each in said)
         assert cell(session, "(reduced(), keep)").values == [(2.0, 123)] * 2
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "both"])
+def test_a_session_with_an_open_operation_ends_within_two_seconds(ranks):
+    """A receive that nobody sends for; NCCL's own end would wait for it."""
+    with nblaunch.Session(2, timeout=60) as session:
+        # The first send connects the two, for which NCCL before torch 2.13 waits.
+        cell(session, SETUP + "t = torch.ones(1).to(device)")
+        cell(session, "dist.send(t, 1) if rank == 0 else dist.recv(t, 0)")
+        session.cell(
+            "t = torch.ones(1, device=device); work = dist.irecv(t, 1 - rank)", namespace={}, ranks=ranks
+        )
+        started = time.monotonic()
+    assert seconds(started) < 2
 
 
 # --- helpers ---------------------------------------------------------------------------------------

@@ -330,6 +330,22 @@ def test_without_pidfd_the_same_is_true(start, eventually, tmp_path):
     eventually(tree.gone, "all is gone", GONE_SECONDS)
 
 
+HASTY = "import nblaunch.elastic.keeper as keeper\nkeeper._FRESHEN_SECONDS = 0.2\n"
+
+
+def test_the_files_are_kept_young_however_busy_the_keeper_is(start, eventually, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(HASTY)
+    tree = start(PYTHONPATH=str(tmp_path))
+    assert tree.runtime
+    os.utime(tree.root, (0, 0))
+
+    def is_young() -> bool:
+        os.kill(tree.keeper, signal.SIGCHLD)  # as each orphan does that ends
+        return bool(tree.root.stat().st_mtime > 0)
+
+    eventually(is_young, "they are touched", 10)
+
+
 @pytest.mark.slow
 def test_a_fork_server_that_has_just_been_killed_is_noticed_by_the_next_fork(start):
     tree = start()

@@ -355,3 +355,13 @@ def test_a_rank_may_catch_the_interrupt_and_return_what_it_has(kernel, tmp_path,
     assert ran.error is not None
     assert ran.error.ename == "KeyboardInterrupt"
     assert kernel.value("res.values") == ["saved by 0", "saved by 1"]
+
+
+def test_of_cells_that_failed_only_the_last_results_are_kept(kernel):
+    for _ in range(8):
+        kernel.fails("%%distributed -n 1\n1 / 0")
+    assert kernel.value("_.failures[0].type") == "builtins.ZeroDivisionError"
+    assert kernel.value("[each for each in Out.values() if type(each).__name__ == 'RunResult']") == []
+    kernel.ok("import gc, nblaunch\ngc.collect();")
+    # `_`, `__` and `___`; IPython keeps the last exception, whose result is one of them.
+    assert kernel.value("sum(isinstance(each, nblaunch.RunResult) for each in gc.get_objects())") <= 3

@@ -148,7 +148,7 @@ def test_a_job_is_kept_though_its_client_releases_it_while_it_runs(detached, tmp
     handle = session.submit(counting, (tmp_path / "begun-", tmp_path / "go", 5))
     eventually((tmp_path / "begun-1").exists, "the job runs")
     (job,) = session.jobs
-    session._live._runtime.note(wire.ReleaseJob(job=job.number))
+    session._live._runtime.note(wire.ReleaseJob(job=job.number, pid=os.getpid()))
     (tmp_path / "go").touch()
     handle.result()
     eventually((root_of(session) / f"job-{job.number}" / "state").exists, "its journal goes on")

@@ -164,12 +164,13 @@ def test_a_name_in_a_block_that_does_not_run_is_still_the_notebooks(notebook):
     steps(notebook, "a = b = c = d = False", ("a, b, c, d", (False,) * 4))
 
 
-def test_nothing_remains_of_looking_at_what_a_cell_binds(notebook):
+def test_looking_at_what_a_cell_binds_leaves_its_variables_as_they_are(notebook):
     steps(
         notebook,
-        "it = 1",
-        ("it = 1\nfor it in range(3): pass\nit", 2),
-        ("[name for name in globals() if not name.isidentifier()]", []),
+        "it = each = 1",
+        ("it, each", (1, 1)),
+        ("before = after = 0\nbefore = len(globals())\nit = 2\nafter = len(globals())\nafter - before", 0),
+        ("for each in globals(): it = 3\nit", 3),
     )
 
 

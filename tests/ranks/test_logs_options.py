@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -224,6 +225,19 @@ def test_lines_with_certain_words_of_all_ranks_are_in_a_file_of_their_own():
     ]  # fmt: skip
     filtered = sorted((top / "filtered_stderr.log").read_text().splitlines())
     assert filtered == ["[trainer0]:warning: 0", "[trainer1]:warning: 1"]
+
+
+@needs_line_filters
+def test_filtered_lines_begin_as_the_template_says():
+    result = nblaunch.run(
+        lambda: print("step"), nproc=2, role="trainer", duplicate_stdout_filters=["step"],
+        log_line_prefix_template="${hostname}:${role_name}${local_rank}/${rank} $else ",
+    )  # fmt: skip
+    assert result.events  # waits until the ranks have left
+    assert result.log_dir is not None
+    lines = (result.log_dir / "attempt_0" / "filtered_stdout.log").read_text().splitlines()
+    host = socket.gethostname()
+    assert sorted(lines) == [f"{host}:trainer{rank}/{rank} $else step" for rank in (0, 1)]
 
 
 @needs_line_filters

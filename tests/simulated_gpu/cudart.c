@@ -1,4 +1,4 @@
-// A stand-in for libcudart.so.13. Device memory is host memory, a stream is a thread that does what it is given in order,
+// A stand-in for libcudart.so.12 and .13. Device memory is host memory, a stream is a thread that does what it is given in order,
 // and kernels do nothing, but for the two that torch launches without an operator (fill and _sleep); the operators
 // themselves run on the CPU (operators.py). What it keeps of CUDA, because nblaunch depends on it:
 //
@@ -37,7 +37,7 @@ static cudaError_t failed(cudaError_t error) {
 
 static cudaError_t sticky(void) { return poisoned ? failed(cudaErrorAssert) : cudaSuccess; }
 
-// Not of CUDA: what a test calls, ctypes.CDLL("libcudart.so.13").fakecuda_poison(), to have a context that is lost.
+// Not of CUDA: what a test calls to have a context that is lost.
 void fakecuda_poison(void) { poisoned = 1; }
 
 // cudaGetLastError clears an ordinary error, and never a sticky one (C10_CUDA_CHECK of torch relies on the first).
@@ -414,7 +414,10 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status,
                                      unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
-                                     const cudaGraphEdgeData **edges, size_t *count) {
+#if CUDART_VERSION >= 13000
+                                     const cudaGraphEdgeData **edges,
+#endif
+                                     size_t *count) {
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -616,7 +619,7 @@ cudaError_t cudaDriverGetVersion(int *version) {
 }
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
-  *version = CUDA_VERSION_KNOWN;
+  *version = CUDART_VERSION;
   return cudaSuccess;
 }
 

@@ -35,8 +35,8 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
 // Says whether a device has a context. torch asks before it switches devices, so as to make none by that
 // (c10::cuda::hasPrimaryContext): "standby ranks hold no GPU memory" depends on it.
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
-  void *library = dlopen("libcudart.so.13", RTLD_NOLOAD | RTLD_NOW);
   int (*has_context)(int) = NULL;
+  void *library = dlopen(CUDART, RTLD_NOLOAD | RTLD_NOW);
   if (library) *(void **)&has_context = dlsym(library, "fakecuda_has_context");
   *flags = 0;
   *active = has_context ? has_context(device) : 0;

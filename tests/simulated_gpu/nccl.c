@@ -15,7 +15,7 @@
 
 #include "machine.h"
 
-enum { MAX_RANKS = 64, NAME = 80, REPORTED_VERSION = 22907 };    // that of torch 2.13's own NCCL
+enum { MAX_RANKS = 64, NAME = 80, MULTI_RANK_SINCE = 23000 };
 
 struct ncclComm {
   char directory[400];
@@ -86,7 +86,7 @@ static ncclResult_t meet(struct ncclComm *comm) {
     snprintf(name, sizeof name, "hello.%d", i);
     if (!fetch(comm, name, &gpus[i], sizeof gpus[i])) return ncclSystemError;
   }
-  if (getenv("NCCL_MULTI_RANK_GPU_ENABLE")) return ncclSuccess;
+  if (NCCL_VERSION_CODE >= MULTI_RANK_SINCE && getenv("NCCL_MULTI_RANK_GPU_ENABLE")) return ncclSuccess;
   for (int i = 0; i < comm->size; i++)
     for (int j = 0; j < i; j++)
       if (gpus[i] == gpus[j]) {
@@ -105,7 +105,7 @@ static struct ncclComm *create(int size, int rank) {
 }
 
 ncclResult_t ncclGetVersion(int *version) {
-  *version = REPORTED_VERSION;
+  *version = NCCL_VERSION_CODE;    // that of the torch it is built for
   return ncclSuccess;
 }
 

@@ -200,5 +200,5 @@ def _assert_later(device: Any) -> None:
     """Have the stream lose the context, as a kernel does that asserts: the next call to CUDA hears of it."""
     import torch
 
-    runtime = ctypes.CDLL("libcudart.so.13")
+    runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
     runtime.fakecuda_assert_later(ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream))

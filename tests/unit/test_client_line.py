@@ -488,15 +488,15 @@ def test_notes_are_taken_with_the_token_only(runtime, line):
         for data in [
             b"",
             TOKEN.encode(),
-            TOKEN[::-1].encode() + encode(ReleaseJob(job=1)),
+            TOKEN[::-1].encode() + encode(ReleaseJob(job=1, pid=1)),
             TOKEN.encode() + encode(Stop()),
             TOKEN.encode() + b"junk",
-            TOKEN.encode() + encode(ReleaseJob(job=2)),
+            TOKEN.encode() + encode(ReleaseJob(job=2, pid=1)),
         ]:
             notes.sendto(data, str(runtime.notes))
     line.ask(Stop(), 10)
     runtime.on_hub(lambda: None)
-    assert runtime.removed == [ReleaseJob(job=2)]
+    assert runtime.removed == [ReleaseJob(job=2, pid=1)]
 
 
 # --- one side is gone

@@ -219,7 +219,8 @@ def test_ranks_share_gpus_where_nccl_has_been_told_so(gpus, nproc):
         placement = place_ranks(nproc, backend, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
         assert (placement.nproc, placement.device_type, placement.accelerators) == (nproc, "cuda", 1)
         assert placement.note == f"{nproc} ranks share 1 GPU"
-        assert placement.warning == ""
+        crowded = "5 ranks share 1 GPU. NCCL promises 2 on each, and more may hang: set NCCL_MAX_CTAS"
+        assert placement.warning.startswith(crowded) if nproc == 5 else placement.warning == ""
     assert place_ranks(nproc, "auto", {"NCCL_MULTI_RANK_GPU_ENABLE": "0"}).device_type == "cpu"
 
 
@@ -228,6 +229,16 @@ def test_ranks_share_gpus_where_gloo_is_named_for_them(gpus):
     assert chosen(5, "cpu:gloo,cuda:gloo") == (5, "cpu:gloo,cuda:gloo", "cuda", 2)
     assert chosen(5, "cuda:gloo") == (5, "cuda:gloo", "cuda", 2)
     assert chosen(5, "gloo") == (5, "gloo", "cpu", 0)
+    assert place_ranks(5, "cpu:gloo,cuda:gloo", {}).warning == ""
+
+
+def test_each_form_of_nccl_takes_one_rank_for_each_gpu(gpus, monkeypatch):
+    monkeypatch.setattr(devices, "_TORCHS_BACKENDS", ("gloo", "nccl", "nccl2", "nccl-legacy"))
+    gpus(1)
+    for name in ("nccl", "nccl2", "nccl-legacy"):
+        with pytest.raises(OptionError, match="needs one for each rank"):
+            place_ranks(2, f"cpu:gloo,cuda:{name}", {})
+        assert place_ranks(2, f"cuda:{name}", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}).accelerators == 1
     gpus(0)
     with pytest.raises(OptionError, match="only 0 GPUs are visible"):
         place_ranks(2, "cpu:gloo,cuda:gloo", {})

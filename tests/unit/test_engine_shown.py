@@ -373,3 +373,9 @@ def test_a_hang_report_of_one_host_names_none():
     frames = (FrameRecord("Cell In[3]", 4, "<module>", "dist.all_reduce(x)"),)
     report = hang.report({rank: Where(rank=rank, frames=frames) for rank in (0, 1)})
     assert str(report).startswith("[ranks 0-1] at cell line 4")
+
+
+def test_a_title_has_no_characters_that_a_terminal_obeys():
+    table = sessions_table([session(None, running="f\r\x1b[2J\x1b]0;EVIL\x07")])
+    assert all(each.isprintable() for each in table)
+    assert "EVIL" in table

@@ -21,6 +21,7 @@ from nblaunch.protocol.messages import (
     Cleared,
     Displayed,
     Exited,
+    Logged,
     Noticed,
     Printed,
     Stream,
@@ -96,6 +97,9 @@ def test_output_is_counted_and_everything_else_is_kept():
     assert counts_of(printed) == Counts(3, characters=7, lines=1)
     assert counts_of(Displayed(rank=2, data={})) == Counts(2, displays=1)
     assert counts_of(Cleared(rank=1)) == Counts(1)
+    two = bytes(16)
+    logged = Logged(rank=1, names=("loss",), which=bytes(4), steps=two, times=two, values=two)
+    assert counts_of(logged) == Counts(1, points=2)
     assert counts_of(Noticed(text="x")) is None
     assert counts_of(decode_from_rank(encode(Displayed(rank=2, data={})), "rank 2")) == Counts(2, displays=1)
 
@@ -149,6 +153,20 @@ def test_a_long_output_is_in_many_segments(journals, tmp_path):
 
 
 # --- the bound -------------------------------------------------------------------------------------
+
+
+def test_what_ranks_log_is_bounded_as_their_output_is(journals, tmp_path):
+    many = bytes(8 * KIB)
+    raw = encode(Logged(rank=0, names=("loss",), which=bytes(2 * KIB), steps=many, times=many, values=many))
+    journal = journals(limit=256 * KIB)
+    journal.begin(1, b"first")
+    for _ in range(100):
+        journal.write(1, raw, counts_of(decode_from_rank(raw, "rank 0")))
+    journal.close()
+    left = len(list(read(tmp_path, 1).frames))
+    assert 0 < left < 20
+    assert sum(each.points for each in read(tmp_path, 1).dropped) == (100 - left) * KIB
+    assert sum(path.stat().st_size for path in (tmp_path / "job-1").iterdir()) < 300 * KIB
 
 
 @pytest.mark.parametrize("size", [64, 100, 3000])
@@ -455,6 +473,24 @@ def test_an_ended_job_has_its_last_state_and_the_last_three_have_their_messages(
         assert (found.state, found.record) == (b"last %d" % job, b"record %d" % job)
         assert list(found.frames) == ([] if job < 3 else [output(job)[0]])
     assert files(tmp_path, 1) == ["state"]
+
+
+def test_a_slow_reader_gets_all_of_a_job_whose_messages_are_removed_meanwhile(journals, tmp_path, eventually):
+    journal = journals(segment=KIB)
+    journal.begin(1, b"first")
+    for number in range(100):
+        journal.write(1, *output(number))
+    journal.end(1, b"last", b"record")
+    eventually((tmp_path / "job-1" / "state").exists, "it is on disk")
+    found = read(tmp_path, 1)
+    first = next(found.frames)
+    for job in range(2, 6):
+        journal.begin(job, b"first")
+        journal.write(job, *output(job))
+        journal.end(job, b"last", b"record")
+    journal.close()
+    assert files(tmp_path) == ["state"]
+    assert [int(raw[:8]) for raw in (first, *found.frames)] == list(range(100))
 
 
 def test_a_forgotten_job_has_nothing(journals, tmp_path):

@@ -48,6 +48,7 @@ from nblaunch.protocol.messages import (
     ReportWhere,
     Returned,
     Started,
+    Tally,
     ToRank,
     Where,
 )
@@ -505,6 +506,54 @@ def test_an_error_on_all_ranks_costs_nothing_and_no_group_is_formed_again():
     assert [each.reform for each in recover if isinstance(each, Recover)] == [False, False]
     assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
     assert group.notices() == ()
+
+
+def called(number: int, recorded: int | None = None) -> Tally:
+    return Tally("0", "default_pg", "nccl2", (0, 1), number, recorded)
+
+
+def unlike(*, recorded: tuple[int, int]) -> Group:
+    """Return a group whose ranks have returned, after two and one collectives by their own count."""
+    group = Group(kept=True).start()
+    group.feed(*(msgspec.structs.replace(returned(rank), tallies=(called(2 - rank),)) for rank in (0, 1)))
+    assert group.stage() is Stage.RECOVERING
+    group.feed(
+        *(
+            msgspec.structs.replace(
+                where(rank, inside=rank == 0), tallies=(called(2 - rank, recorded[rank]),)
+            )
+            for rank in (0, 1)
+        )
+    )
+    return group
+
+
+def test_a_job_that_succeeded_with_unlike_collectives_ends_once_the_group_is_formed_again():
+    group = unlike(recorded=(2, 1))
+    actions = group.after(0.1)
+    assert [each.reform for each in messages(actions, Recover)] == [True, True]
+    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert group.states() == [State.SUCCEEDED] * 2
+    assert group.notices() == (
+        "collectives do not match: in the default group (nccl2) rank 0 at #2, rank 1 at #1",
+        life.REFORMED,
+    )
+
+
+def test_unlike_numbers_cost_nothing_where_the_recorders_show_the_same_collectives():
+    """gloo counts sends and receives."""
+    group = unlike(recorded=(1, 1))
+    assert [each.reform for each in messages(group.after(0.1), Recover)] == [False, False]
+    assert finished(group.feed(Recovered(rank=0, number=1), Recovered(rank=1, number=1)))
+    assert (group.states(), group.notices()) == ([State.SUCCEEDED] * 2, ())
+
+
+def test_like_numbers_after_success_ask_the_ranks_for_nothing():
+    group = Group(kept=True).start()
+    even = [msgspec.structs.replace(returned(rank), tallies=(called(2),)) for rank in (0, 1)]
+    actions = group.feed(*even)
+    assert finished(actions)
+    assert sent(actions, ReportWhere) == []
 
 
 def test_a_group_that_cannot_be_formed_again_is_replaced_at_once():
@@ -1085,7 +1134,10 @@ class World:
         if what == "sit":
             self.sitting.add(rank)
         elif what != "loop":
-            self.coming.append(returned(rank) if what == "return" else raised(rank))
+            tallies = (called(self.chance.randrange(2)),)
+            self.coming.append(
+                msgspec.structs.replace(returned(rank) if what == "return" else raised(rank), tallies=tallies)
+            )
 
     def told(self, rank: int, message: ToRank) -> None:
         if rank in self.gone or self.group.state.closed:

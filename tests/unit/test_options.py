@@ -76,6 +76,7 @@ DEFAULTS = {
     "logs_specs": None,
     "duplicate_stdout_filters": (),
     "duplicate_stderr_filters": (),
+    "log_line_prefix_template": "",
     "module": False,
     "no_python": False,
     "run_path": False,
@@ -85,7 +86,7 @@ DEFAULTS = {
 # name: (text on a line or in a variable, the value it means, another text, its value)
 SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "nproc_per_node": ("4", 4, "gpu", "gpu"),
-    "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+    "backend": ("gloo", "gloo", "cpu:gloo,cuda:nccl-legacy", "cpu:gloo,cuda:nccl-legacy"),
     "init_process_group": ("true", False, "false", True),
     "out": ("results", "results", "other", "other"),
     "session": ("small", "small", "other", "other"),
@@ -135,6 +136,7 @@ SAMPLES: dict[str, tuple[str, object, str, object]] = {
     "logs_specs": ("default", "default", "mine", "mine"),
     "duplicate_stdout_filters": ("loss", ("loss",), "loss,step", ("loss", "step")),
     "duplicate_stderr_filters": ("error", ("error",), "a,b", ("a", "b")),
+    "log_line_prefix_template": ("${rank}:", "${rank}:", "[$role_name]", "[$role_name]"),
     "module": ("1", True, "0", False),
     "no_python": ("1", True, "0", False),
     "run_path": ("1", True, "0", False),
@@ -195,6 +197,7 @@ WRONG: dict[str, list[object]] = {
     "logs_specs": ["", "a\nb", 3, True],
     "duplicate_stdout_filters": ["a", [""], [3], ["a,b"], None, 3],
     "duplicate_stderr_filters": ["a", [""], ["a\n"], ["a,b"], None, 3],
+    "log_line_prefix_template": ["a\n", "\0", None, 3],
     "module": [0, 1, "yes", None],
     "no_python": [0, 1, "yes", None],
     "run_path": [0, 1, "yes", None],
@@ -244,13 +247,21 @@ def test_no_spelling_means_two_options() -> None:
     assert len(set(keywords)) == len(keywords)
 
 
+ADDED = {
+    **dict.fromkeys(("duplicate_stderr_filters", "duplicate_stdout_filters", "numa_binding"), (2, 13)),
+    **dict.fromkeys(("shutdown_timeout", "signals_to_handle", "virtual_local_rank"), (2, 13)),
+    "log_line_prefix_template": (2, 15),
+}
+"""Options that torchrun does not have in torch 2.8, with the first torch seen that has them."""
+
+
 def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> None:
     """An option that a newer torch adds fails this test."""
     run = pytest.importorskip("torch.distributed.run")
     ours = {option.name: option for option in OPTIONS}
     for action in run.get_args_parser()._actions:
-        if action.dest in ("help", "training_script", "training_script_args"):
-            continue  # what is run: `run()` and `%distributed run` have it
+        if action.dest in ("help", "print_completion", "training_script", "training_script_args"):
+            continue  # of the command itself, which has no shell here; what is run: `%distributed run` has it
         assert action.dest in ours, f"torchrun has {action.option_strings}, and nblaunch does not"
         option = ours.pop(action.dest)
         assert option.flags[0] in action.option_strings
@@ -261,8 +272,9 @@ def test_torchruns_own_parser_has_no_option_that_is_not_here_spelled_alike() -> 
         )
         takes_no_value = action.nargs == 0
         assert option.kind.switch == takes_no_value
-    if "duplicate_stdout_filters" not in ours:  # an older torch, such as 2.8, has not all of them
-        assert not {option.variable for option in ours.values()} - {None}
+    installed = tuple(map(int, run.torch.__version__.split(".")[:2]))
+    of_torchrun = {option.name for option in ours.values() if option.torchrun in ("variable", "flag")}
+    assert of_torchrun <= {name for name, first in ADDED.items() if installed < first}
 
 
 # Lines
@@ -471,6 +483,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "logs_specs": st.none() | st.text(min_size=1).filter(str.isprintable),
     "duplicate_stdout_filters": st.lists(_words).map(tuple),
     "duplicate_stderr_filters": st.lists(_words).map(tuple),
+    "log_line_prefix_template": _words,
     "module": st.booleans(),
     "no_python": st.booleans(),
     "run_path": st.booleans(),

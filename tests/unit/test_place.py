@@ -41,11 +41,12 @@ def test_a_place_is_found_before_any_process_starts(local):
     assert local.server.pid is None
 
 
-def test_variables_are_compared_with_those_of_the_fork_server(local, monkeypatch):
-    before = dict(os.environ)
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert "PYTHONHASHSEED" in place(asked(before), local).unheeded
-    assert place(asked({**before, "PYTHONHASHSEED": "7"}), local).unheeded == ""
+@pytest.mark.parametrize("name", ["PYTHONHASHSEED", "TORCH_DIST_USE_NCCL2"])
+def test_variables_are_compared_with_those_of_the_fork_server(local, monkeypatch, name):
+    before = {key: value for key, value in os.environ.items() if key != name}
+    monkeypatch.setenv(name, "0")
+    assert f"no effect in the ranks: {name}." in place(asked(before), local).unheeded
+    assert place(asked({**before, name: "0"}), local).unheeded == ""
     assert place(asked(before, start_method="spawn"), local).unheeded == ""
 
 

@@ -32,6 +32,23 @@ def places(tmp_path, monkeypatch):
     return tmp_path / "run" / "nblaunch", tmp_path / "state" / "nblaunch"
 
 
+held: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def let_go():
+    """Close what holds entries."""
+    yield
+    while held:
+        os.close(held.pop())
+
+
+def write(entry):
+    path, lock = _registry.write(entry)
+    held.append(lock)
+    return path
+
+
 def entry_of(keeper=None, **fields):
     keeper = keeper or ProcessIdentity.of(os.getpid())
     known = {
@@ -47,6 +64,7 @@ def entry_of(keeper=None, **fields):
         "detached": True,
         "started": 1.0,
         "owner": Owner(4711, "ipykernel", "train.ipynb"),
+        "held": True,
     }
     return RuntimeEntry(**{**known, **fields})
 
@@ -78,7 +96,7 @@ def entries():
 
 
 def test_what_was_written_is_found_in_a_private_file():
-    path = _registry.write(entry_of())
+    path = write(entry_of())
     assert [(each.entry, each.alive, each.elsewhere) for each in read_all()] == [(entry_of(), True, "")]
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -86,13 +104,13 @@ def test_what_was_written_is_found_in_a_private_file():
 
 def test_a_pid_that_is_used_again_is_not_taken_for_the_keeper(other):
     keeper = ProcessIdentity.of(other.pid)
-    path = _registry.write(entry_of(replace(keeper, start=keeper.start - 1)))
+    path = write(entry_of(replace(keeper, start=keeper.start - 1)))
     assert entries() == []
     assert not path.exists()
 
 
 def test_the_entry_of_a_keeper_that_has_ended_is_removed_before_its_parent_reaps_it(other):
-    path = _registry.write(entry_of(ProcessIdentity.of(other.pid)))
+    path = write(entry_of(ProcessIdentity.of(other.pid)))
     assert len(entries()) == 1
     other.kill()
     eventually(lambda: entries() == [], "the entry of a killed keeper is removed")
@@ -105,7 +123,7 @@ def test_a_stale_entry_takes_its_root_along(tmp_path):
     root = tmp_path / "nblaunch-abc"
     (root / "job-1").mkdir(parents=True)
     root.chmod(0o700)
-    _registry.write(entry_of(ENDED, root=str(root)))
+    write(entry_of(ENDED, root=str(root)))
     assert entries() == []
     assert not root.exists()
 
@@ -119,25 +137,52 @@ def test_a_root_that_is_not_a_private_directory_of_ours_stays(tmp_path, what):
     else:
         root.mkdir(mode=0o700)
         root.chmod(0o755 if what == "mode" else 0o700)
-    _registry.write(entry_of(ENDED, root=str(root)))
+    write(entry_of(ENDED, root=str(root)))
     assert entries() == []
     assert root.exists()
 
 
 def test_the_entry_of_another_host_is_listed_and_never_removed():
-    path = _registry.write(entry_of(ENDED, host=replace(Host.here(), name="other-host", boot_id="x")))
+    path = write(entry_of(ENDED, host=replace(Host.here(), name="other-host", boot_id="x")))
     assert [(each.alive, each.elsewhere) for each in read_all()] == [(False, "other-host")]
     assert path.exists()
 
 
 def test_the_entry_of_another_container_with_this_host_name_is_never_removed():
-    path = _registry.write(entry_of(ENDED, host=replace(Host.here(), pid_namespace="pid:[1]")))
+    path = write(entry_of(ENDED, host=replace(Host.here(), pid_namespace="pid:[1]")))
     assert [each.alive for each in read_all()] == [False]
     assert path.exists()
 
 
+def test_the_entry_of_another_container_is_removed_once_nobody_holds_it_and_its_name_is_free():
+    """As after a restart of the container: no process of it lives, and its namespace has gone."""
+    ended = entry_of(ENDED, host=replace(Host.here(), pid_namespace="pid:[1]"))
+    take_name("train", ended)
+    path = write(ended)
+    with pytest.raises(OptionError, match="belongs to a session"):
+        take_name("train", entry_of())
+    os.close(held.pop())
+    take_name("train", entry_of())
+    assert read_all() == []
+    assert not path.exists()
+
+
+def test_the_runtime_directory_of_another_user_is_not_used(places, monkeypatch):
+    """As root with the environment of a user, which `sudo` has kept: it would lock that user out."""
+    run = places[0].parent
+    mine = Path.stat
+    theirs = mine(run).st_uid + 1
+
+    def stat(path, **options):
+        found = mine(path, **options)
+        return os.stat_result((*found[:4], theirs, *found[5:])) if path == run else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert _registry.directories() == places[1:]
+
+
 def test_the_entry_of_an_earlier_boot_is_removed():
-    path = _registry.write(entry_of(host=replace(Host.here(), boot_id="earlier")))
+    path = write(entry_of(host=replace(Host.here(), boot_id="earlier")))
     assert entries() == []
     assert not path.exists()
 
@@ -163,10 +208,10 @@ def test_a_process_has_one_identity_whatever_its_name(tmp_path):
 
 def test_the_first_directory_is_written_and_both_are_read(places, monkeypatch, other):
     first, second = places
-    assert _registry.write(entry_of()).parent == first
+    assert write(entry_of()).parent == first
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert entries() == []
-    assert _registry.write(entry_of(ProcessIdentity.of(other.pid), started=2.0)).parent == second
+    assert write(entry_of(ProcessIdentity.of(other.pid), started=2.0)).parent == second
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(first.parent))
     assert [each.started for each in entries()] == [1.0, 2.0]
 
@@ -175,25 +220,25 @@ def test_without_xdg_variables_entries_are_in_the_home_directory(tmp_path, monke
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _registry.write(entry_of()).parent == tmp_path / ".local" / "state" / "nblaunch"
+    assert write(entry_of()).parent == tmp_path / ".local" / "state" / "nblaunch"
 
 
 def test_an_entry_is_written_again_after_a_logout_has_removed_the_directory(places):
     first, second = places
-    path = _registry.write(entry_of())
+    path = write(entry_of())
     path.unlink()
-    assert _registry.write(entry_of()) == path
+    assert write(entry_of()) == path
     path.unlink()
     path.parent.rmdir()
     first.parent.rmdir()
-    assert _registry.write(entry_of()).parent == second
+    assert write(entry_of()).parent == second
     assert entries() == [entry_of()]
 
 
 def test_an_entry_in_both_directories_is_listed_once(places, monkeypatch):
-    _registry.write(entry_of())
+    write(entry_of())
     monkeypatch.delenv("XDG_RUNTIME_DIR")
-    _registry.write(entry_of())
+    write(entry_of())
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(places[0].parent))
     assert entries() == [entry_of()]
 
@@ -202,7 +247,7 @@ def test_a_place_that_cannot_be_written_is_named(monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/state")
     with pytest.raises(OptionError, match=r"/proc/state/nblaunch \(No such file"):
-        _registry.write(entry_of())
+        write(entry_of())
     assert entries() == []
 
 
@@ -210,7 +255,7 @@ def test_a_place_that_cannot_be_written_is_named(monkeypatch):
 
 
 def both_refuse(problem):
-    for use in (read_all, lambda: _registry.write(entry_of()), lambda: take_name("train", entry_of())):
+    for use in (read_all, lambda: write(entry_of()), lambda: take_name("train", entry_of())):
         with pytest.raises(OptionError, match=problem) as refused:
             use()
         assert "s3cret" not in str(refused.value)
@@ -243,28 +288,28 @@ def test_another_users_directory_is_refused(places):
 
 @AS_ROOT
 def test_another_users_file_is_passed_over():
-    path = _registry.write(entry_of(ENDED))
+    path = write(entry_of(ENDED))
     os.chown(path, NOBODY, NOBODY)
     assert entries() == []
     assert path.exists()
 
 
 def test_a_file_that_others_can_read_is_passed_over():
-    path = _registry.write(entry_of())
+    path = write(entry_of())
     path.chmod(0o640)
     assert entries() == []
     assert path.exists()
 
 
 def test_a_link_to_an_entry_is_passed_over(tmp_path):
-    path = _registry.write(entry_of())
+    path = write(entry_of())
     path.rename(tmp_path / path.name)
     path.symlink_to(tmp_path / path.name)
     assert entries() == []
 
 
 def test_a_named_pipe_does_not_block_the_reader_and_a_directory_does_not_stop_it(places):
-    _registry.write(entry_of())
+    write(entry_of())
     os.mkfifo(places[0] / "1-2.json", mode=0o600)
     (places[0] / "1-3.json").mkdir(mode=0o700)
     assert entries() == [entry_of()]
@@ -283,7 +328,7 @@ def test_a_named_pipe_does_not_block_the_reader_and_a_directory_does_not_stop_it
     ],
 )
 def test_a_file_that_is_no_entry_is_passed_over_and_stays(places, content):
-    _registry.write(entry_of())
+    write(entry_of())
     path = places[0] / "1-2.json"
     path.touch(mode=0o600)
     path.write_bytes(content)
@@ -292,7 +337,7 @@ def test_a_file_that_is_no_entry_is_passed_over_and_stays(places, content):
 
 
 def test_the_token_is_in_the_file_and_in_no_text():
-    path = _registry.write(entry_of())
+    path = write(entry_of())
     assert b"s3cret" in path.read_bytes()
     (found,) = read_all()
     assert found.entry.token == "s3cret"  # noqa: S105 - a test's
@@ -307,7 +352,7 @@ def test_the_token_is_in_the_file_and_in_no_text():
 def another(other):
     """Give the entry of another runtime that lives."""
     entry = entry_of(ProcessIdentity.of(other.pid))
-    _registry.write(entry)
+    write(entry)
     return entry
 
 
@@ -334,7 +379,7 @@ def test_a_released_name_is_free_and_only_its_owner_releases_it(another):
 def test_the_name_of_a_runtime_that_has_ended_is_free(listed):
     ended = entry_of(ENDED)
     if listed:
-        _registry.write(ended)
+        write(ended)
     take_name("train", ended)
     take_name("train", entry_of())
     with pytest.raises(OptionError):
@@ -366,7 +411,7 @@ def test_a_name_on_another_host_is_another_name(other):
 
 
 def test_the_names_of_a_stale_entry_go_with_it(places):
-    _registry.write(entry_of(ENDED))
+    write(entry_of(ENDED))
     take_name("train", entry_of(ENDED))
     assert len(list(places[0].glob("*.lock"))) == 1
     read_all()
@@ -419,7 +464,7 @@ _registry.write(entry)
 print(me.pid, flush=True)
 everybody = {int(pid) for pid in sys.stdin.readline().split()}
 for turn in range(100):
-    _registry.write(replace(entry, started=float(turn)))
+    held = _registry.write(replace(entry, started=float(turn)))
     _registry.write(replace(entry, keeper=ended))
     found = {each.entry.keeper: each.entry for each in _registry.read_all()}
     assert found[me].started == turn, found

@@ -80,6 +80,7 @@ OF_THE_GROUP = {
     "logs_specs": "--logs-specs mine",
     "duplicate_stdout_filters": "--duplicate-stdout-filters a",
     "duplicate_stderr_filters": "--duplicate-stderr-filters a",
+    "log_line_prefix_template": "--log-line-prefix-template a",
     "nnodes": "--nnodes 2",
     "rdzv_backend": "--rdzv-backend static",
     "rdzv_endpoint": "--rdzv-endpoint host:29400",

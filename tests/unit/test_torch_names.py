@@ -11,7 +11,10 @@ import ctypes
 import importlib
 import inspect
 import json
+import re
 import sys
+import threading
+from dataclasses import replace
 from multiprocessing import context, forkserver, popen_forkserver, process, resource_tracker, util
 from pathlib import Path
 
@@ -31,9 +34,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.timer import FileTimerServer
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
+from nblaunch._errors import OptionError
 from nblaunch.elastic import agent as our_agent
 from nblaunch.elastic import forkserver as our_forkserver
 from nblaunch.elastic import rendezvous as our_rendezvous
+from nblaunch.options.launch import LaunchOptions
 from nblaunch.probes import collectives
 from nblaunch.rank import in_place
 
@@ -238,6 +243,7 @@ def a_typed_storage():
         (distributed_c10d.ProcessGroup, "_get_backend"),
         (distributed_c10d.ProcessGroup, "_device_types"),
         (distributed_c10d.ProcessGroup, "_get_sequence_number_for_group"),
+        (torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group"),
         (torch._C.DispatchKey, "BackendSelect"),
         (torch._C.DispatchKeySet, "remove"),
         (torch.library.Library, "_destroy"),
@@ -295,6 +301,13 @@ def test_torchs_libraries_still_have_a_log_level():
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value
     assert 0 <= level <= 3, f"torch {torch.__version__} broke FLAGS_caffe2_log_level, which a node sets"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="one recorder for each function")
+def test_a_flight_recorder_can_still_be_asked_for_by_the_name_of_its_backend():
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 - mypy knows torch 2.13
+    assert "backend" in dump.__doc__, f"torch {torch.__version__} broke backend= of _dump_fr_trace_json"
+    assert json.loads(dump(backend="nccl2"))["pg_status"] == {}
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA")
@@ -367,3 +380,20 @@ def imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
     return [alias.name for alias in node.names]
+
+
+def test_torchs_rendezvous_backs_off_as_long_as_asked_or_the_setting_is_refused_by_name():
+    options = LaunchOptions(
+        nnodes="2", rdzv_endpoint="127.0.0.1", rdzv_conf="cas_backoff_max_seconds=0.5", local_addr="127.0.0.1"
+    )
+    if "cas_backoff_max_seconds" not in inspect.signature(DynamicRendezvousHandler.from_backend).parameters:
+        with pytest.raises(OptionError, match=rf"torch {re.escape(torch.__version__)} has no such setting"):
+            our_rendezvous.config_of(options)
+        return
+    config, store = our_rendezvous.config_of(options), HashStore()
+    assert config is not None
+    backend = our_rendezvous._Signed(store, "run", config.key, threading.Event())
+    handler = our_rendezvous.NodesRendezvous.at(config, "run", store, backend)
+    assert vars(handler._settings)["cas_backoff_max_seconds"] == 0.5
+    with pytest.raises(OptionError, match="must be seconds"):
+        our_rendezvous.config_of(replace(options, rdzv_conf="cas_backoff_max_seconds=inf"))

@@ -1,0 +1,129 @@
+"""After each job a session's group is fit for the next one, or it is formed again: evidence before health."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+import nblaunch
+
+REFORMED = (
+    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
+)
+SETUP = """
+import torch, torch.distributed as dist
+keep = 123
+
+def reduced(group=None):
+    t = torch.ones(1)
+    dist.all_reduce(t, group=group)
+    return t.item()
+
+class Silent(dist.ProcessGroup):
+    "Does what gloo does; no recorder knows it, and it does not count."
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.does = dist.ProcessGroupGloo(store, rank, size, timeout)
+    def getBackendName(self): return "silent"
+    def allreduce(self, tensors, options): return self.does.allreduce(tensors, options)
+    def barrier(self, opts): return self.does.barrier(opts)
+
+dist.Backend.register_backend("silent", Silent, devices=["cpu"])
+dist.Backend.register_backend(
+    "renamed", lambda *given: dist.ProcessGroupGloo(*given), devices=["cpu"]
+)
+print(); import sys; print(file=sys.stderr); reduced()
+"""
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[nblaunch.Session]:
+    with nblaunch.Session(2, grace=1, timeout=60) as session:
+        session.cell(SETUP, namespace={})
+        yield session
+
+
+@pytest.fixture
+def session(shared: nblaunch.Session) -> Iterator[nblaunch.Session]:
+    """Give two ranks that are the same processes after the test, and compute rightly."""
+    before = {each.pid for each in shared.status().ranks}
+    yield shared
+    assert cell(shared, "(reduced(), keep)").values == [(2.0, 123)] * 2
+    assert {each.pid for each in shared.status().ranks} == before
+
+
+def cell(session: nblaunch.Session, source: str, ranks: list[int] | None = None) -> nblaunch.RunResult:
+    return session.cell(textwrap.dedent(source), namespace={}, check=False, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("source", "ranks"),
+    [
+        pytest.param("for _ in range(2 - rank): work = dist.all_reduce(torch.ones(1), async_op=True)", None),
+        pytest.param(
+            "work = dist.all_reduce(torch.full((1,), 100.), async_op=True)", [0], marks=pytest.mark.full
+        ),
+    ],
+    ids=["uneven-loop", "subset"],
+)
+def test_after_a_job_that_succeeded_with_unlike_collectives_the_group_is_formed_again(session, source, ranks):
+    result = cell(session, source, ranks)
+    assert result.ok
+    mismatch, reformed = result.warnings
+    assert mismatch.startswith("collectives do not match: in the default group (gloo) rank 0 at #")
+    assert reformed == REFORMED
+
+
+def test_sends_and_receives_of_a_pipeline_are_no_mismatch(session):
+    """gloo counts them; its recorder does not."""
+    result = cell(
+        session,
+        """
+        t = torch.ones(1)
+        if rank == 0: dist.send(t, 1); dist.send(t, 1)
+        else: works = [dist.irecv(t, 0) for _ in range(2)]; [each.wait() for each in works]
+        if rank == 0: works = [dist.isend(t, 1), dist.irecv(t, 1)]
+        else: dist.recv(t, 0); dist.send(t, 0); dist.monitored_barrier()
+        if rank == 0: [each.wait() for each in works]; dist.monitored_barrier()
+        """,
+    )
+    assert (result.ok, result.warnings) == (True, ())
+
+
+def test_a_send_that_a_failed_rank_did_not_receive_gives_no_wrong_number_later(session):
+    failed = cell(
+        session,
+        "if rank == 1: raise ValueError('before it received')\nwork = dist.isend(torch.full((1,), 77.), 1)",
+    )
+    assert REFORMED in failed.warnings
+    received = cell(
+        session, "t = torch.full((1,), 5.)\ndist.send(t, 1) if rank == 0 else dist.recv(t, 0)\nt.item()"
+    )
+    assert received.values == [5.0, 5.0]
+
+
+def test_what_a_registered_backend_of_no_recorder_has_done_is_not_taken_for_sound(session):
+    cell(session, "dist.destroy_process_group(); dist.init_process_group('silent')")
+    used = cell(session, "reduced()")
+    assert (used.values, used.warnings) == ([2.0, 2.0], ()), "what succeeds costs nothing"
+    assert cell(session, "reduced(); raise ValueError('on all ranks')").warnings == (REFORMED,)
+    assert cell(session, "dist.get_backend(), reduced()").values == [("silent", 2.0)] * 2
+    cell(session, "dist.destroy_process_group(); dist.init_process_group('gloo')")
+
+
+@pytest.mark.full
+def test_a_registered_backend_that_is_gloo_by_its_own_word_is_read_there(session):
+    cell(session, "dist.destroy_process_group(); dist.init_process_group('renamed')")
+    assert cell(session, "reduced(); raise ValueError('on all ranks')").warnings == ()
+    cell(session, "dist.destroy_process_group(); dist.init_process_group('gloo')")
+
+
+@pytest.mark.full
+def test_without_a_record_of_collectives_a_mistake_costs_the_group():
+    with nblaunch.Session(2, timeout=60, env={"TORCH_FR_BUFFER_SIZE": "0"}) as session:
+        cell(session, SETUP)
+        assert cell(session, "reduced()").warnings == ()
+        assert cell(session, "reduced(); raise ValueError('on all ranks')").warnings == (REFORMED,)
+        assert cell(session, "reduced()").values == [2.0, 2.0]
