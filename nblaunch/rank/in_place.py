@@ -144,8 +144,8 @@ def _models() -> list[Any]:
     """Return all DDP models, and what FSDP2 keeps of modules: variables may refer to them in any depth."""
     state = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
     kinds = _with_subclasses(DistributedDataParallel) | (set() if state is None else _with_subclasses(state))
-    # Hundreds of thousands of objects: a look at the type is what each may cost.
-    return [each for each in gc.get_objects() if type(each) in kinds]
+    # An object refers to its type: Python would look at hundreds of thousands of objects three times as long.
+    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
 
 
 def _with_subclasses(kind: type) -> set[type]:
