@@ -109,6 +109,7 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
@@ -1043,7 +1044,7 @@ class _Step:
         if outcome.reformed:
             if outcome.unfit and job is not None and job.succeeded:
                 self.note(outcome.unfit)  # the user has seen no error that would explain it
-            self.note(REFORMED)
+            self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
         if outcome.dead:
             self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
         if job is None or job.dispatched:

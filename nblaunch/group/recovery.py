@@ -149,6 +149,8 @@ class RecoveryOutcome(msgspec.Struct, frozen=True):
     failed: str = ""
     unfit: str = ""
     """Why the group was formed again; "" where connections had been cut, as after an interrupt."""
+    in_place: bool = False
+    """Whether all groups go on: they were formed again behind the same objects."""
     dead: str = ""
     """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
 
@@ -289,8 +291,9 @@ class Recovery(msgspec.Struct, frozen=True):
         # After a failure the others may wait for this one in the barrier, for as long as a group's timeout.
         if waiting and not failed:
             return replace(self, waiting=waiting, dead=dead), None
+        remedies = _remedies(dead, len(self.members))
         return self.abandoned(), RecoveryOutcome(
-            self.reform, failed, self.unfit, _remedies(dead, len(self.members))
+            self.reform, failed, self.unfit, in_place=message.in_place, dead=remedies
         )
 
 

@@ -558,6 +558,8 @@ class Recovered(_OfRank, frozen=True):
     number: int
     error: str = ""
     dead: tuple[DeadVariable, ...] = ()
+    in_place: bool = False
+    """Whether the groups were formed again behind the same objects, and all that refers to them goes on."""
     unusable: str = ""
     """CUDA's error, if this process cannot use CUDA any more."""
 

@@ -39,7 +39,6 @@ Invariants:
   * Only this process is touched: children of the job are reaped here, and end with it.
 
 Modules, each after those that it imports:
-
     environment      the environment, directory, limits and device that a rank begins with
     modules          the notebook's own modules on another machine
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open
@@ -48,6 +47,7 @@ Modules, each after those that it imports:
     script           a script, module or program as the job
     stdio            stdout and stderr: log files, order, output of child processes; `input()`
     values           a value in few words, and as a payload
+    in_place         groups formed again behind the same object, where torch can
     process_group    the default process group: formed, formed again, aborted, left
     preempt          what is called before the node is taken back
     shell            the IPython shell: cells, displays, progress bars, completion

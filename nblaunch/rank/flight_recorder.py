@@ -42,6 +42,8 @@ _ANSWER_SECONDS = 0.5
 
 _oldest_alive: dict[str, int] = {}
 """The number of the oldest group of each backend that may still be alive: each recorder counts for itself."""
+_buried = -1
+"""gloo's newest entry of what groups did before they were formed again in place, and count from the start."""
 _asking: threading.Thread | None = None
 
 
@@ -164,6 +166,12 @@ def bury(backends: Iterable[str], *, but_the_newest: bool = False) -> None:
         _oldest_alive[backend] = max(_oldest_alive.get(backend, 0), oldest)
 
 
+def bury_entries() -> None:
+    """Ignore what gloo's groups have done so far: they go on under their numbers, and count anew."""
+    global _buried
+    _buried = max((int(each["record_id"]) for each in _entries(GLOO) or ()), default=_buried)
+
+
 def _dump(backend: str, **options: Any) -> dict[str, Any]:
     """Return what a backend's recorder has; raise where torch has none for it.
 
@@ -225,7 +233,12 @@ def _entries_in_time(backend: str) -> list[dict[str, Any]] | None:
 
 
 def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    return [each for each in entries if int(each.get("pg_id", 0)) >= _oldest_alive.get(backend, 0)]
+    oldest, after = _oldest_alive.get(backend, 0), (_buried if backend == GLOO else -1)
+    return [
+        each
+        for each in entries
+        if int(each.get("pg_id", 0)) >= oldest and int(each.get("record_id", 0)) > after
+    ]
 
 
 def _open(entries: list[dict[str, Any]]) -> int:

@@ -79,6 +79,7 @@ from nblaunch.rank import (
     environment,
     failure,
     flight_recorder,
+    in_place,
     memory,
     preempt,
     process_group,
@@ -294,6 +295,8 @@ class Rank:
         self.device = environment.choose_device(prepare)
         self.device_name = str(self.device) if prepare.device_type else ""
         self._enter(Phase.PROCESS_GROUP)
+        if self.orders.keep:
+            in_place.accept_groups()
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
         process_group.accept_user_calls()
@@ -624,8 +627,8 @@ class Rank:
         try:
             if order.reform:
                 found = self.dead_variables.find()
-                process_group.form_again(order.number, self.device, cut)
-                answer = recovered(dead=self.dead_variables.bury(found))
+                kept = process_group.form_again(order.number, self.device, cut)
+                answer = recovered(dead=self.dead_variables.bury(found, in_place=kept), in_place=kept)
                 if self.phase is Phase.PROCESS_GROUP:
                     self._enter(Phase.READY)
             else:

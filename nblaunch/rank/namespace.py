@@ -255,8 +255,13 @@ class DeadVariables:
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         return found
 
-    def bury(self, found: _Found) -> tuple[DeadVariable, ...]:
-        """Note that these are dead now; have models raise when they are used."""
+    def bury(self, found: _Found, *, in_place: bool = False) -> tuple[DeadVariable, ...]:
+        """Note that these are dead now; have models raise when they are used.
+
+        After groups were formed again `in_place` only FSDP1 is: it cannot forget half a step.
+        """
+        if in_place:
+            found = [each for each in found if _is_wrapped_whole(each[1]())]
         for dead, reference in found:
             thing = reference()
             if isinstance(thing, torch.nn.Module):
@@ -348,6 +353,10 @@ def _members_of(value: object) -> Iterator[tuple[str, object]]:
 def _is_sharded(value: object) -> bool:
     # By name: importing FSDP takes time that only its users should pay.
     return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
+
+
+def _is_wrapped_whole(value: object) -> bool:
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(value).__mro__)
 
 
 def _is_about_groups(error: BaseException) -> bool:

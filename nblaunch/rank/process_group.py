@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from nblaunch.protocol.messages import Tally
-from nblaunch.rank import flight_recorder
+from nblaunch.rank import flight_recorder, in_place
 
 _STORE_TIMEOUT = timedelta(seconds=300)
 _NAMES_PER_RECOVERY = 1_000_000
@@ -128,12 +128,12 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
     _ours = dist.group.WORLD
 
 
-def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> None:
-    """Replace the default group, which may be broken, by a new one of the same kind; check it.
+def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bool:
+    """Form the groups, which may be broken, again in place if that can be done, and return whether it was.
 
-    Groups that the program made itself (`new_group`, `DeviceMesh`) are gone with the old one; `cut` cuts
-    their connections. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot
-    be used any more.
+    Else replace the default group by a new one of the same kind: groups that the program made itself
+    (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old groups.
+    Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used any more.
     """
     global _aborted, _before, _cut_here, _ours
     check_context(device, wait=False)
@@ -141,17 +141,25 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
-    backends = {backend for _, backend in groups().counts()}
-    leave()
-    flight_recorder.bury(backends)
-    _aborted = _ours = None
+    kept = _form_again_in_place(number)
+    if kept:
+        flight_recorder.bury_entries()
+    else:
+        backends = {backend for _, backend in groups().counts()}
+        leave()
+        flight_recorder.bury(backends)
+        _aborted = _ours = None
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
+    if kept:
+        dist.barrier()
+        _before = Groups().counts()
+        return True
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
     if _formed_with is None:
-        return
+        return False
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     _original(**arguments, store=_store("recovered", number))
     _know_all_ranks()
@@ -160,6 +168,16 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> No
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
     _before = Groups().counts()
     flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
+    return False
+
+
+def _form_again_in_place(number: int) -> bool:
+    if not in_place.torch_can():
+        return False
+    # The groups keep the store that they were made with: it may have been cut, or be the program's own.
+    usable = _agent_store is not None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return in_place.form_again(_store("in place", number), number, rank, world_size, usable=usable)
 
 
 def note_cut() -> None:

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 import nblaunch
+from nblaunch.rank import in_place
+
+pytestmark = pytest.mark.skipif(in_place.torch_can(), reason="groups are formed again in place: nothing dies")
 
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"

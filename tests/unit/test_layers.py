@@ -466,6 +466,7 @@ TORCHS_PRIVATE = {
     "nblaunch.rank.environment": "TORCH_LOGS, which torch reads once",
     "nblaunch.rank.failure": "the repr of a tensor whose device is busy",
     "nblaunch.rank.namespace": "hooks of a DDP whose group is gone",
+    "nblaunch.rank.in_place": "how torch makes a group, and forms it again; steps of models that did not end",
     "nblaunch.rank.process_group": "groups and their ranks; an abort from another thread",
     "nblaunch.rank.flight_recorder": "the flight recorders",
     "nblaunch.rank.stacks": "the sequence number of the default group",

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.timer import FileTimerServer
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from nblaunch._errors import OptionError
 from nblaunch.elastic import agent as our_agent
@@ -39,6 +40,7 @@ from nblaunch.elastic import forkserver as our_forkserver
 from nblaunch.elastic import rendezvous as our_rendezvous
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.probes import collectives
+from nblaunch.rank import in_place
 
 ELASTIC = Path(our_agent.__file__)
 AGENT_FILES = (ELASTIC, Path(our_rendezvous.__file__))
@@ -231,6 +233,8 @@ def a_typed_storage():
         (torch._C, "_storage_Use_Count"),
         (a_typed_storage(), "_untyped_storage"),
         (distributed_c10d, "_abort_process_group"),
+        (distributed_c10d, "_new_process_group_helper"),
+        (torch.nn.parallel.DistributedDataParallel, "_update_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
         (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
         (type(distributed_c10d._world), "group_count"),
@@ -276,6 +280,20 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
     boxed = torch.classes.c10d.ReduceOp()
     assert hasattr(boxed, "op"), f"torch {torch.__version__} broke ReduceOp.op, which nblaunch uses"
     assert collectives._OPERATIONS[boxed.op()] == "sum"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (distributed_c10d, "_get_reconfigure_handle"),
+        (distributed_c10d, "_reconfigure"),
+        (_fsdp_state.FSDPState, "_reset_iter_state"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
+def test_torch_can_still_form_groups_again_in_place_by(owner, name):
+    assert hasattr(owner, name), broken(owner, name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the library has another name")
