@@ -1,8 +1,7 @@
 """Everything that runs inside a rank. torchelastic calls `run_rank` in a fresh fork of the fork server.
 
-A rank has two threads that matter. The main thread runs the job, as a script's main thread would: signals,
-CUDA, asyncio and `input()` work there. The control thread owns the rank's one socket, a ZMQ DEALER connected
-to the hub; it answers while the main thread works or waits, unless C code holds the interpreter.
+The main thread runs the job, as a script's would: signals, CUDA, asyncio and `input()` work there. The
+control thread owns the rank's one socket, a ZMQ DEALER; it answers unless C code holds the interpreter.
 
     main thread: Rank.live()                   control thread: Link                        hub
       takes orders        <── inbox ────────────  Prepare, Dispatch, Recover, Leave    <──
@@ -39,6 +38,7 @@ Invariants:
   * Only this process is touched: children of the job are reaped here, and end with it.
 
 Modules, each after those that it imports:
+
     environment      the environment, directory, limits and device that a rank begins with
     modules          the notebook's own modules on another machine
     flight_recorder  torch's flight recorders: which collectives were begun, and which are open

@@ -5,8 +5,9 @@ calls this reconfiguring: a group is made with an option, connects its ranks onl
 tell each other, and can do so again. torch has no default for the option, so the function that makes every
 group is wrapped.
 
-A group of several backends cannot do it (pytorch#187467), as that of a rank with a GPU is, and a group of
-NCCL alone would refuse CPU tensors. Nor can a group in torch's debug mode DETAIL, whose wrapper hides gloo.
+torch does not offer it for a group of several backends (pytorch#187467), which that of a rank with a GPU is;
+a group of NCCL alone would refuse CPU tensors. A group in torch's debug mode DETAIL cannot do it either: its
+wrapper hides gloo.
 """
 
 from __future__ import annotations
@@ -93,22 +94,29 @@ def _new_process_group(*args: object, **keywords: object) -> Any:
     return made
 
 
-def form_again(store: dist.Store, number: int, rank: int, world_size: int, *, usable: bool) -> bool:
+def form_again(
+    store: dist.Store, number: int, rank: int, world_size: int, *, usable: bool
+) -> list[object] | None:
     """Form all groups again, if all ranks can; `number` is that of the recovery, and `store` is for it alone.
 
-    All ranks call it; where those of one rank are not `usable`, none does anything.
+    All ranks call it; where those of one rank are not `usable`, none does anything. Returns the models that
+    cannot forget a step that did not end, None where nothing was done.
     """
     store.set(f"groups/{rank}", json.dumps(_tell(world_size) if usable else {}))
     told: list[OwnGroups] = [json.loads(store.get(f"groups/{each}")) for each in range(world_size)]
     if not all_can(told):
-        return False
+        return None
     named = {str(name): group for group, name in distributed_c10d._world.pg_names.items()}  # noqa: SLF001
     # Groups share ranks, so all take them in one order.
     for name, (ranks, _) in sorted(told[rank].items()):
         _connect(named[name], number, [told[each][name][1] for each in ranks])
+    stuck: list[object] = []
     for model in _models():
-        _reset(model)
-    return True
+        try:
+            _reset(model)
+        except Exception:  # noqa: BLE001 - FSDP2 refuses where another model has queued its reduction
+            stuck += [model] if isinstance(model, DistributedDataParallel) else model._modules  # noqa: SLF001
+    return stuck
 
 
 def _tell(world_size: int) -> OwnGroups:
@@ -116,12 +124,13 @@ def _tell(world_size: int) -> OwnGroups:
         return {}
     world = distributed_c10d._world  # noqa: SLF001 - torch has no public way to its groups
     groups = {str(name): group for group, name in world.pg_names.items()}
-    if not groups.keys() <= _names:
+    # A `new_group` that was interrupted has named its group, and has not said yet which ranks it has.
+    if not groups.keys() <= _names or not all(group in world.pg_group_ranks for group in groups.values()):
         return {}
-    return {name: (_ranks(world.pg_group_ranks[group]), _handle(group)) for name, group in groups.items()}
+    return {name: (_in_order(world.pg_group_ranks[group]), _handle(group)) for name, group in groups.items()}
 
 
-def _ranks(numbers: Mapping[int, int]) -> list[int]:
+def _in_order(numbers: Mapping[int, int]) -> list[int]:
     """Return the ranks of a group in the order of their numbers within it."""
     return sorted(numbers, key=numbers.__getitem__)
 

@@ -628,7 +628,8 @@ class Rank:
             if order.reform:
                 found = self.dead_variables.find()
                 kept = process_group.form_again(order.number, self.device, cut)
-                answer = recovered(dead=self.dead_variables.bury(found, in_place=kept), in_place=kept)
+                dead = self.dead_variables.bury(found, lost=kept)
+                answer = recovered(dead=dead, in_place=kept is not None)
                 if self.phase is Phase.PROCESS_GROUP:
                     self._enter(Phase.READY)
             else:

@@ -11,7 +11,7 @@ import traceback
 import types
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -255,13 +255,18 @@ class DeadVariables:
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         return found
 
-    def bury(self, found: _Found, *, in_place: bool = False) -> tuple[DeadVariable, ...]:
+    def bury(self, found: _Found, *, lost: Sequence[object] | None = None) -> tuple[DeadVariable, ...]:
         """Note that these are dead now; have models raise when they are used.
 
-        After groups were formed again `in_place` only FSDP1 is: it cannot forget half a step.
+        After groups were formed again in place only FSDP1 is, which cannot forget half a step, and what is
+        `lost`.
         """
-        if in_place:
-            found = [each for each in found if _is_wrapped_whole(each[1]())]
+        if lost is not None:
+            found = [
+                (dead, thing)
+                for dead, thing in found
+                if _is_wrapped_whole(thing()) or any(thing() is each for each in lost)
+            ]
         for dead, reference in found:
             thing = reference()
             if isinstance(thing, torch.nn.Module):

@@ -128,12 +128,13 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
     _ours = dist.group.WORLD
 
 
-def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bool:
-    """Form the groups, which may be broken, again in place if that can be done, and return whether it was.
+def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> list[object] | None:
+    """Form the groups, which may be broken, again in place if that can be done; return the models lost by it.
 
-    Else replace the default group by a new one of the same kind: groups that the program made itself
-    (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old groups.
-    Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used any more.
+    Else return None, and replace the default group by a new one of the same kind: groups that the program
+    made itself (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old
+    groups. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used
+    any more.
     """
     global _aborted, _before, _cut_here, _ours
     check_context(device, wait=False)
@@ -142,7 +143,7 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     cut()
     check_context(device)
     kept = _form_again_in_place(number)
-    if kept:
+    if kept is not None:
         flight_recorder.bury_entries()
     else:
         backends = {backend for _, backend in groups().counts()}
@@ -152,14 +153,14 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
-    if kept:
+    if kept is not None:
         dist.barrier()
         _before = Groups().counts()
-        return True
+        return kept
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
     if _formed_with is None:
-        return False
+        return None
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     _original(**arguments, store=_store("recovered", number))
     _know_all_ranks()
@@ -168,12 +169,12 @@ def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> bo
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
     _before = Groups().counts()
     flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
-    return False
+    return None
 
 
-def _form_again_in_place(number: int) -> bool:
+def _form_again_in_place(number: int) -> list[object] | None:
     if not in_place.torch_can():
-        return False
+        return None
     # The groups keep the store that they were made with: it may have been cut, or be the program's own.
     usable = _agent_store is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
