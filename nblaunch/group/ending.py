@@ -18,8 +18,10 @@ from nblaunch.protocol.state import RankState, RunState
 
 # `--hang-after`: notice ranks that are silent inside one collective, without stopping the run.
 
-_Pending = tuple[tuple[tuple[str, str, tuple[int, ...]], int], ...]
-"""The collectives that a rank has begun and not ended: key and sequence number of each."""
+_Operation = tuple[tuple[str, str, tuple[int, ...]], int]
+"""Key and sequence number of a collective."""
+_Pending = tuple[_Operation, ...]
+"""The collectives that a rank has begun and not ended."""
 
 
 class HangWatch:
@@ -36,7 +38,7 @@ class HangWatch:
         self._state: RunState | None = None
         self._silent_since = time.monotonic()
         self._before: Mapping[int, _Pending] = {}
-        self._reported: set[_Pending] = set()
+        self._reported: set[_Operation] = set()
 
     def look(self, state: RunState) -> HangReport | None:
         """Return a report if the run hangs where it did not hang before."""
@@ -50,15 +52,16 @@ class HangWatch:
             return None
         report = self._ask()
         here = {rank: pending for rank, known in report.collectives.items() if (pending := _pending(known))}
-        stuck = {pending for rank, pending in here.items() if self._before.get(rank) == pending}
+        still = (pending for rank, pending in here.items() if self._before.get(rank) == pending)
+        stuck = {operation for pending in still for operation in pending}
         first_look, self._before = not self._before, here
         if first_look:
             return None
         self._silent_since = now
-        key = tuple(collective for pending in sorted(stuck) for collective in pending)
-        if not stuck or key in self._reported:
+        # Fewer than before are no other hang: to nccl2 (torch 2.15) what has ended is open for a second.
+        if stuck <= self._reported:
             return None
-        self._reported.add(key)
+        self._reported |= stuck
         return report
 
 
