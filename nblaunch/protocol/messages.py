@@ -422,6 +422,7 @@ class Collective(msgspec.Struct, frozen=True):
     receives: tuple[int, ...] = ()
     """Of a receive, or a batch of them: the ranks that send."""
     tag: int = 0
+    """Of a send or a receive: its tag."""
     from_any: bool = False
     """Whether it is a receive to which any one of these ranks may send."""
 
