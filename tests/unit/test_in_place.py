@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from nblaunch.rank import in_place
@@ -53,3 +56,40 @@ def test_a_group_is_made_for_it_where_torch_can_and_gloo_is_alone(torch, backend
 )
 def test_groups_go_on_where_each_is_there_on_all_of_its_ranks(told, can):
     assert in_place.all_can(told) is can
+
+
+HALF_A_STEP = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from nblaunch.rank import in_place
+
+in_place.accept_groups()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(2, 2))
+state = model._get_fsdp_state()
+model(torch.ones(1, 2)).sum().backward()
+found = [in_place._is_idle(state)]
+loss = model(torch.ones(1, 2)).sum()
+found += [in_place._is_idle(state), model in in_place._models() or state in in_place._models()]
+loss.backward()
+found.append(in_place._is_idle(state))
+told = lambda number: in_place.form_again(dist.HashStore(), number, 0, 1, usable=True)
+found.append(told(1) == [])
+
+def refuses(model):
+    raise AssertionError
+
+in_place._reset = refuses
+found.append(told(2) == [model])
+found.append(in_place.form_again(dist.HashStore(), 3, 0, 1, usable=False) is None)
+print(found)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
+def test_a_model_in_the_middle_of_a_step_is_known_and_one_that_cannot_forget_it_is_named():
+    """With FSDP2's own names: where torch has moved one, the program says which."""
+    ran = subprocess.run([sys.executable, "-c", HALF_A_STEP], capture_output=True, text=True, check=False)
+    assert ran.stdout == f"{[True, False, True, True, True, True, True]}\n", ran.stderr
