@@ -89,7 +89,7 @@ from nblaunch.client.local import local
 found = {}
 with nblaunch.Session(nproc=2) as session:
     session.cell("trained = 123", namespace={})
-    runtime().rlimit(psutil.RLIMIT_NOFILE, (100, 100))
+    runtime().rlimit(psutil.RLIMIT_NOFILE, (104, 104))
     found["few"] = outcome(lambda: nblaunch.run(one, nproc=32).values)
     server = fork_server()
     before = server.rlimit(psutil.RLIMIT_NOFILE)
@@ -112,8 +112,8 @@ print(json.dumps(found))
 """)
     few = re.match(r"(\w+): 32 ranks .* needs about (\d+) .* is (\d+)\.", found["few"])
     assert few is not None, found["few"]
-    assert (few[1], int(few[3])) == ("fork", 100)
-    assert int(few[2]) > 100
+    assert (few[1], int(few[3])) == ("fork", 104)
+    assert int(few[2]) > 104
     assert "ulimit -n" in found["few"]
     assert "refused: EMFILE" in found["server"]
     assert found["kept"] == [123, 123]
