@@ -51,9 +51,8 @@ class HangReport:
     `groups` are ranks by identical Python stack; `collectives` each rank's last collective of each process
     group, from torch's flight recorder; `findings` what follows from comparing them: who waits for whom in a
     circle, who has not started what, which operations, shapes or dtypes differ. `deadlocks` are the ranks of
-    each circle. `silent` maps ranks that gave no answer to the stack
-    that faulthandler wrote; `finished` are ranks that had returned already. `hosts` maps ranks to their
-    hosts; it is empty if there is only one host.
+    each circle. `silent` maps ranks that gave no answer to the stack that faulthandler wrote; `finished` are
+    ranks that had returned already. `hosts` maps ranks to their hosts; it is empty if there is only one host.
     """
 
     groups: tuple[StackGroup, ...]

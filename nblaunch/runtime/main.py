@@ -138,4 +138,5 @@ def _until_stopped(hub: Hub, requests: RequestHandler, registration: Registratio
         requests.changed.wait(_KEEP_SECONDS if left is None else min(left, _KEEP_SECONDS))
         requests.changed.clear()
         registration.keep()
-        hub.call(requests.listen_if_gone)
+        if not requests.stopping:
+            hub.call(requests.listen_if_gone)

@@ -378,12 +378,12 @@ import importlib.machinery, re, sys, time
 sys.path[:0] = {path!r}
 class Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, name):
-        source = re.sub("^CLIENT_PROTOCOL = .*", "CLIENT_PROTOCOL = 99", self.get_source(name), flags=re.M)
+        source = re.sub("^{number} = .*", "{number} = 99", self.get_source(name), flags=re.M)
         return compile(source, self.path, "exec")
 class Finder:
     def find_spec(self, name, path=None, target=None):
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if name == "nblaunch.protocol.client":
+        if name == "{module}":
             spec.loader = Loader(name, spec.origin)
         return spec
 sys.meta_path.insert(0, Finder())
@@ -407,13 +407,20 @@ print("waited" if time.monotonic() - began > 20 else "at once")
 """
 
 
-def test_a_client_of_another_version_is_refused_and_can_stop_the_session(detached_kernels, tmp_path):
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [("nblaunch.protocol.client", "CLIENT_PROTOCOL"), ("nblaunch.protocol.messages", "PROTOCOL_VERSION")],
+    ids=["of clients", "of ranks"],
+)
+def test_a_client_of_another_protocol_is_refused_and_can_stop_the_session(
+    detached_kernels, tmp_path, module, number
+):
     kernel = detached_kernels()
     kernel.ok("%distributed start -n 2 --detach --session train")
     left = Left("train")
     ours = nblaunch.__version__
     script = tmp_path / "other.py"
-    script.write_text(OTHER_VERSION.format(path=sys.path))
+    script.write_text(OTHER_VERSION.format(path=sys.path, module=module, number=number))
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert ran.stderr == ""
     attach, connect, *listed, ended = ran.stdout.splitlines()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -264,3 +267,35 @@ def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free)
         late = session.jobs[-1].result()
         assert (late.ok, late.failures) == (True, ())
         assert "it is kept no longer" in " ".join(late.warnings)
+        # The job goes with the last of its results, and not with the first.
+        del late, results[1:], others
+        gc.collect()
+        for _ in range(2):
+            session.run(int)
+        assert session.jobs[0].result().ok
+
+
+STOPPED_KEEPER = """
+import sys
+from nblaunch import __main__
+from nblaunch.client import directory, local
+local._END_SECONDS = local._DESCRIBE_SECONDS = directory._STOP_SECONDS = 1
+sys.exit(__main__.main(["stop", "train"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("giver")
+def test_stop_fails_and_says_so_where_processes_are_left():
+    entry = directory.detached()["train"]
+    for pid in (entry.keeper.pid, entry.runtime.pid):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-c", STOPPED_KEEPER], capture_output=True, text=True, check=False
+        )
+    finally:
+        for pid in (entry.runtime.pid, entry.keeper.pid):
+            os.kill(pid, signal.SIGCONT)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert f"its keeper (process {entry.keeper.pid}) has not ended within 1 s" in ran.stderr

@@ -17,7 +17,9 @@ from torch import distributed
 import nblaunch
 from nblaunch import HangReport
 from nblaunch.diagnose import hang
+from nblaunch.group.ending import HangWatch
 from nblaunch.protocol.messages import Collective, FrameRecord, Where
+from nblaunch.protocol.state import RunState
 
 SIZES = pytest.mark.parametrize("nproc", sampled([2, 4]))
 SMALL = pytest.mark.parametrize("nproc", sampled([2, 4], ci=1))
@@ -314,6 +316,30 @@ HangWatch.look = look
     assert "in all_reduce #2, which rank 1 has not started" in warning
     assert "until it has been reported" in warning
     assert "until it has been reported" in str(result.hang_report)
+
+
+@pytest.mark.parametrize(
+    ("looks", "told"),
+    [
+        (
+            [{1, 2}, {1, 2}, {2}, {2}],
+            [1],
+        ),  # as nccl2 (torch 2.15) has it: what has ended is open for a second
+        ([{1}, {1}, {1}], [1]),
+        ([{1}, {1}, {1, 2}, {1, 2}], [1, 3]),
+        ([{1}, {2}, {3}], []),
+    ],
+)
+def test_a_hang_is_told_once_also_where_less_of_it_is_left(looks, told):
+    answers = iter(looks)
+
+    def ask():
+        open_now = tuple(Collective("0", number, "all_reduce") for number in sorted(next(answers)))
+        return HangReport((), {0: open_now})
+
+    watch, state = HangWatch(0.0, ask), RunState.fresh(1, time=0.0)
+    watch.look(state)  # from here on it is silent
+    assert [look for look, _ in enumerate(looks) if watch.look(state) is not None] == told
 
 
 def compute_for_long():

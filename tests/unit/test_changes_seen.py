@@ -48,6 +48,8 @@ class Block(torch.nn.Module):
         self.options = {"rates": [0.1, 0.2], "names": {"first": "a"}, "none": {}}
         self.steps = []
         self.made = torch.ones(2) * 1
+    def forward(self, x):
+        return self.linear(x)
 class Tied:
     __slots__ = ("__dict__",)
 net = torch.nn.ModuleList(Block() for _ in range(3))
@@ -80,6 +82,11 @@ CHANGES = [
     "net.append(Block())",
     "Block.scale = 3",
     "Block.forward = lambda self, x: x",
+    "Block.forward.__code__ = (lambda self, x: x).__code__",
+    "Block.forward.__defaults__ = (1,)",
+    "Block.forward.__kwdefaults__ = {'y': 1}",
+    "Block.forward.__doc__ = 'new'",
+    "Block.forward.note = 1",
 ]
 
 
