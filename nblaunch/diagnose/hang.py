@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from nblaunch.diagnose import deadlock
 from nblaunch.diagnose.deadlock import Circle, GroupKey, Wait, of_group
 from nblaunch.protocol.messages import DEFAULT_GROUP, Collective, Connection, FrameRecord, Where
-from nblaunch.protocol.reports import HangReport, StackGroup, own_frame, place, ranks_by_answer, ranks_on
+from nblaunch.protocol.reports import (
+    HangReport,
+    StackGroup,
+    own_frame,
+    place,
+    ranks_by_answer,
+    ranks_do,
+    ranks_on,
+)
 
 _TRANSFERS_SHOWN = 4
 _LIBRARY_WRAPPERS = frozenset({"wrapper", "inner", "__call__", "_call_impl", "_wrapped_call_impl"})
@@ -142,8 +150,8 @@ def _absences(
         away = {rank: missing[rank] for rank in missing if rank in members}
         if waiting and (behind or away) and not _told(key, (*waiting, *behind), circles):
             where = f"{ahead[waiting[0]].operation} #{newest}{of_group(key)}"
-            late = f"{ranks_on(behind, hosts)} {'has' if len(behind) == 1 else 'have'} not started"
-            who = f"{ranks_on(waiting, hosts)} {'is' if len(waiting) == 1 else 'are'}"
+            late = f"{ranks_do(behind, hosts, 'has', 'have')} not started"
+            who = ranks_do(waiting, hosts, "is", "are")
             yield f"{who} in {where}, which {late}" if behind else f"{who} in {where}; {_each(away, hosts)}"
 
 
@@ -164,11 +172,11 @@ def _transfers(
     for wait, ranks in found[:_TRANSFERS_SHOWN]:
         away = {rank: missing[rank] for rank in sorted(wait.absent) if rank in missing}
         why = f"; {_each(away, hosts)}" if away else ""
-        who = f"{ranks_on(ranks, hosts)} {'is' if len(ranks) == 1 else 'are'}"
+        who = ranks_do(ranks, hosts, "is", "are")
         wait_for = f"wait{'s' if len(ranks) == 1 else ''} for {ranks_on(wait.absent, hosts)}"
         yield f"{who} in {wait} and {wait_for}{why}"
     if behind := [rank for _, ranks in found[_TRANSFERS_SHOWN:] for rank in ranks]:
-        yield f"{ranks_on(behind, hosts)} wait{'s' if len(behind) == 1 else ''} in other sends and receives"
+        yield f"{ranks_do(behind, hosts, 'waits', 'wait')} in other sends and receives"
 
 
 def _told(key: GroupKey, ranks: Iterable[int], circles: Iterable[Circle]) -> bool:

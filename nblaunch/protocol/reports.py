@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -272,6 +272,15 @@ def format_ranks(ranks: Iterable[int]) -> str:
         parts.append(str(first) if first == number else f"{first}-{number}")
         start = index + 1
     return f"rank{'' if len(numbers) == 1 else 's'} {','.join(parts)}"
+
+
+def ranks_do(ranks: Collection[int], hosts: Mapping[int, str], one: str, many: str) -> str:
+    """Format ranks as the subject of a verb, in its form for one rank or for many.
+
+    >>> ranks_do([1], {}, "is", "are"), ranks_do([0, 1], {}, "is", "are")
+    ('rank 1 is', 'ranks 0-1 are')
+    """
+    return f"{ranks_on(ranks, hosts)} {one if len(ranks) == 1 else many}"
 
 
 def ranks_on(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:

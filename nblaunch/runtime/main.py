@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from nblaunch._errors import NblaunchError
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.elastic.forkserver import GivenServer, server_of_fork
 
@@ -96,20 +95,8 @@ def serve(link: socket.socket, root: Path, server: GivenServer) -> None:
             lost=requests.lost,
             caught_up=requests.caught_up,
         )
-
-        def listen() -> None:
-            local.directory.root()  # makes it again where a cleaner of temporary directories has removed it
-            connections.listen(root / "client")
-            connections.listen_for_notes(root / "notes", requests.note)
-
-        def listen_if_gone() -> None:
-            with contextlib.suppress(OSError, NblaunchError):  # there is no room now; it is tried again
-                if not ((root / "client").exists() and (root / "notes").exists()):
-                    listen()
-
-        requests.clients = connections.__iter__
-        requests.listen, requests.listen_if_gone = listen, listen_if_gone
-        listen()
+        requests.connections = connections
+        requests.listen()
         requests.owner = connections.adopt(link)
 
     hub.when_broken = requests.changed.set

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
@@ -38,7 +38,7 @@ from nblaunch.protocol.client import (
 from nblaunch.protocol.reports import session_ended
 from nblaunch.protocol.state import decode_state
 from nblaunch.runtime.archive import Archive, PastJob
-from nblaunch.runtime.connections import ClientConnection
+from nblaunch.runtime.connections import ClientConnection, Connections
 from nblaunch.runtime.jobs import Jobs, RunningJob
 from nblaunch.runtime.journal import Journal
 from nblaunch.runtime.launch import FreshRanks, HeldNodes, session_ranks
@@ -82,12 +82,8 @@ class RequestHandler:
         self.jobs = Jobs(local.hub)
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
-        self.clients: Callable[[], Iterable[ClientConnection]] = tuple
-        """Returns those that are connected."""
-        self.listen: Callable[[], None] = lambda: None
-        """Binds the clients' sockets."""
-        self.listen_if_gone: Callable[[], None] = lambda: None
-        """Binds them where a cleaner of temporary directories has removed them."""
+        self.connections: Connections
+        """Those of its clients, which are made with its methods."""
         self._events: dict[int, EventLog] = {}
         """torchelastic's events of the last jobs to which no result refers."""
         self._local = local
@@ -184,12 +180,25 @@ class RequestHandler:
             token=self._token if owner else "",
         )
 
+    def listen(self) -> None:
+        """Bind the clients' sockets, in a directory that is made again if it is gone."""
+        root = self._local.directory.root()
+        self.connections.listen(root / "client")
+        self.connections.listen_for_notes(root / "notes", self.note)
+
+    def listen_if_gone(self) -> None:
+        """Bind them again where a cleaner of temporary directories has removed them."""
+        with contextlib.suppress(OSError, NblaunchError):  # there is no room now; it is tried again
+            root = self._local.directory.root()
+            if not all((root / name).exists() for name in ("client", "notes")):
+                self.listen()
+
     def lost(self, connection: ClientConnection) -> None:
         """Send nothing more to a client that is gone."""
         for number in self.jobs.leave(connection):
             self._released(number)
         pid = connection.record.pid
-        if all(each.record.pid != pid for each in self.clients()):
+        if all(each.record.pid != pid for each in self.connections):
             for number, count in self.jobs.results_of(pid).items():
                 self._results_gone(number, pid, count)
         for session in self.sessions.values():
