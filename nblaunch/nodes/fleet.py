@@ -945,7 +945,7 @@ class FleetGroup(Peers, Agent):
             case director.BeginAttempt():
                 self._begin(action)
             case director.AllStarted(number, world_size):
-                self.events.attempt_started(number, world_size, self._ranks.workers)
+                self.events.attempt_started(number, world_size, tuple(self._ranks.workers))
             case director.NodeOrder(node, message):
                 self._send_to(node, message)
             case director.AskForNodes(count):
