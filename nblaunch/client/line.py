@@ -172,6 +172,10 @@ class ClientLine:
             raise ProtocolError(msg)
         return answer
 
+    def is_welcome(self, seconds: float) -> bool:
+        """Wait until the introduction is answered; return False if it is not within `seconds`."""
+        return self._wait(lambda: self._introduction in self._answers, _deadline(seconds))
+
     def ask(self, request: ClientRequest, seconds: float | None = None) -> AnswerToClient:
         """Send `request` and return its answer; raise the error that the runtime answers.
 
