@@ -459,7 +459,7 @@ def test_a_start_that_was_killed_at_any_moment_leaves_a_whole_session_or_nothing
     for number in range(moments):
         starter = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
         process = psutil.Process(starter.pid)
-        eventually(process.children, "the keeper is there")
+        eventually(process.children, "the keeper is there", 60)
         below = process.children(recursive=True)
         moment = chosen.uniform(0, WHOLE_START) if number else 0.2
         time.sleep(moment)
