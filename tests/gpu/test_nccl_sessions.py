@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch.distributed import distributed_c10d
+from training import BEGUN, FINISHED, STEPS
 
 import nblaunch
 from nblaunch.group import lifecycle
@@ -281,6 +282,47 @@ def test_variables_that_died_with_the_groups_are_named(session, waits):
     )
     assert revived.values == [(2.0, 2.0)] * 2
     cell(session, "del group, mesh, model, sharded")
+
+
+needs_in_place = pytest.mark.skipif(
+    not IN_PLACE, reason="NCCL forms no group again in place before torch 2.15"
+)
+
+
+@needs_in_place
+@pytest.mark.parametrize("failing", ["forward", "between", "backward"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
+    cell(session, STEPS)
+    run = cell(session, BEGUN.format(repr(kind)))
+    assert run.ok, run.failures
+    broken = cell(session, f"failing = {failing!r}; step(model, opt, 3); torch.cuda.synchronize()")
+    assert (broken.root_cause.message, broken.warnings) == ("a mistake", (REFORMED,))
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@needs_in_place
+def test_groups_and_meshes_of_the_program_go_on(session):
+    """Also those that torch would split from the default one, which NCCL cannot form again."""
+    cell(
+        session,
+        """
+        world, group, split = dist.group.WORLD, dist.new_group([1, 0]), dist.split_group(split_ranks=[[0, 1]])
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("data",))
+        """,
+    )
+    for _ in range(2):
+        failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}; torch.cuda.synchronize()")
+        assert failed.warnings == (REFORMED,)
+        after = cell(
+            session,
+            "(world is dist.group.WORLD, [reduced(group=each) for each in (None, group, split, alone)],"
+            " reduced(on='cpu'), reduced(group=group, on='cpu'), over(mesh, 'data'))",
+        )
+        assert after.values == [(True, [2.0, 2.0, 2.0, 1.0], 2.0, 2.0, 2.0)] * 2, after.failures
+    cell(session, "del group, split, alone, mesh")
 
 
 @four_gpus
