@@ -68,3 +68,13 @@ failing = ""
 for number in range(3, 6): step(model, opt, number)
 all(map(torch.equal, held(model), held(undisturbed)))
 """
+
+REFUSED = """
+from nblaunch.rank import in_place
+connect, in_place._CONNECT_SECONDS = in_place._connect, 2.0
+def refuse(*_):
+    in_place._connect = connect
+    raise RuntimeError("no connection\\nand more")
+if rank == 1: in_place._connect = refuse
+"""
+"""Rank 1 cannot connect the next group, with one error."""

@@ -211,11 +211,14 @@ def form_again(
     told: list[OwnGroups] = [json.loads(store.get(f"groups/{each}")) for each in range(world_size)]
     if not all_can(told):
         return None
-    store.set(f"failed/{rank}", _connect_all(number, rank, told))
+    if why := _connect_all(number, rank, told):
+        # The first has it: the others then wait for that one in vain.
+        store.compare_set("failed", "", f"rank {rank}: {why}")
+    store.set(f"ended/{rank}", "")
     for each in range(world_size):
-        if why := store.get(f"failed/{each}").decode():
-            msg = f"rank {each}: {why}"
-            raise NotInPlaceError(msg)
+        store.get(f"ended/{each}")
+    if store.check(["failed"]):
+        raise NotInPlaceError(store.get("failed").decode())
     return [(part, why) for model in _models() if (why := _reset(model)) for part in _parts(model)]
 
 

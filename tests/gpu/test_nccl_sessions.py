@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch.distributed import distributed_c10d
-from training import BEGUN, FINISHED, STEPS
+from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
 from nblaunch.group import lifecycle
@@ -323,6 +323,19 @@ def test_groups_and_meshes_of_the_program_go_on(session):
         )
         assert after.values == [(True, [2.0, 2.0, 2.0, 1.0], 2.0, 2.0, 2.0)] * 2, after.failures
     cell(session, "del group, split, alone, mesh")
+
+
+@needs_in_place
+@pytest.mark.parametrize("end", ["", "; torch.cuda.synchronize()"], ids=["posted", "stuck"])
+def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told(end):
+    with nblaunch.Session(2, timeout=60) as session:
+        cell(session, f"{SETUP}reduced(); group = dist.new_group([0, 1])\n{REFUSED}")
+        failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}{end}")
+        told = f"{lifecycle.NOT_IN_PLACE}rank 1: RuntimeError: no connection"
+        assert failed.warnings[:2] == (told, lifecycle.REFORMED)
+        after = cell(session, "reduced(), reduced(on='cpu'), reduced(group=dist.new_group([0, 1])), keep")
+        assert after.values == [(2.0, 2.0, 2.0, 123)] * 2
+        assert not any(each.stderr or each.stdout for each in (*failed.ranks, *after.ranks))
 
 
 @four_gpus

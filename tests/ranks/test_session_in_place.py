@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training import BEGUN, FINISHED, STEPS
+from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
-from nblaunch.group.lifecycle import REFORMED_IN_PLACE
+from nblaunch.group.lifecycle import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE
 from nblaunch.rank import in_place
 
 pytestmark = pytest.mark.skipif(
@@ -86,6 +86,16 @@ def test_an_unmatched_collective_leaves_nothing_to_the_next_one(session):
     after = cell(session, "reduced(), reduced()")
     assert after.values == [(2.0, 2.0)] * 2, after.failures
     assert cell(session, "reduced()\n1 / 0").warnings == (), "the group is sound and is not formed again"
+
+
+@pytest.mark.full
+def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told():
+    with nblaunch.Session(2, grace=0.5) as session:
+        cell(session, f"{SETUP}group = dist.new_group([0, 1])\n{REFUSED}")
+        broken = cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()")
+        assert broken.warnings[:2] == (f"{NOT_IN_PLACE}rank 1: RuntimeError: no connection", REFORMED)
+        assert "group (group = dist.new_group(ranks=[0, 1]))" in broken.warnings[2]
+        assert cell(session, "reduced(), reduced(dist.new_group([0, 1]))").values == [(2.0, 2.0)] * 2
 
 
 @pytest.fixture(scope="module")
