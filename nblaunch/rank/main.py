@@ -90,7 +90,7 @@ from nblaunch.rank import (
     values,
 )
 from nblaunch.rank.control import Link
-from nblaunch.rank.isolate import isolate, keep_sockets_in, note_own_children
+from nblaunch.rank.isolate import isolate, keep_files_in, note_own_children
 from nblaunch.rank.modules import OwnModules
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
@@ -126,7 +126,7 @@ def resume(orders: dict[str, Any]) -> NoReturn:
 
 
 def _live(orders: Orders) -> int:
-    keep_sockets_in(orders.spill)
+    keep_files_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
     script.leave_out_finalizers()
