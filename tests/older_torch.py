@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -22,12 +21,6 @@ needs_line_filters = pytest.mark.skipif(
 needs_binding = pytest.mark.skipif(
     importlib.util.find_spec("torch.numa") is None, reason="this torch cannot bind ranks to CPUs"
 )
-
-
-def is_torchs_own(path: Path) -> bool:
-    """Whether a directory is what torch 2.8 leaves behind each rank that has used DDP."""
-    left = [each.name for each in path.iterdir()] if path.is_dir() else []
-    return not names_reductions and left == ["_remote_module_non_scriptable.py"]
 
 
 def without_gloos_own(text: str) -> str:

@@ -299,6 +299,8 @@ class Rank:
             in_place.accept_groups()
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
+            if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
+                self._remark(warning)
         process_group.accept_user_calls()
         if self.orders.keep:
             self._give_names()
