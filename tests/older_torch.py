@@ -23,6 +23,11 @@ needs_binding = pytest.mark.skipif(
 )
 
 
+_splits_several = "Unknown c10d backend type" not in inspect.getsource(torch.distributed.split_group)
+SPLITTABLE = "cpu:gloo,cuda:nccl" if _splits_several else "nccl"
+"""The backend of a group on GPUs that a mesh of several dimensions can split."""
+
+
 def without_gloos_own(text: str) -> str:
     """Return what a rank printed without what gloo prints on its standard output when it connects."""
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] "))
