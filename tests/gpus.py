@@ -81,7 +81,6 @@ def gpu_kernel(shared_gpu_kernel):
 def gpu_session():
     """Open a session with a rank for each GPU, which the tests of one module share."""
     import torch
-
     from older_torch import SPLITTABLE
 
     import nblaunch
