@@ -81,13 +81,43 @@ def deferring_interrupts() -> Iterator[None]:
         _signal.signal(_SIGINT, note)
         yield
     finally:
-        try:
-            _signal.signal(_SIGINT, handler)
-        except BaseException:  # `signal` first runs handlers that are due: that of another signal has raised
-            _signal.signal(_SIGINT, handler)
-            raise
+        _restore(handler)
         if noted:
             handler(signal.SIGINT, noted[0])
+
+
+def _restore(handler: Callable[..., object]) -> None:
+    try:
+        _signal.signal(_SIGINT, handler)
+    except BaseException:  # `signal` first runs handlers that are due: one has raised
+        _signal.signal(_SIGINT, handler)
+        raise
+
+
+@contextlib.contextmanager
+def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` whenever the handler of SIGINT raises KeyboardInterrupt, also where nobody sees that.
+
+    Python drops what is raised within `__del__`, and within callbacks of gc and of weak references. On other
+    threads than the main one, which no handler interrupts, this does nothing.
+    """
+    handler = _signal.getsignal(_SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except KeyboardInterrupt:
+            note()
+            raise
+
+    try:
+        _signal.signal(_SIGINT, handle)
+        yield
+    finally:
+        _restore(handler)
 
 
 class ClientLine:

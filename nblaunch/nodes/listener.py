@@ -20,6 +20,7 @@ from zmq.utils import monitor, z85
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch.elastic.rendezvous import first_free
 from nblaunch.group.hub import Hub
 from nblaunch.nodes.key import curve_secret, refusal_of
 from nblaunch.nodes.messages import (
@@ -96,6 +97,23 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadA
     return authenticator
 
 
+def listen(socket: zmq.Socket[bytes], host: str, ports: range) -> str:
+    """Bind a socket to a free one of these ports of `host`; return its ZMQ address.
+
+    Raises `OSError` if `host` is not an address of this machine, and `LaunchError` if no port is free.
+    """
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+
+    def bind(port: int) -> str:
+        try:
+            socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+    return first_free(ports, host, bind)
+
+
 class Listener:
     """The socket for nodes; all of it but `__init__` runs on the hub's thread."""
 
@@ -109,11 +127,12 @@ class Listener:
         *,
         first: type[Joining | Arriving] = Joining,
         silence: float = SILENCE_SECONDS,
+        ports: range = range(1),
     ) -> None:
-        """Listen at a free port of `host`; `receive` gets messages, `lost` the id of a node that is gone.
+        """Listen at a free one of the ports of `host`.
 
-        `first` is the type of a node's first message. Raises `LaunchError` if `host` is not an address of
-        this machine.
+        `receive` gets messages, `lost` the id of a node that is gone. `first` is the type of a node's first
+        message. Raises `LaunchError` if `host` is not an address of this machine, or no port is free.
         """
         self._hub, self._receive, self._lost, self._first = hub, receive, lost, first
         self._context = zmq.Context()
@@ -121,17 +140,20 @@ class Listener:
         self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._socket.setsockopt(zmq.IPV6, int(":" in host))
-            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        except zmq.ZMQError as error:
+            self.address = listen(self._socket, host, ports)
+        except (OSError, LaunchError) as error:
             self._authenticator.stop()
             self._context.destroy(linger=0)
+            if isinstance(error, LaunchError):
+                raise
+            wrong, option = ("which is none of its addresses", "local_addr (--local-addr)")
+            if ports[0]:
+                wrong, option = f"port {ports[0]}", "ports (--ports), or local_addr (--local-addr)"
             msg = (
-                f"other nodes were to report to this machine at {host}, which is none of its addresses: "
-                f"{error}. Give one with local_addr (--local-addr)."
+                f"other nodes were to report to this machine at {host}, {wrong}: {error.strerror}. Give "
+                f"another one with {option}."
             )
             raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._events: Any = self._socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()

@@ -365,7 +365,7 @@ class Nodes(Peers):
     ) -> None:
         """Open the listener; payloads that do not fit into memory are written to `directory`."""
         self._settings, self._rdzv, self._events, self._directory = settings, rdzv, events, directory
-        self.listener = Listener(hub, rdzv.local_addr, rdzv.key, self._receive, self._lost)
+        self.listener = Listener(hub, rdzv.local_addr, rdzv.key, self._receive, self._lost, ports=rdzv.ports)
         self._nodes: dict[bytes, NodeMember] = {}
         self._ranks = RemoteRanks(events)
         self._outgoing = OutgoingTransfer()

@@ -596,7 +596,11 @@ def next_texts(line, last):
     return found
 
 
-def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(runtime, line, eventually):
+def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
+    runtime, line, eventually, monkeypatch
+):
+    # Here the bytes decide: this thread may get no turn for seconds.
+    monkeypatch.setattr("nblaunch.runtime.connections._BEHIND_SECONDS", 60)
     client, count, batch = runtime.client(), 1_000_000, 20_000
 
     def send(first):
