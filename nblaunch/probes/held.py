@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.arrays import last_base
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import FrameRecord, HeldMemory
 from nblaunch.protocol.reports import is_ours, nearest_frame, place
@@ -160,8 +161,7 @@ def _of_object(value: object, **known: str) -> HeldPart | None:
 
 
 def _of_array(array: Any, **known: str) -> HeldPart | None:
-    while array.base is not None and type(array.base) is type(array):
-        array = array.base
+    array = last_base(array)
     if array.base is not None and not isinstance(array.base, bytes | bytearray):
         return None  # a tensor's memory, or a file's
     shape = ", ".join(map(str, array.shape))
