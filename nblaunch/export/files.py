@@ -141,14 +141,20 @@ def _sharing(apart: Mapping[str, Any], pickled: _Pickled) -> set[str]:
     owners = [(each, "") for each in pickled.ranges]
     for name, value in apart.items():
         owners += [(each, name) for each in _ranges_of([value] if _is_array(value) else _tensors_in(value))]
-    shared: set[str] = set()
-    furthest, reaching = 0, ""
-    for (first, end), name in sorted(owners):
-        if first < furthest and name != reaching:
-            shared |= {name, reaching}
-        if end > furthest:
-            furthest, reaching = end, name
-    return shared - {""}
+    groups = _overlapping((first, end, name) for (first, end), name in sorted(owners))
+    return {name for group in groups if len(set(group)) > 1 for name in group} - {""}
+
+
+def _overlapping(placed: Iterable[tuple[int, int, Any]]) -> list[list[Any]]:
+    """Return groups of what has ranges in common; `placed` comes in the order of where the ranges begin."""
+    groups: list[list[Any]] = []
+    furthest = 0
+    for first, end, each in placed:
+        if first >= furthest:
+            groups.append([])
+        groups[-1].append(each)
+        furthest = max(furthest, end)
+    return groups
 
 
 def _ranges_of(values: Iterable[Any]) -> list[Range]:
@@ -288,14 +294,7 @@ class _Pickled:
             for first, end in _ranges_of([each])
             if not (arrays.is_array(each) and each.dtype.hasobject)
         ]
-        groups: list[list[int]] = []
-        furthest = 0
-        for first, end, _, key in sorted(placed):
-            if first >= furthest:
-                groups.append([])
-            groups[-1].append(key)
-            furthest = max(furthest, -end)
-        for group in groups:
+        for group in _overlapping((first, -end, key) for first, end, _, key in sorted(placed)):
             roots = [arrays.last_base(found[key]) for key in group if arrays.is_array(found[key])]
             if roots and (len(group) > 1 or _file_of(roots[0])):
                 self._owners |= dict.fromkeys([*group, id(roots[0])], roots[0])

@@ -81,8 +81,8 @@ def largest(
     with contextlib.suppress(Exception):
         _named(found, variables)
     with contextlib.suppress(Exception):
-        for part in _tensors():
-            found.add(part)
+        for each in alive(torch.Tensor):
+            found.add(_of_tensor(each))
     with contextlib.suppress(Exception):
         for part in _recorded(device, cells):
             _recognise(found, part)
@@ -122,14 +122,10 @@ def _short(name: str) -> str:
 # Parts, by kind.
 
 
-def _tensors() -> Iterator[HeldPart]:
-    """Yield all tensors that Python has an object for."""
-    for each in gc.get_objects():
-        # Not isinstance(): that runs code of proxies and lazy modules.
-        if issubclass(type(each), torch.Tensor):
-            part = _of_tensor(each)
-            if part is not None:
-                yield part
+def alive(kind: type) -> Iterator[Any]:
+    """Yield the objects of a class that exist in this process."""
+    # By type: `isinstance` asks an object for its class, and a lazy module would load what it stands for.
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _of_tensor(tensor: torch.Tensor, **known: str) -> HeldPart | None:
