@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from nblaunch import __version__, _registry
+from nblaunch import _registry
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
+from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.table import nearest

@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nblaunch import __version__, _notebook
+from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch._version import __version__
 from nblaunch.client import boot
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles

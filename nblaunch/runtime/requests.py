@@ -17,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
+from nblaunch._version import __version__
 from nblaunch.elastic.forkserver import GivenServer
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
