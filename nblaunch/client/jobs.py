@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nblaunch._errors import NblaunchError
@@ -80,9 +80,6 @@ class JobView:
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
                 pass
-
-    late: Iterable[str] = ()
-    """Warnings since the end of the job."""
 
     @property
     def error(self) -> BaseException | None:

@@ -61,8 +61,8 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
-        self.files = KnownFiles()
         """What torchelastic recorded in the user's last run."""
+        self.files = KnownFiles()
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
         self._others: weakref.WeakSet[Runtime] = weakref.WeakSet()

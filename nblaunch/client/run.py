@@ -149,7 +149,7 @@ def watch_job(giver: Giver, snapshot: JobSnapshot, backend: str, view: View) -> 
 
 def _followed(giver: Giver, job: JobView, about: About, view: View, wait: JobWait) -> Outcome:
     """Follow a job until it has ended, and return its outcome."""
-    kept = job.late = KeptJob(giver.runtime, job.number)
+    kept = KeptJob(giver.runtime, job.number)
     shown = job.state
     try:
         view.open(job.state)

@@ -32,7 +32,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 4
+CLIENT_PROTOCOL = 5
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -136,7 +136,6 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
 
     rank: int
     local_rank: int
-    pid: int
     stdout: str
     stderr: str
     started: Offsets = Offsets()
@@ -171,7 +170,6 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
 class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A client, for those who ask who it is."""
 
-    number: int
     pid: int
     node: str
     name: str
@@ -217,9 +215,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     attempt: int
     open: bool
-    ready: bool
     detached: bool = False
-    linger: float | None = None
     linger_left: float | None = None
     giver: ClientRecord | None = None
     running: JobRecord | None = None
@@ -328,7 +324,6 @@ class GiveJob(_ToRuntime, frozen=True):
     session: str
     order: JobOrder
     attempt: int | None = None
-    ranks: tuple[int, ...] | None = None
 
 
 class WatchJob(_ToRuntime, frozen=True):
@@ -475,8 +470,6 @@ class RuntimeWelcome(_FromRuntime, frozen=True):
 
     client: int
     pid: int
-    version: str
-    root: str
     token: str = ""
     """For further connections of the runtime's owner; others know it from the registry."""
 
@@ -508,8 +501,6 @@ class Given(_FromRuntime, frozen=True):
 
 class Stale(_FromRuntime, frozen=True):
     """The session's ranks are those of another attempt."""
-
-    attempt: int
 
 
 class Opened(_FromRuntime, frozen=True):
@@ -560,12 +551,11 @@ class LateWarnings(_FromRuntime, frozen=True):
 
 
 class Attached(_FromRuntime, frozen=True):
-    """The session, the variables that its ranks have, and its jobs."""
+    """The session, and the variables that its ranks have."""
 
     session: SessionRecord
     options: LaunchOptions
     names: tuple[Names, ...] = ()
-    jobs: tuple[JobRecord, ...] = ()
     held_by: ClientRecord | None = None
     """Another client, which gives the jobs: this one watches."""
     watches_only: str = ""
@@ -670,12 +660,6 @@ class Remark(_Unasked, frozen=True):
     text: str
 
 
-class Bye(_Unasked, frozen=True):
-    """The runtime ends."""
-
-    reason: str
-
-
 RuntimeEvent = (
     JobEnded
     | JobRefreshed
@@ -687,7 +671,6 @@ RuntimeEvent = (
     | SessionEnded
     | GiverChanged
     | Remark
-    | Bye
 )
 
 

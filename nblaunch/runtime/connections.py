@@ -193,7 +193,6 @@ class ClientConnection:
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
         return ClientRecord(
-            number=self.number,
             pid=known.pid,
             node=known.node,
             name=known.name,

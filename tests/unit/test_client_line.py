@@ -28,7 +28,6 @@ from nblaunch.client import line as line_module
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
-    Bye,
     DescribeSessions,
     Done,
     Introduce,
@@ -74,7 +73,7 @@ class Runtime:
 
     def welcome(self, connection, introduce):
         self.welcomed.append(introduce)
-        return RuntimeWelcome(client=connection.number, pid=os.getpid(), version="1", root="/")
+        return RuntimeWelcome(client=connection.number, pid=os.getpid())
 
     def handle(self, connection, number, request):
         self.asked.append(request)
@@ -172,7 +171,7 @@ def test_a_request_is_answered(runtime, line):
 def test_a_request_may_be_sent_before_the_welcome_is_read(new_line):
     line = new_line()
     assert line.ask(DescribeSessions(), 10) == Done()
-    assert line.welcome.root == "/"
+    assert line.welcome.pid == os.getpid()
 
 
 def test_events_that_come_before_an_answer_are_kept(runtime, line):
@@ -181,14 +180,14 @@ def test_events_that_come_before_an_answer_are_kept(runtime, line):
         connection.folded(7, b"raw")
         connection.answer(number + 1000, Done())
         connection.answer(number, Done())
-        connection.event(Bye(reason="last"))
+        connection.event(Remark(text="last"))
 
     runtime.handlers[DescribeSessions] = events_first
     assert line.ask(DescribeSessions(), 10) == Done()
     assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="first"))
     line.decode_folded = bytes.upper
     assert line.next(10) == (FrameKind.FOLDED, 7, b"RAW")
-    assert line.next(10) == (FrameKind.EVENT, 0, Bye(reason="last"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="last"))
     assert line.next(0) is None
 
 
@@ -387,7 +386,7 @@ def test_who_does_not_introduce_itself_in_time_is_refused(runtime, monkeypatch):
 )
 def test_a_client_that_breaks_the_protocol_is_ended(runtime, plain, caplog, eventually, data):
     plain.sendall(framed(introduction()) + data + framed(Stop(), 2))
-    assert rest_of(plain).endswith(b"/\xa5token\xa0")  # the welcome is all
+    assert rest_of(plain).endswith(b"\xa5token\xa0")  # the welcome is all
     assert "refused: client 1" in caplog.text
     assert runtime.asked == []
     eventually(lambda: [client.number for client in runtime.lost] == [1], "its end is reported")
@@ -532,18 +531,18 @@ def test_a_client_that_closes_is_lost(runtime, line, eventually):
     line.close()
     eventually(lambda: runtime.lost, "its end is noticed")
     assert list(runtime.connections) == []
-    runtime.lost[0].event(Bye(reason="nobody gets it"))
+    runtime.lost[0].event(Remark(text="nobody gets it"))
 
 
 def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, line):
     def end(connection, number, _request):
         connection.answer(number, Done())
-        connection.event(Bye(reason="stopped"))
+        connection.event(Remark(text="stopped"))
         connection.close()
 
     runtime.handlers[Stop] = end
     assert line.ask(Stop(), 10) == Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, Bye(reason="stopped"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="stopped"))
     with pytest.raises(EndedError):
         line.next(10)
     assert runtime.lost == []

@@ -75,9 +75,6 @@ A_LIST = 3
 STATE_OF_THE_KERNEL = {"nblaunch.client.local", "nblaunch.magic.sessions", "nblaunch.magic.auto"}
 """What a client has once, a notebook's sessions, and its switch: the modules that keep what changes."""
 
-STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
-"""What a process has once to run ranks."""
-
 OTHER_STATE = {
     "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
     "nblaunch.capture.recipes": "which recipe a class has, looked for once",
@@ -546,7 +543,7 @@ KERNEL = {
 
 def test_modules_keep_state_in_few_places_and_for_a_reason():
     keeping = {module for module, tree in KERNEL.items() if set(state_of(tree))}
-    assert keeping == STATE_OF_THE_KERNEL | STATE_OF_A_RUNTIME | OTHER_STATE.keys()
+    assert keeping == STATE_OF_THE_KERNEL | OTHER_STATE.keys()
 
 
 @pytest.mark.parametrize(
@@ -627,7 +624,7 @@ def may_change(value: ast.expr) -> bool:
 
 
 def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
-    """One on either side: there the order is decided in which things end; a rank's own hook is in `rank`.
+    """There the order is decided in which things end; a rank's own hook is in `rank`.
 
     The doctor waits for a check that is loading torch: Python would end while that is half loaded.
     """
@@ -641,8 +638,6 @@ def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
         ("nblaunch.checks.doctor", "atexit.register"),
         ("nblaunch.client.local", "atexit.register"),
         ("nblaunch.client.local", "os.register_at_fork"),
-        ("nblaunch.group.runtime", "atexit.register"),
-        ("nblaunch.group.runtime", "os.register_at_fork"),
     ]
 
 
