@@ -83,17 +83,13 @@ def deferring_interrupts() -> Iterator[None]:
         _signal.signal(_SIGINT, note)
         yield
     finally:
-        _restore(handler)
+        try:  # not a function's: a signal may be handled as one is entered
+            _signal.signal(_SIGINT, handler)
+        except BaseException:  # `signal` first runs handlers that are due: that of another signal has raised
+            _signal.signal(_SIGINT, handler)
+            raise
         if noted:
             handler(signal.SIGINT, noted[0])
-
-
-def _restore(handler: Callable[..., object]) -> None:
-    try:
-        _signal.signal(_SIGINT, handler)
-    except BaseException:  # `signal` first runs handlers that are due: one has raised
-        _signal.signal(_SIGINT, handler)
-        raise
 
 
 @contextlib.contextmanager
@@ -119,7 +115,11 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
         _signal.signal(_SIGINT, handle)
         yield
     finally:
-        _restore(handler)
+        try:  # not a function's: a signal may be handled as one is entered
+            _signal.signal(_SIGINT, handler)
+        except BaseException:  # `signal` first runs handlers that are due: that of another signal has raised
+            _signal.signal(_SIGINT, handler)
+            raise
 
 
 @dataclass(frozen=True)

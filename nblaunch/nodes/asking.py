@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from nblaunch._errors import NblaunchError
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish
 from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.reports import awaited_nodes
 
 _FIRST_STEP, _STEP = 0.1, 0.5
 # How often the thread polls an engine: at first at a user's pace, later rarely, to spare the cluster.
@@ -22,6 +23,7 @@ _HELD_STEP, _LONG_STEP, _LONG_SECONDS = 5.0, 15.0, 660.0
 _JITTER = 0.2
 _NOTICE_SECONDS = 120.0
 """How long before the time limit ranks save; if less than twice this is left, after half of that."""
+_QUEUED = (EngineState.ASKED, EngineState.WAITING)
 _STOP_SECONDS = 0.5
 _HOSTS_NAMED = 4
 _NOT_THERE = "No module named nblaunch"
@@ -141,6 +143,7 @@ class Asking:
             if sum(each.running for each in before) > sum(each.running for each in fates):
                 said = allocation.status()  # the engine may have ended them
             self._judge(said, fates)
+            self._look_at_queue(time.monotonic() - asked)
             self._look_at_limit(said, time.time())
             self._wake.wait(min(_STEP, max(due - time.monotonic(), 0)))
             self._wake.clear()
@@ -176,6 +179,15 @@ class Asking:
             if why:
                 said = replace(said, reason=why) if said.words or lost else replace(said, words=why)
             self._say(self._counted(said))
+
+    def _look_at_queue(self, waited: float) -> None:
+        """End a request that the engine has left in its queue for too long."""
+        said, limit = self._said, self._wish.longest_wait
+        if waited > limit and said.state in _QUEUED and said.joined < said.wanted:
+            self._end(
+                f"the nodes were not granted within {limit:g} s (--queue-timeout), and the request is "
+                f"withdrawn. It was {awaited_nodes(said)}. Wait longer, or ask for what is free sooner."
+            )
 
     def _look_at_limit(self, said: EngineSaid, now: float) -> None:
         """Report once that the nodes' time limit is near, and once if it was extended."""

@@ -57,6 +57,7 @@ from nblaunch.nodes.process import ProcessEngine
 from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.versions import compare, shared_gpu
+from nblaunch.options.kinds import port_range
 from nblaunch.protocol.client import NodeEnvironment
 from nblaunch.protocol.messages import (
     Dispatch,
@@ -95,6 +96,7 @@ class FleetSettings:
     here: bool = False
     local_addr: str | None = None
     """None: the engine's `address`."""
+    ports: str | None = None
     silence: float = 15.0
     join_timeout: float = 600.0
     """How many seconds to wait for the replacement of a lost node."""
@@ -208,6 +210,7 @@ class NodeFleet:
             self._lost,
             first=wire.Arriving,
             silence=self.conf.silence,
+            ports=port_range(self.conf.ports),
         )
         self._data = DataSocket(
             hub,
@@ -257,7 +260,8 @@ class NodeFleet:
     def _program(self, *, here: bool) -> NodeProgram:
         assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
         endpoint = self._listener.address.removeprefix("tcp://")
-        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), "--key-stdin")
+        ports = () if self.conf.ports is None else ("--ports", self.conf.ports)
+        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), *ports, "--key-stdin")
         program = NodeProgram(words, f"{self._key}\n".encode())
         environment = self.conf.environment
         return program if here or environment is None else made_before(program, environment)
@@ -662,7 +666,7 @@ class FleetGroup(Peers, Agent):
         """
         self.name, self.events, self.grace = events.group, events, settings.grace
         self._fleet, self._settings, self._directory = fleet, settings, directory
-        store = host_store(address, 0)
+        store = host_store(address, port_range(fleet.conf.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
@@ -945,7 +949,7 @@ class FleetGroup(Peers, Agent):
             case director.BeginAttempt():
                 self._begin(action)
             case director.AllStarted(number, world_size):
-                self.events.attempt_started(number, world_size, self._ranks.workers)
+                self.events.attempt_started(number, world_size, tuple(self._ranks.workers))
             case director.NodeOrder(node, message):
                 self._send_to(node, message)
             case director.AskForNodes(count):

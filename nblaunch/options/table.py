@@ -72,6 +72,8 @@ class Option:
     more_flags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Keywords besides the name."""
+    of_placed_nodes: bool = False
+    """Whether the program that an engine starts on a node takes it: the notebook tells the node the rest."""
     everyday: int = 0
     """The place among those that a user reads first; 0 for all others."""
     foreign: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ import pytest
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch.client import line as line_module
-from nblaunch.client.line import ClientLine, connect, deferring_interrupts
+from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noting_interrupts
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
     Done,
@@ -595,7 +595,11 @@ def next_texts(line, last):
     return found
 
 
-def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(runtime, line, eventually):
+def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
+    runtime, line, eventually, monkeypatch
+):
+    # Here the bytes decide: this thread may get no turn for seconds.
+    monkeypatch.setattr(connections_module, "_BEHIND_SECONDS", 60)
     client, count, batch = runtime.client(), 1_000_000, 20_000
 
     def send(first):
@@ -786,7 +790,8 @@ def test_deferred_interrupts_come_after_an_error(handled):
     assert len(handled) == 1
 
 
-def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
+@pytest.mark.parametrize("holding", [deferring_interrupts, lambda: noting_interrupts(print)])
+def test_an_error_of_another_signals_handler_leaves_the_handler(handled, holding):
     def fail(*_):
         raise ZeroDivisionError
 
@@ -797,7 +802,7 @@ def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
             with contextlib.suppress(ZeroDivisionError):
                 timer.start()
                 while True:
-                    with deferring_interrupts():
+                    with holding():
                         pass
             timer.join()
     finally:
@@ -805,11 +810,35 @@ def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
     assert handled == []
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_interrupt_is_noted_also_where_python_drops_its_exception(interrupted, monkeypatch):
+    class Dropped:
+        def __del__(self):
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+    before, noted, dropped = signal.getsignal(signal.SIGINT), [], []
+    monkeypatch.setattr(sys, "unraisablehook", lambda each: dropped.append(each.exc_type))
+    with noting_interrupts(lambda: noted.append(1)):
+        del_me = Dropped()
+        del del_me
+        assert len(noted) == len(dropped) == interrupted
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_raises_nothing_has_decided_that_nobody_is_interrupted(handled):
+    noted = []
+    with noting_interrupts(lambda: noted.append(1)):
+        signal.raise_signal(signal.SIGINT)
+    assert (len(handled), noted) == (1, [])
+
+
+@pytest.mark.parametrize("holding", [deferring_interrupts, lambda: noting_interrupts(print)])
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_handler_that_is_no_python_function_is_left_alone(handler):
+def test_a_handler_that_is_no_python_function_is_left_alone(handler, holding):
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with deferring_interrupts():
+        with holding():
             assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -30,7 +30,7 @@ MOVED = (
     "Leaving",
 )
 """What stands in the documentation, so that the README stays short."""
-INTERNAL = {"NBLAUNCH_NODE_HERE", "NBLAUNCH_NODE_PLACE"}
+INTERNAL = {"NBLAUNCH_NODE_AT_END", "NBLAUNCH_NODE_HERE", "NBLAUNCH_NODE_PLACE"}
 """Variables by which nblaunch tells its own processes something."""
 
 
