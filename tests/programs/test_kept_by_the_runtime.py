@@ -355,7 +355,7 @@ def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by
             subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
             return not dead.exists()
 
-        eventually(next_use, "it is removed, once the last of the ranks is gone")
+        eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
         assert lives.exists()
         started[1].communicate("\n")
         assert list(Path(base).glob("nblaunch-*")) == []
