@@ -45,6 +45,7 @@ from typing import NoReturn
 
 from nblaunch import _process_tree
 from nblaunch._process_tree import become_subreaper, die_with_parent
+from nblaunch._runtime_dir import hold, remove_abandoned
 from nblaunch.elastic import descriptors
 
 ORDER = struct.Struct("<cBH")
@@ -113,6 +114,7 @@ def keep_runtime(link_fd: int, kernel_pid: int, root: str, live: str) -> None:
         keeper.fork_server(requests.detach(), (live, its_fds))
         for fd in its_fds:
             os.close(fd)
+        remove_abandoned(root)
         keeper.watch()
     except Exception:  # noqa: BLE001 - nothing else would report it
         sys.excepthook(*sys.exc_info())
@@ -138,6 +140,7 @@ class _Keeper:
         self._orders = orders
         self._kernel = kernel_pid
         self._root = root
+        hold(root)
         self._entry = ""
         self._at_end: list[bytes] = []
         self._server = self._runtime = 0
