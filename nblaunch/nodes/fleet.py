@@ -35,10 +35,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from nblaunch import __version__
 from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
+from nblaunch._version import __version__
 from nblaunch.elastic.rendezvous import host_store
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import Agent, Connected, Peers
