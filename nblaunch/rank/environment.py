@@ -45,7 +45,8 @@ _SESSION_DEFAULTS = {
     # debugger's prompt waits, because a peer was interrupted, or over a CUDA error that the rank reports
     # itself.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # Under its old name torch 2.15 warns of it, on the ranks' standard error.
+    f"TORCH_{'FR' if torch.__version__ >= '2.15' else 'NCCL'}_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
