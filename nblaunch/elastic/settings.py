@@ -90,6 +90,8 @@ class RendezvousConfig:
     key: bytes = field(default=b"", repr=False)
     listener: str = ""
     """The address of the listener for nodes, once there is one."""
+    ports: range = range(1)
+    """Where it may listen, and an etcd rendezvous' store for the ranks; port 0 stands for any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ from nblaunch.protocol.messages import (
     Leave,
     Logged,
     Measured,
+    NodesJoined,
     Noticed,
     Phase,
     Preempt,
@@ -115,7 +116,17 @@ RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
-_SETTLES_NOTHING = (Printed, Displayed, Logged, Unwritten, Measured, Reached, LocatedAll, EngineSaid)
+_SETTLES_NOTHING = (
+    Printed,
+    Displayed,
+    Logged,
+    Unwritten,
+    Measured,
+    Reached,
+    LocatedAll,
+    EngineSaid,
+    NodesJoined,
+)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -658,15 +669,21 @@ class _Step:
                 self.settle()
 
     def observed(self, message: Observation) -> None:
-        if isinstance(message, EngineSaid):
-            self.set(engine=message)
-        self.fold(message)
+        self.fold(self.placed(message) if isinstance(message, EngineSaid) else message)
         ranks = self.state.at_work.ranks
         # Nodes measure their own ranks.
         if isinstance(message, Measured) and len(ranks) > 1 and self.state.some_here:
             for rank in ranks.values():
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
+
+    def placed(self, said: EngineSaid) -> EngineSaid | NodesJoined:
+        """Keep an engine's report; return what there is to say of it."""
+        before = self.state.engine
+        self.set(engine=said)
+        if before is None or replace(before, state=said.state, joined=said.joined) != said:
+            return said
+        return NodesJoined(state=said.state, joined=said.joined)
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""

@@ -34,8 +34,9 @@ _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
 _NUMBER = "collective_seq_id"
 _TRANSFER = re.compile(r"(?P<what>\w+) \d+(?P<way>->|<-)(?P<other>\d+)")
-# ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are open count as one.
-_MARKS_BATCHES = "nccl"
+LEGACY = "nccl"
+"""ProcessGroupNCCL. ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are
+open count as one."""
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -314,7 +315,7 @@ def open_operations(
             continue
         if not entry.get("is_p2p"):
             found[entry.get("record_id")] = [entry]
-        elif backend != _MARKS_BATCHES:
+        elif backend != LEGACY:
             found.setdefault((entry.get("pg_id"),), []).append(entry)
         elif _batch(entry) not in ended:
             found.setdefault(_batch(entry), []).append(entry)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +39,7 @@ _MAKERS = {"_create_gloo_process_group", "_create_nccl2_process_group"}
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
 _CONNECT_SECONDS = 30.0
+_OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
 # NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
 _NO_LIMIT = timedelta(days=1)
 
@@ -130,6 +133,7 @@ def _new_process_group(*args: object, **keywords: object) -> Any:
         _connect(group, made_here * _FIRST, handles)
         for backend in _of_nccl(group):
             backend.set_timeout(max(call.arguments["timeout"], _NO_LIMIT))
+            _rename_setting()
     return made
 
 
@@ -178,6 +182,15 @@ def backends_of(group: Any) -> list[Any]:
             backend = group._get_backend(kind)  # noqa: SLF001 - torch has no public way
             found += [] if backend in found else [backend]
     return found or [group]
+
+
+def _rename_setting() -> None:
+    """Give ProcessGroupNCCL2 a setting by the name that it knows, as ProcessGroupNCCL knows the old one alone.
+
+    Of that it warns on standard error, as of 2.15.
+    """
+    if torch.__version__ >= "2.15" and _OLD in os.environ:
+        os.environ.setdefault(_NEW, os.environ.pop(_OLD))
 
 
 def _of_nccl(group: Any) -> list[Any]:

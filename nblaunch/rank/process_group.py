@@ -237,6 +237,11 @@ def uses_nccl() -> bool:
     return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
 
 
+def rethrows_errors() -> bool:
+    """Whether it uses the NCCL of which TORCH_NCCL_RETHROW_CUDA_ERRORS decides; nccl2 does not ask for it."""
+    return _uses_nccl() and flight_recorder.LEGACY in _numbers(dist.group.WORLD)
+
+
 def has_open_operations() -> bool:
     """Whether the GPUs have operations of NCCL that have not ended, as far as is known."""
     return uses_nccl() and flight_recorder.is_busy({backend for _, backend in groups().counts()})
