@@ -185,9 +185,9 @@ def backends_of(group: Any) -> list[Any]:
 
 
 def _rename_setting() -> None:
-    """Give ProcessGroupNCCL2 a setting by the name that it knows, as ProcessGroupNCCL knows the old one alone.
+    """Give ProcessGroupNCCL2 a setting by its new name: of the old one torch 2.15 warns on standard error.
 
-    Of that it warns on standard error, as of 2.15.
+    ProcessGroupNCCL knows the old one alone.
     """
     if torch.__version__ >= "2.15" and _OLD in os.environ:
         os.environ.setdefault(_NEW, os.environ.pop(_OLD))
