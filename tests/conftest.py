@@ -475,10 +475,6 @@ def ends_with_the_session():
         from nblaunch.client.local import local
 
         local().close()
-    if "nblaunch.group.runtime" in sys.modules:  # the doctor has ranks' processes of its own
-        from nblaunch.group import runtime
-
-        runtime.local().close()
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []

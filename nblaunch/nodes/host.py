@@ -28,11 +28,11 @@ import zmq
 from torch.cuda import nccl
 from zmq.utils import monitor
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
 from nblaunch._runtime_dir import remove_tree
+from nblaunch._version import __version__
 from nblaunch.elastic import descriptors, rendezvous
 from nblaunch.elastic.placement import own_gpus, place_ranks
 from nblaunch.elastic.process_options import needs_new_python, unheeded

@@ -629,9 +629,10 @@ class Rank:
         try:
             if order.reform:
                 found = self.dead_variables.find()
-                kept = process_group.form_again(order.number, self.device, cut)
-                dead = self.dead_variables.bury(found, lost=kept)
-                answer = recovered(dead=dead, in_place=kept is not None)
+                formed = process_group.form_again(order.number, self.device, cut)
+                dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
+                why_not = formed.why_not[:_ERROR_CHARACTERS]
+                answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not)
                 if self.phase is Phase.PROCESS_GROUP:
                     self._enter(Phase.READY)
             else:
