@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nblaunch._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from nblaunch._api import Session, run, sessions
     from nblaunch._errors import (
@@ -52,8 +54,6 @@ if TYPE_CHECKING:
     from nblaunch.protocol.messages import MemoryUse
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
-
-__version__ = "0.1.0"
 
 _NAMES = {
     "_api": ("Session", "run", "sessions"),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from nblaunch import __version__, _registry
+from nblaunch import _registry
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
+from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.table import nearest
-from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord, Sessions
+from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
 
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 40.0
@@ -33,7 +34,6 @@ def sessions() -> tuple[SessionInfo, ...]:
             if each.entry.detached:
                 found.append(_unreachable(each, f"does not answer: {error}"))
             continue
-        assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
         found += [_info(each.entry, session) for session in answer.sessions]
     return tuple(found)
 

@@ -21,24 +21,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nblaunch import __version__, _notebook
+from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch._version import __version__
 from nblaunch.client import boot
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
-    AnswerToClient,
+    AnswerT,
     ClientNote,
-    ClientRequest,
     DescribeSessions,
     Introduce,
     ListenAgain,
+    Request,
     RuntimeWelcome,
-    Sessions,
     Stop,
 )
 from nblaunch.protocol.messages import encode
@@ -60,8 +60,8 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
-        self.files = KnownFiles()
         """What torchelastic recorded in the user's last run."""
+        self.files = KnownFiles()
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
         self._others: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -87,7 +87,7 @@ class Client:
                     self._runtime = OwnRuntime(self.directory.root(), owner=os.getpid())
             return self._runtime
 
-    def ask(self, request: ClientRequest) -> AnswerToClient:
+    def ask(self, request: Request[AnswerT]) -> AnswerT:
         """Return the answer to a request that begins nothing: of another runtime where this one is gone."""
         runtime = self.runtime
         try:
@@ -210,7 +210,7 @@ class Runtime:
             self._token = self._token or welcome.token
             return welcome
 
-    def ask(self, request: ClientRequest, seconds: float | None = None) -> AnswerToClient:
+    def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
         """Return the answer to a short request. Raises `TimeoutError` after `seconds`."""
         self.refuse_in_fork()
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
@@ -226,7 +226,6 @@ class Runtime:
         grace = 0.0
         with contextlib.suppress(NblaunchError, TimeoutError):
             answer = self.ask(DescribeSessions(), _DESCRIBE_SECONDS)
-            assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
             grace = max((each.grace for each in answer.sessions), default=0.0)
         return grace + _END_SECONDS
 
@@ -242,7 +241,7 @@ class Runtime:
             raise
         self._give_back(line)
 
-    def ask_on_a_line(self, request: ClientRequest) -> AnswerToClient:
+    def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
         """Return the answer to a request that takes its time."""
         with self.line() as line:
             return line.ask(request)

@@ -176,7 +176,6 @@ def attach_session(
     except BaseException:
         runtime.abandon()
         raise
-    assert isinstance(answer, wire.Attached)  # noqa: S101 - nothing else answers this
     known = answer.session
     names = {each.rank: each for each in answer.names}
     ranks = SessionRanks(
@@ -683,7 +682,6 @@ class LiveSession:
     def jobs(self) -> list[SessionJob]:
         """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
-        assert isinstance(answer, wire.JobList)  # noqa: S101 - nothing else answers this
         return [
             SessionJob(each, self._runtime, self.placement.backend, self.detached) for each in answer.jobs
         ]
@@ -705,7 +703,6 @@ class LiveSession:
             else:  # a job in the background has the session's own connection
                 giver = replace(giver, line=used.enter_context(self._runtime.line()))
             snapshot = giver.line.ask(wire.WatchJob(job=running.number))
-            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             return watch_job(giver, snapshot, self.placement.backend, view)
 
     # --- a look into a rank between its cells ----------------------------------------------------------
@@ -786,7 +783,6 @@ class LiveSession:
     def _where(self, seconds: float = 1.0) -> HangReport:
         with self._runtime.line() as line:
             looked = line.ask(wire.LookAtRanks(session=self._key, seconds=seconds))
-        assert isinstance(looked, wire.Looked)  # noqa: S101 - nothing else answers this
         return looked.report
 
     def status(self) -> SessionStatus:
@@ -817,7 +813,6 @@ class LiveSession:
     def _described(self) -> wire.SessionRecord | None:
         with self._runtime.line() as line:
             answer = line.ask(wire.DescribeSessions(session=self._key))
-        assert isinstance(answer, wire.Sessions)  # noqa: S101 - nothing else answers this
         return answer.sessions[0] if answer.sessions else None
 
     def close(self) -> None:
@@ -891,7 +886,6 @@ def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, in
     except BaseException:
         line.close()
         raise
-    assert isinstance(opened, wire.Opened)  # noqa: S101 - nothing else answers this
     return line, opened.attempt
 
 
@@ -951,7 +945,6 @@ class SessionJob:
         """
         with self._runtime.line() as line:
             snapshot = line.ask(wire.WatchJob(job=self.number))
-            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             giver = Giver(self._runtime, line, _gives_nothing, private=self._private)
             return watch_job(giver, snapshot, self._backend, SilentView()).unwrap(check=check)
 
@@ -960,7 +953,7 @@ class SessionJob:
         return f"<SessionJob {self.title!r}: {self.state}>"
 
 
-def _gives_nothing(_: wire.JobOrder) -> wire.ClientRequest:
+def _gives_nothing(_: wire.JobOrder) -> wire.Request[wire.Given | wire.Stale]:
     raise NotImplementedError
 
 

@@ -66,7 +66,6 @@ def _found(name: str) -> tuple[RuntimeEntry, Runtime, wire.SessionRecord]:
             with contextlib.ExitStack() as opened:
                 runtime = opened.enter_context(contextlib.closing(local().attached(entry)))
                 answer = runtime.ask(wire.DescribeSessions(), _ANSWER_SECONDS)
-                assert isinstance(answer, wire.Sessions)  # noqa: S101 - nothing else answers this
                 for session in answer.sessions:
                     if session.name == name:
                         opened.pop_all()
@@ -82,7 +81,6 @@ def _found(name: str) -> tuple[RuntimeEntry, Runtime, wire.SessionRecord]:
 
 def _jobs(runtime: Runtime, session: str) -> tuple[wire.JobRecord, ...]:
     answer = runtime.ask(wire.ListJobs(session=session), _ANSWER_SECONDS)
-    assert isinstance(answer, wire.JobList)  # noqa: S101 - nothing else answers this
     return answer.jobs
 
 
@@ -122,7 +120,6 @@ def _print_job(
         else:
             # It has been over for long, or was for a moment only: there is what a view would show.
             answer = runtime.ask(wire.WatchJob(job=job.number))
-            assert isinstance(answer, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             output.take_state(decode_state(answer.state))
     finally:
         output.end()

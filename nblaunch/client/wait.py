@@ -12,7 +12,7 @@ from nblaunch import _notebook
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch.client.jobs import JobView
-from nblaunch.client.line import ClientLine, deferring_interrupts
+from nblaunch.client.line import ClientLine, deferring_interrupts, noting_interrupts
 from nblaunch.protocol.client import InterruptJob, Reply
 from nblaunch.protocol.framing import FrameKind
 from nblaunch.protocol.messages import Answer, Asked
@@ -136,6 +136,8 @@ class JobWait:
         self._job = job
         self._view = view
         self._cancelled = cancelled or threading.Event()
+        self._raised = False
+        """Whether an interrupt was raised on this thread since the last one that came here."""
         self._others = others
         self._prompts = Prompts(job, line)
         self._interrupts = 0
@@ -148,14 +150,20 @@ class JobWait:
         Raises `LaunchError` if the runtime has, or at a third interrupt; `StoppedWatchingError` if the user
         only watched.
         """
-        while self._job.end is None:
-            try:
-                self.send_interrupts()
-                self._follow()
-            except KeyboardInterrupt as interrupt:
-                if self._watching():
-                    raise StoppedWatchingError from interrupt
-                self.interrupted(interrupt)
+        with noting_interrupts(self._note_raised):
+            while self._job.end is None:
+                try:
+                    self.send_interrupts()
+                    self._follow()
+                except KeyboardInterrupt as interrupt:
+                    self._raised = False
+                    if self._watching():
+                        raise StoppedWatchingError from interrupt
+                    self.interrupted(interrupt)
+
+    def _note_raised(self) -> None:
+        # A lock is none of a signal handler's business: it may be held by the code that it interrupts.
+        self._raised = True
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> None:
         """Note that the user has stopped the notebook; raises `LaunchError` the third time."""
@@ -183,7 +191,7 @@ class JobWait:
             self._draw()
             if self.interrupt is None:
                 self._prompts.ask()
-            if self._cancelled.is_set():
+            if self._cancelled.is_set() or self._raised:
                 self._cancelled.clear()
                 raise KeyboardInterrupt
 

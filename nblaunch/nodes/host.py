@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import socket as sockets
+import tempfile
 import threading
 import time
 import uuid
@@ -27,11 +28,11 @@ import zmq
 from torch.cuda import nccl
 from zmq.utils import monitor
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
 from nblaunch._runtime_dir import remove_tree
+from nblaunch._version import __version__
 from nblaunch.elastic import descriptors, rendezvous
 from nblaunch.elastic.placement import own_gpus, place_ranks
 from nblaunch.elastic.process_options import needs_new_python, unheeded
@@ -403,8 +404,9 @@ class NodeHost:
         )
         descriptors.make_room(placement.nproc)
         loaded_under = self._runtime.server.loaded_under()
-        there = opened.cwd != b"" and Path(os.fsdecode(opened.cwd)).is_dir()
-        cwd = opened.cwd if there else os.fsencode(Path.home())
+        # Slurm gives nodes the notebook's HOME, which may not be there either.
+        home = os.path.expanduser(b"~")  # noqa: PTH111 - never raises
+        cwd = next(filter(os.path.isdir, (opened.cwd, home)), os.fsencode(tempfile.gettempdir()))
         processes = _processes(opened.processes, environ, loaded_under)
         forked = processes.start_method == "forkserver"
         logs = self._runtime.directory.make("logs-")

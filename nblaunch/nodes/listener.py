@@ -157,7 +157,11 @@ class Listener:
         self._events: Any = self._socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
-        self._probe_until = self._next_probe = 0.0
+        self._connections: dict[bytes, int] = {}
+        """By node, the descriptor of the connection that its last message came by."""
+        self._ended: dict[int, float] = {}
+        """Connections that have just ended, a node's or a stranger's, and when (monotonic)."""
+        self._next_probe = 0.0
         hub.call(self._listen)
 
     def _listen(self) -> None:
@@ -182,6 +186,7 @@ class Listener:
     def refuse(self, node: bytes, why: str) -> None:
         """Refuse a node that has the key: send it the reason, and ignore it from now on."""
         self.send(node, Refused(why))
+        self._connections.pop(node, None)
         if node not in self._refused:
             self._refused.add(node)
             _log.warning("refused: %s", why)
@@ -189,6 +194,7 @@ class Listener:
     def drop(self, node: bytes) -> None:
         """Ignore a node from now on."""
         self._known.discard(node)
+        self._connections.pop(node, None)
         self._refused.add(node)
 
     def close(self) -> None:
@@ -205,9 +211,13 @@ class Listener:
 
     def _receive_all(self) -> None:
         until = time.monotonic() + _LISTEN_SECONDS
-        while self._socket.poll(0) and time.monotonic() < until:
-            node, *frames = self._socket.recv_multipart(copy=False)
+        while time.monotonic() < until:
+            try:  # half as long as to poll first
+                node, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
             if node.bytes not in self._refused:
+                self._connections[node.bytes] = int(node.get(zmq.SRCFD))
                 self._dispatch(node.bytes, frames)
 
     def _dispatch(self, node: bytes, frames: list[zmq.Frame]) -> None:
@@ -230,24 +240,26 @@ class Listener:
 
     def _connection_changed(self) -> None:
         while self._events.poll(0):
-            event = monitor.recv_monitor_message(self._events)["event"]
-            if event & REFUSALS and b"" not in self._refused:
+            told = monitor.recv_monitor_message(self._events)
+            if told["event"] == zmq.EVENT_DISCONNECTED:
+                self._ended[told["value"]] = time.monotonic()
+            elif b"" not in self._refused:
                 self._refused.add(b"")
                 _log.warning(
                     "refused: somebody who has not this run's join key came to %s (a node with "
                     "another key, or a stranger); the run goes on, and more of these are not told",
                     self.address,
                 )
-            self._probe_until = time.monotonic() + _PROBE_SECONDS
 
     def _probe(self) -> float:
-        """Probe all nodes for a moment after a connection ended; return when the next probe is due."""
-        now = time.monotonic()
-        if now >= self._probe_until:
+        """Probe the node of a connection for a moment after its end; return when the next probe is due."""
+        if not self._ended:
             return math.inf
+        now = time.monotonic()
+        self._ended = {fd: at for fd, at in self._ended.items() if now < at + _PROBE_SECONDS}
         if now >= self._next_probe:
             self._next_probe = now + _PROBE_EVERY_SECONDS
-            for node in list(self._known):
+            for node in [each for each in self._known if self._connections.get(each) in self._ended]:
                 if not self.send(node, Ping()):
                     # A node that reconnected under this id would have missed messages.
                     self.drop(node)

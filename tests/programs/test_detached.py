@@ -388,7 +388,7 @@ class Finder:
         return spec
 sys.meta_path.insert(0, Finder())
 import nblaunch
-nblaunch.__version__ = "9.9.9"
+nblaunch._version.__version__ = "9.9.9"
 from nblaunch.client import directory
 from nblaunch.client.local import local
 entry = directory.detached()["train"]

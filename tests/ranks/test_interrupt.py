@@ -222,6 +222,37 @@ def test_at_the_moment_in_which_the_runtime_has_been_started(start_kernel):
     works_again(kernel)
 
 
+DROPPED = """
+import gc, os, signal, sys
+
+def stop(phase, info):
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_follow":
+        frame = frame.f_back
+    if frame is not None and signal.getsignal(signal.SIGINT).__name__ != "note":  # it is not put off just now
+        gc.callbacks.remove(stop)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the handler of SIGINT has not run yet")
+
+gc.callbacks.append(stop)
+gc.set_threshold(5)
+"""
+
+
+@pytest.mark.parametrize("first", ["%%distributed -n 2 --grace 2", "%distributed start -n 2"])
+def test_where_python_drops_the_exception_of_the_stop_button(start_kernel, first):
+    """It drops what is raised within `__del__`, and within callbacks of gc and of weak references."""
+    kernel = start_kernel()
+    if "start" in first:
+        kernel.ok(first)
+    kernel.ok(DROPPED)
+    header = "%%distributed" if "start" in first else first
+    ran = kernel.run(f"{header}\nimport time\nfor step in range(600):\n    print(step)\n    time.sleep(0.1)")
+    assert ran.error is not None, ran
+    assert ran.error.ename == "KeyboardInterrupt"
+    assert "Exception ignored" in ran.stderr
+
+
 @pytest.mark.parametrize("where", ["packed", "unpacked"])
 def test_while_a_value_is_on_its_way(kernel, tmp_path, eventually, where):
     flag = tmp_path / "flag"

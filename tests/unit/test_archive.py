@@ -38,7 +38,7 @@ KIB = 1024
 LARGE = 300 * KIB
 """Bytes of a value that is in a memory file, not in the state."""
 NOBODY = cast("Any", object())
-CLIENT = ClientRecord(number=1, pid=1, node="here", name="a test")
+CLIENT = ClientRecord(pid=1, node="here", name="a test")
 
 
 @pytest.fixture

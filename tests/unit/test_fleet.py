@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import socket
 import sys
 import threading
 import time
@@ -820,6 +821,19 @@ def test_a_failure_begins_again_with_the_same_nodes(fleets):
     nodes[0].say(Hello(rank=0, token="", attempt=1, local_rank=0, world_size=4, node="hA", pid=1), attempt=1)
     wait_until(lambda: events.of("message"))
     assert [message.attempt for message, _ in events.of("message")] == [1]
+
+
+def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
+    """A stranger who comes and goes would have all of 4,096 nodes asked for a second."""
+    events = fleets.group(fleets.fleet(1, 2), keep=True)
+    first, second = fleets.run_two(events)
+    host, _, port = fleets.program()[0].rpartition(":")
+    for _ in range(3):
+        socket.create_connection((host, int(port))).close()
+    second.die()
+    wait_until(lambda: events.of("leaves"), "the end of its connection came after those of the strangers")
+    first.wait_for(wire.AdoptRanks)
+    assert [each for each in first.got if isinstance(each, wire.Ping)] == []
 
 
 def test_a_kept_rank_that_dies_has_all_replaced(fleets):
