@@ -177,10 +177,8 @@ class NodeFleet:
         """Which time limit of the nodes is near; "" if none is."""
         self.signalled = self.signalled_node = ""
         """Which node got a signal that announces its end, in words; "" if none did. And its name."""
-        self._leaving: dict[bytes, str] = {}
-        """What nodes said of the signal by which they will leave."""
-        self._succeeded = True
-        self._empty = threading.Event()
+        self._leaving: dict[bytes, str] = {}  # what nodes said of the signal by which they will leave
+        self._succeeded, self._empty = True, threading.Event()
         """Set while no node is connected."""
         self._empty.set()
 
