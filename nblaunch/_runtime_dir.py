@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import platform
 import shutil
 import stat
 import tempfile
@@ -15,10 +13,9 @@ from pathlib import Path
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch._runtime_lock import is_dead
 
 PREFIX = "nblaunch-"
-_LOCK = "keeper.lock"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # sun_path holds 108 bytes with its closing zero on Linux, 104 on macOS; the longest name we add is
 # `/hub` and ZMQ needs nothing more. Some room is left for the name that `mkdtemp` makes up.
 _LONGEST_SOCKET_DIRECTORY = 80
@@ -80,7 +77,17 @@ def _made_again(path: Path) -> bool:
     return True
 
 
+def remove_dead() -> None:
+    """Remove what kernels have left that were killed together with all their processes."""
+    for base in dict.fromkeys(_candidates()):
+        with contextlib.suppress(OSError):
+            for found in Path(base).glob(f"{PREFIX}*"):
+                if _is_private(found) and is_dead(os.fspath(found)):
+                    remove_tree(found)
+
+
 def _make() -> Path:
+    remove_dead()
     tried = []
     for base in _candidates():
         if len(os.fsencode(base)) > _LONGEST_SOCKET_DIRECTORY:
@@ -109,37 +116,6 @@ def _candidates() -> Iterator[str]:
     if runtime and Path(runtime).is_dir():
         yield runtime
     yield from ("/tmp", "/var/tmp")  # noqa: S108 - mkdtemp makes the private directory below them
-
-
-def hold(root: str) -> None:
-    """Hold a lock on a private directory until this process and its forks end, however that happens."""
-    with contextlib.suppress(OSError):  # a full disk, or one without locks: nobody takes it for abandoned
-        fd, path = tempfile.mkstemp(dir=root)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, _boot())
-        # It appears locked: `remove_abandoned` of another process never finds it free.
-        Path(path).rename(Path(root, _LOCK))
-
-
-def remove_abandoned(beside: str) -> None:
-    """Remove the private directories beside one that nobody holds: their processes were killed at once.
-
-    One that another machine made may be held there unseen, where temporary files are shared. The lock of
-    another user cannot be opened.
-    """
-    for lock in Path(beside).parent.glob(f"{PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_private(lock.parent) and file.read() == _boot():
-                remove_tree(lock.parent)
-
-
-def _boot() -> bytes:
-    """Return what tells this machine, since its start, from others."""
-    try:
-        return _BOOT_ID.read_bytes()
-    except OSError:
-        return platform.node().encode()
 
 
 def remove_tree(path: Path) -> None:

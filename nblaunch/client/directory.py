@@ -10,6 +10,7 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
+from nblaunch._runtime_dir import remove_dead
 from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import Runtime, local
@@ -21,7 +22,11 @@ _STOP_SECONDS = 40.0
 
 
 def sessions() -> tuple[SessionInfo, ...]:
-    """Return the sessions of this user that are open on this machine, the oldest runtime's first."""
+    """Return the sessions of this user that are open on this machine, the oldest runtime's first.
+
+    Removes what is left of kernels that are dead.
+    """
+    remove_dead()
     found: list[SessionInfo] = []
     for each in _registry.read_all():
         if each.elsewhere:

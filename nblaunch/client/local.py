@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
+_WELCOME_SECONDS = 15.0
 _FIRST_NUMBER = 1 << 32
 
 
@@ -84,7 +86,7 @@ class Client:
             if self._runtime is None:
                 # An interrupt between start and assignment would leave a runtime that holds the sockets.
                 with deferring_interrupts():
-                    self._runtime = OwnRuntime(self.directory.root(), owner=os.getpid())
+                    self._runtime = OwnRuntime(self.directory.root())
             return self._runtime
 
     def ask(self, request: Request[AnswerT]) -> AnswerT:
@@ -111,7 +113,7 @@ class Client:
                 self._runtime, self.directory = None, RuntimeDirectory()
             else:
                 with deferring_interrupts():
-                    runtime = OwnRuntime(RuntimeDirectory().root(), owner=0)
+                    runtime = OwnRuntime(RuntimeDirectory().root())
         self._others.add(runtime)
         return runtime
 
@@ -357,14 +359,14 @@ class Runtime:
 
 
 class OwnRuntime(Runtime):
-    """A runtime that this process has started: it ends with process `owner`, or, for 0, by itself."""
+    """A runtime that this process has started: it ends with it, unless it has a detached session by then."""
 
-    def __init__(self, root: Path, *, owner: int) -> None:
+    def __init__(self, root: Path) -> None:
         with starting():
             ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._boot = Boot(root, theirs, boot.LIVE, owner=owner)
+                self._boot = Boot(root, theirs, boot.LIVE, owner=os.getpid())
             except BaseException:
                 ours.close()
                 raise
@@ -425,6 +427,21 @@ class FoundRuntimeClient(Runtime):
             # Opened now: the keeper removes it with the private directory.
             self._logs.append((Path(entry.root) / RUNTIME_LOG).open("rb"))
         super().__init__(Path(entry.root), entry.token, control)
+
+    @property
+    def welcome(self) -> RuntimeWelcome:
+        """Its first answer. Raises `LaunchError` if it does not come in time: the process may be stopped."""
+        with self._lock:
+            answered = self._control.is_welcome(_WELCOME_SECONDS)
+        if not answered:
+            name, pid = self.entry.name, self.entry.runtime.pid
+            msg = (
+                f"The runtime of session {name!r} (process {pid}) was asked for the session, and has not "
+                f"answered within {_WELCOME_SECONDS:g} s. If it is stopped: kill -CONT {pid}. Else end it: "
+                f"python -m nblaunch stop {name}."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.NO_ANSWER)
+        return super().welcome
 
     def _gone(self) -> Exception:
         self._ended = True

@@ -45,7 +45,7 @@ from typing import NoReturn
 
 from nblaunch import _process_tree
 from nblaunch._process_tree import become_subreaper, die_with_parent
-from nblaunch._runtime_dir import hold, remove_abandoned
+from nblaunch._runtime_lock import hold
 from nblaunch.elastic import descriptors
 
 ORDER = struct.Struct("<cBH")
@@ -114,7 +114,6 @@ def keep_runtime(link_fd: int, kernel_pid: int, root: str, live: str) -> None:
         keeper.fork_server(requests.detach(), (live, its_fds))
         for fd in its_fds:
             os.close(fd)
-        remove_abandoned(root)
         keeper.watch()
     except Exception:  # noqa: BLE001 - nothing else would report it
         sys.excepthook(*sys.exc_info())
@@ -140,7 +139,8 @@ class _Keeper:
         self._orders = orders
         self._kernel = kernel_pid
         self._root = root
-        hold(root)
+        self._held = hold(root)
+        """Holds the lock by which others know that the directory is in use."""
         self._entry = ""
         self._at_end: list[bytes] = []
         self._server = self._runtime = 0
@@ -172,7 +172,7 @@ class _Keeper:
             waking = signal.set_wakeup_fd(-1)
             for fd in (self._children_end, waking):
                 os.close(fd)
-            for fd in (self._orders.detach(), self._alive, *self._ends.values()):
+            for fd in (self._orders.detach(), self._alive, *self._held, *self._ends.values()):
                 os.close(fd)
             die_with_parent(keeper)
             from nblaunch.elastic.preload import serve

@@ -160,6 +160,24 @@ def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp
     assert not bomb.exists()
 
 
+@pytest.mark.full
+def test_who_writes_to_the_store_of_ranks_on_one_machine_has_nothing_unpickled_and_ends_no_group(tmp_path):
+    """Another user of the machine can write there, as `.github/SECURITY.md` says: the store has no key."""
+    bomb = tmp_path / "went-off"
+    summed = "import torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    place = "import os\n':'.join(map(os.environ.get, ['MASTER_ADDR', 'MASTER_PORT']))"
+    with nblaunch.Session(nproc=2) as session:
+        session.cell("kept = 7", namespace={})
+        (ranks_store,) = set(session.cell(place, namespace={}).values)
+        assert store_stranger.overwrite(bomb, [ranks_store])[ranks_store] > 0
+        assert session.cell(summed, namespace={}).values == [2.0] * 2
+        assert session.pull("kept") == {"kept": [7, 7]}
+        # An attempt has a store of its own: what was written is not met again.
+        session.restart()
+        assert session.cell(summed, namespace={}).values == [2.0] * 2
+    assert not bomb.exists()
+
+
 # --- a run whose nodes meet at torch's own rendezvous --------------------------------------------------
 
 

@@ -529,3 +529,17 @@ def test_a_runtime_that_cannot_start_says_why(start, eventually, tmp_path, what,
     assert tree.lines.readline() == ""
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert what in tree.ask_owner("booted.last_words()")
+
+
+def test_the_log_of_a_runtime_is_bounded_and_says_how_much_it_has_left_out(start):
+    """Who is refused may come again for days."""
+    tree = start(live=PUPPET)
+    logged = tree.ask(
+        "[__import__('logging').getLogger('nblaunch').warning('refused: %06d', number)"
+        " for number in range(30_000)] and 30_000"
+    )
+    text = (tree.root / "runtime.log").read_text()
+    first, *lines = text.splitlines()
+    assert len(text) < 300_000
+    assert lines == [f"refused: {number:06}" for number in range(logged - len(lines), logged)]
+    assert first == f"({(logged - len(lines)) * len(lines[0] + ' ')} bytes before this were left out)"
