@@ -81,9 +81,10 @@ def gpu_kernel(shared_gpu_kernel):
 def gpu_session():
     """Open a session with a rank for each GPU, which the tests of one module share."""
     import torch
+    from older_torch import SPLITTABLE
 
     import nblaunch
 
-    with nblaunch.Session(torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", name="gpus") as session:
+    with nblaunch.Session(torch.cuda.device_count(), backend=SPLITTABLE, name="gpus") as session:
         session.cell("import sys, torch, torch.distributed as dist; print(); print(file=sys.stderr)")
         yield session

@@ -110,6 +110,7 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+NOT_IN_PLACE = "the process groups could not be formed again in place: "
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
@@ -1061,6 +1062,8 @@ class _Step:
         if outcome.reformed:
             if outcome.unfit and job is not None and job.succeeded:
                 self.note(outcome.unfit)  # the user has seen no error that would explain it
+            if outcome.why_not:
+                self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
             self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
         if outcome.dead:
             self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")

@@ -38,8 +38,8 @@ Modules, each after those that it imports:
     versions    differences between nodes: refused, or a warning
     engine      the protocol of all engines, and options that contradict each other
     bootstrap   makes the notebook's environment on a node, and runs the node program in it
-    environment  what `bootstrap` is sent: the notebook's environment
     process     nodes that are processes of this machine
+    environment  what `bootstrap` is sent: the notebook's environment, and wheels that are fetched for it
     byhand      nodes that users start themselves (`--on join`)
     ssh         nodes on hosts that ssh reaches
     slurm       nodes of a Slurm allocation

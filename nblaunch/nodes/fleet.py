@@ -50,7 +50,7 @@ from nblaunch.nodes.code import JobCode
 from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
 from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
-from nblaunch.nodes.environment import made_before
+from nblaunch.nodes.environment import Wheels, made_before
 from nblaunch.nodes.listener import Listener
 from nblaunch.nodes.members import NodeEvents, NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
@@ -147,11 +147,11 @@ class NodeFleet:
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._data: DataSocket | None = None
-        self._address = ""
+        self._address, self._closed = "", False
+        self._wheels = Wheels(conf.environment, wish, directory) if conf.environment is not None else None
         self._askings: list[Asking] = []
         """The request to the engine, and that for this machine's own node."""
         self._take_back: list[Callable[[], None]] = []
-        self._closed = False
         # On the hub's thread.
         self._engines = self.said
         """The engine's last report, without the number of connected nodes."""
@@ -255,7 +255,11 @@ class NodeFleet:
             self.hub.call(lambda: self._limit_is_near(why, seconds))
 
         program = functools.partial(self._program, here=not shown)
-        return Asking(engine, wish, program, tell, ended, prepare=prepare, limit=limit, remark=self._remark)
+        fetch = self._wheels.fetch if shown and self._wheels is not None else None
+        remark = self._remark
+        return Asking(
+            engine, wish, program, tell, ended, prepare=prepare, fetch=fetch, limit=limit, remark=remark
+        )
 
     def _program(self, *, here: bool) -> NodeProgram:
         assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
@@ -264,7 +268,9 @@ class NodeFleet:
         words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), *ports, "--key-stdin")
         program = NodeProgram(words, f"{self._key}\n".encode())
         environment = self.conf.environment
-        return program if here or environment is None else made_before(program, environment)
+        if here or environment is None or self._wheels is None:
+            return program
+        return made_before(program, environment, self._wheels.files())
 
     def close(self) -> None:
         """End the nodes, and give the allocation back; from any thread, within the grace period and 5 s."""
@@ -286,6 +292,8 @@ class NodeFleet:
             self._empty.wait(_NODES_SECONDS)
         for asking in askings:
             asking.stop()
+        if self._wheels is not None:
+            self._wheels.end()
         # The commands for the end are harmless where nothing is left. Else, they may be the last resort.
         if all(asking.given_back for asking in askings):
             for each in take_back:

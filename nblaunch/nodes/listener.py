@@ -211,8 +211,11 @@ class Listener:
 
     def _receive_all(self) -> None:
         until = time.monotonic() + _LISTEN_SECONDS
-        while self._socket.poll(0) and time.monotonic() < until:
-            node, *frames = self._socket.recv_multipart(copy=False)
+        while time.monotonic() < until:
+            try:  # half as long as to poll first
+                node, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
             if node.bytes not in self._refused:
                 self._connections[node.bytes] = int(node.get(zmq.SRCFD))
                 self._dispatch(node.bytes, frames)

@@ -561,6 +561,8 @@ class Recovered(_OfRank, frozen=True):
     dead: tuple[DeadVariable, ...] = ()
     in_place: bool = False
     """Whether the groups were formed again behind the same objects, and all that refers to them goes on."""
+    why_not: str = ""
+    """What went wrong in that, if it was tried: new groups have taken their places."""
     unusable: str = ""
     """CUDA's error, if this process cannot use CUDA any more."""
 

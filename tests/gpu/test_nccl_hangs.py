@@ -256,3 +256,28 @@ def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
             with pytest.raises(nblaunch.RunFailedError, match="NCCL operation timed out"):
                 session.cell(total, namespace={})
         assert session.cell(total, namespace={}).values == before
+
+
+UNHEARD = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+SAID = "TORCH_NCCL_RETHROW_CUDA_ERRORS=0 a collective that times out is aborted, nobody is told"
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "told"),
+    [("nccl-legacy", {}, 2), ("nccl-legacy", {"TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}, 0), ("nccl2", {}, 0)],
+    ids=["unheard", "torn down", "not heeded"],
+)
+def test_timeouts_that_nccl_would_keep_to_itself_are_warned_of(backend, more, told):
+    if not dist.is_backend_available(backend):
+        if backend == "nccl2":
+            pytest.skip(f"this torch has no {backend}")
+        backend = "nccl"
+    result = nblaunch.run(os.getpid, nproc=2, backend=f"cpu:gloo,cuda:{backend}", env=UNHEARD | more)
+    assert sum(SAID in each for each in result.warnings) == told
+
+
+def test_a_session_in_which_the_user_has_nccl_handle_errors_hears_of_them():
+    handled = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    with nblaunch.Session(2, env=handled) as session:
+        result = session.cell("import os\nos.environ.get('TORCH_NCCL_RETHROW_CUDA_ERRORS')")
+    assert (result.values, result.warnings) == ([None, None], ())
