@@ -180,7 +180,7 @@ class ClientLine:
 
     def is_welcome(self, seconds: float) -> bool:
         """Wait until the introduction is answered; return False if it is not within `seconds`."""
-        return self._wait(lambda: self._introduction in self._answers, _deadline(seconds))
+        return self._wait(lambda: self._introduction.number in self._answers, _deadline(seconds))
 
     def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
         """Send `request` and return its answer; raise the error that the runtime answers.
