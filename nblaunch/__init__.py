@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from nblaunch._metrics import Metrics
     from nblaunch._preempt import on_preempt
     from nblaunch._results import (
-        Event,
         Handle,
         RankFailure,
         RankResult,
-        RankStatus,
         RunResult,
         SessionInfo,
         SessionStatus,
@@ -51,6 +49,7 @@ if TYPE_CHECKING:
     from nblaunch.insight.profile import Profile
     from nblaunch.insight.report import Report
     from nblaunch.options.launch import LaunchOptions
+    from nblaunch.protocol.client import Event, RankStatus
     from nblaunch.protocol.messages import MemoryUse
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
@@ -65,7 +64,7 @@ _NAMES = {
     "_metrics": ("Metrics",),
     "_preempt": ("on_preempt",),
     "_results": (
-        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionInfo"),
+        *("Handle", "RankFailure", "RankResult", "RunResult", "SessionInfo"),
         "SessionStatus",
     ),
     # It loads torch, which a user may ask it about because torch cannot be loaded.
@@ -77,6 +76,7 @@ _NAMES = {
     "insight.profile": ("Profile",),
     "insight.report": ("Report",),
     "options.launch": ("LaunchOptions",),
+    "protocol.client": ("Event", "RankStatus"),
     "protocol.messages": ("MemoryUse",),
     "protocol.reports": ("HangReport",),
     "protocol.transcript": ("Display",),

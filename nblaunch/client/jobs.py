@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nblaunch._errors import NblaunchError
-from nblaunch._results import Event as TorchEvent
 from nblaunch._results import EventLog
 from nblaunch.client.line import SentRequest
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
+    Event,
     EventsOf,
     Given,
     JobEnd,
@@ -139,13 +139,13 @@ class RemoteEvents(EventLog):
         self._runtime: Runtime | None = runtime
         self._number = number
 
-    def all(self) -> tuple[TorchEvent, ...]:
+    def all(self) -> tuple[Event, ...]:
         """Return the complete log: values arrive before the ranks have exited, which takes a moment."""
         runtime = self._runtime
         if runtime is not None and runtime.is_of(os.getpid()):
             # Where it cannot answer, the runtime has ended, or this was one of many runs.
             with contextlib.suppress(NblaunchError), runtime.line() as line:
                 answer = line.ask(EventsOf(job=self._number))
-                self._events = [TorchEvent.parse(each.json, each.timestamp) for each in answer.events]
+                self._events = list(answer.events)
             self._runtime = None
         return tuple(self._events)

@@ -25,7 +25,7 @@ from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedE
 from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
-from nblaunch._results import Outcome, Perform, RankStatus, RunResult, SessionStatus, held_by
+from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import (
     Captured,
     capture_call,
@@ -788,26 +788,14 @@ class LiveSession:
     def status(self) -> SessionStatus:
         """Return what each rank is doing, and the memory that is its own."""
         found = self._described() if self.open else None
-        doing = found.doing if found is not None else ""
+        ranks = map(_gone, range(self.world_size)) if found is None else found.ranks
         return SessionStatus(
             name=self.name,
             world_size=self.world_size,
             backend=self.placement.backend,
             attempt=self._attempt if found is None else found.attempt,
             engine=found.engine if found is not None else None,
-            ranks=tuple(
-                RankStatus(
-                    rank=each.rank,
-                    state=each.state,
-                    pid=each.pid,
-                    device=each.device,
-                    memory=each.memory,
-                    waiting=each.waiting or _asks(each) or doing,
-                    node=each.node,
-                    cpu=each.cpu,
-                )
-                for each in (found.ranks if found is not None else map(_gone, range(self.world_size)))
-            ),
+            ranks=tuple(ranks),
         )
 
     def _described(self) -> wire.SessionRecord | None:
@@ -903,12 +891,8 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _asks(rank: wire.RankRecord) -> str:
-    return "" if rank.asks is None else f"asks {rank.asks!r:.60}"
-
-
-def _gone(rank: int) -> wire.RankRecord:
-    return wire.RankRecord(rank=rank, state="gone", pid=None, device="", memory=None)
+def _gone(rank: int) -> wire.RankStatus:
+    return wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
 
 
 def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:

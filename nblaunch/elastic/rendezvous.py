@@ -330,7 +330,7 @@ def host_store(host: str, ports: range) -> dist.TCPStore:
     except OSError as error:
         msg = (
             f"the store of the rendezvous was to listen at {host}:{ports[0]}: {error.strerror}. Take "
-            "another port."
+            "another port, or give several (--ports FIRST-LAST)."
         )
         raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
     bound = listener.getsockname()[1]

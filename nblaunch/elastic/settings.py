@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from nblaunch._results import Event
-from nblaunch.protocol.client import Caller
+from nblaunch.protocol.client import Caller, Event
 
 
 class AgentEvents(Protocol):

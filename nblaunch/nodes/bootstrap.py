@@ -207,9 +207,7 @@ def _make(made: Path, order: dict[str, Any], files: list[tuple[str, bytes]], uv:
         (half / "exact.txt").write_text("\n".join([*lines, *packages]) + "\n")
         _say(f"installing {len(packages)} packages")
         environment = half / "made"
-        minor = ".".join(order["python"].split(".")[:2])
-        venv = [*uv, "venv", "--quiet", "--no-project", "--relocatable", "--python", _python(minor)]
-        _run([*venv, str(environment)], half, f"there is no environment of Python {minor}")
+        _venv(uv, order["python"], environment, half)
         install = [*uv, "pip", "install", "--python", str(environment / "bin" / "python"), "--no-deps"]
         # Search all indexes: the first one that has a package need not have this version.
         words = ["--index-strategy", "unsafe-best-match", "-r", "exact.txt"]
@@ -219,10 +217,24 @@ def _make(made: Path, order: dict[str, Any], files: list[tuple[str, bytes]], uv:
         shutil.rmtree(str(half), ignore_errors=True)
 
 
-def _python(minor: str) -> str:
-    """Return the Python to ask uv for: this one, if it has the wanted minor version; any patch will do."""
-    here = ".".join(platform.python_version_tuple()[:2])
-    return sys.executable if sys.executable and here == minor else minor
+def _venv(uv: list[str], python: str, environment: Path, directory: Path) -> None:
+    """Make an empty environment: of this very Python, else of another patch version.
+
+    A package may need a later patch version than this host has, so uv finds or downloads the very one first.
+    """
+    minor = ".".join(python.split(".")[:2])
+    command = [*uv, "venv", "--quiet", "--no-project", "--relocatable"]
+    failed = f"there is no environment of Python {minor}"
+    try:
+        _run([*command, "--python", _python(python, 3), str(environment)], directory, failed)
+    except SetupError:
+        _run([*command, "--python", _python(minor, 2), str(environment)], directory, failed)
+
+
+def _python(wanted: str, parts: int) -> str:
+    """Return the Python to ask uv for: this one, if the first parts of its version are the wanted ones."""
+    here = ".".join(platform.python_version_tuple()[:parts])
+    return sys.executable if sys.executable and here == wanted else wanted
 
 
 def _sources(lines: list[str]) -> tuple[list[str], list[str]]:
@@ -244,7 +256,8 @@ def _uv(root: Path, order: dict[str, Any], sent: BinaryIO) -> list[str]:
     found = shutil.which("uv") or next(filter(os.path.exists, map(os.path.expanduser, _UV_PLACES)), None)
     if found:
         return [found]
-    if importlib.util.find_spec("uv") is not None:
+    module = importlib.util.find_spec("uv")
+    if module is not None and module.origin:  # a mere directory of that name has none
         return [sys.executable, "-m", "uv"]
     if not order["uv"]:
         msg = (

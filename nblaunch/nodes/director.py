@@ -215,7 +215,7 @@ class NodesExpected(msgspec.Struct, frozen=True):
 
 
 class NodeLost(msgspec.Struct, frozen=True):
-    """A node is lost, or asks to leave."""
+    """A node is lost, or leaves; `why` follows its name, after "was lost: it" where it did not ask to."""
 
     node: str
     why: str
@@ -586,7 +586,7 @@ class _Director:
     def lost(self, name: str, node: DirectedNode, why: str, *, asked: bool) -> None:
         state = self.state
         rest = state.nodes.changed({name: None})
-        how = "left" if asked else f"was lost: it {why}"
+        how = why if asked else f"was lost: it {why}"
         self.set(nodes=rest, expected=max(state.expected - 1, 0), lost=f"node {name} {how}")
         took_part = node.attempt == state.attempt >= 0
         match state.stage:

@@ -177,8 +177,8 @@ class NodeFleet:
         """Which time limit of the nodes is near; "" if none is."""
         self.signalled = self.signalled_node = ""
         """Which node got a signal that announces its end, in words; "" if none did. And its name."""
-        self._succeeded = True
-        self._empty = threading.Event()
+        self._leaving: dict[bytes, str] = {}  # what nodes said of the signal by which they will leave
+        self._succeeded, self._empty = True, threading.Event()
         """Set while no node is connected."""
         self._empty.set()
 
@@ -445,6 +445,11 @@ class NodeFleet:
         """Whether the engine has taken the nodes back before the run ended, or is about to."""
         return self._engines.preempted or bool(self._near_limit or self.signalled)
 
+    @property
+    def _of_job(self) -> str:
+        """The engine's job in brackets, for an end of which the engine itself may tell too late."""
+        return f" ({self.said.engine} job {self.said.id})" if self.said.id else ""
+
     def _limit_is_near(self, why: str, seconds: float) -> None:
         """Have all ranks save; `why` is "" if the time limit was extended."""
         self._near_limit = why
@@ -454,12 +459,15 @@ class NodeFleet:
     def _noticed(self, node: FleetNode, notice: wire.Notice) -> None:
         """Have all ranks save before the engine ends a node, unless the others can go on without it."""
         enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
+        if self._askings:
+            self._askings[0].look()  # the engine may know the reason and the time
         if notice.leaves and (self._ended or self._closed or not self._groups or enough):
             self._leave(node.identity)
             return
-        if self._askings:
-            self._askings[0].look()  # the engine may know the reason and the time
-        why = f"node {node.name} {notice.words}"
+        words = f"{notice.words}{self._of_job}"
+        why = f"node {node.name} {words}"
+        if notice.leaves:
+            self._leaving[node.identity] = words
         if notice.leaves and not self.signalled:
             self.signalled, self.signalled_node = why, node.name
         left = math.inf if self.said.ends is None else max(self.said.ends - time.time(), 0.0)
@@ -472,7 +480,7 @@ class NodeFleet:
     def _leave(self, identity: bytes) -> None:
         """Let a node go that asks to leave."""
         self.send(identity, wire.Finish(succeeded=False))
-        self._forget(identity, "left", asked=True)
+        self._forget(identity, f"left{self._of_job}", asked=True)
 
     # --- on the hub's thread: nodes ------------------------------------------------------------------
 
@@ -613,7 +621,8 @@ class NodeFleet:
         return found
 
     def _lost(self, identity: bytes) -> None:
-        self._forget(identity, "is gone (killed, or out of reach)")
+        noticed = self._leaving.get(identity)
+        self._forget(identity, f"{noticed}, and is gone" if noticed else "is gone (killed, or out of reach)")
 
     def _forget(self, identity: bytes, why: str, *, asked: bool = False) -> None:
         """Go on without a node."""
@@ -626,6 +635,7 @@ class NodeFleet:
         self._lost_places.append((node.arriving.place, node.here))
         self.code.forget(identity)
         self._without_data.discard(identity)
+        self._leaving.pop(identity, None)
         if self._check is not None:
             self._check.lost(node.name)
         for group in list(self._groups.values()):

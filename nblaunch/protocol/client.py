@@ -11,6 +11,8 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Never, TypeVar, get_args
 
@@ -191,8 +193,18 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is no longer kept of it, in words."""
 
 
-class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of a session is doing."""
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank of a session: its number `rank`, its process `pid`, and the `device` that it uses.
+
+    `state` is `idle`, `running`, `starting` or `gone`. `memory` is private memory in bytes. `waiting`
+    says what an interrupted rank still does, and for how long, or what it asks the user: the prompt is
+    `asks`, None where it waits for no answer. `node` is the host that it runs on. `cpu` is in percent of one
+    core; None where it is not measured: it is measured on nodes that an engine placed, and on this machine
+    while the panel shows a job.
+
+    >>> [each.state for each in session.status().ranks]                    # doctest: +SKIP
+    ['idle', 'running']
+    """
 
     rank: int
     state: str
@@ -200,12 +212,16 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     memory: int | None
     waiting: str = ""
-    asks: str | None = None
-    """The prompt of a question that nobody has answered yet."""
     node: str = ""
-    """The host that it runs on."""
     cpu: float | None = None
-    """In percent of one core; None if it is not measured now."""
+    asks: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The state, and what the rank uses, in one line."""
+        memory = f"{self.memory / 1e6:.0f} MB" if self.memory is not None else ""
+        cpu = f"CPU {self.cpu:.0f} %" if self.cpu is not None else ""
+        return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,19 +236,42 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     linger_left: float | None = None
     giver: ClientRecord | None = None
     running: JobRecord | None = None
-    ranks: tuple[RankRecord, ...] = ()
-    doing: str = ""
+    ranks: tuple[RankStatus, ...] = ()
     started: float = 0.0
     engine: EngineSaid | None = None
     grace: float = 0.0
     """How long its ranks, or those of its job, have after an interrupt, in seconds."""
 
 
-class EventRecord(msgspec.Struct, frozen=True):
-    """An event of torchelastic: its own text, and when it was recorded."""
+class Event(msgspec.Struct, frozen=True):
+    """One event as torchelastic records it; `name` is such as `torchelastic.worker.status.SUCCEEDED`.
 
-    json: str
+    `source` is `AGENT` or `WORKER`; `timestamp` is when it was recorded, in seconds since the epoch (torch
+    leaves its own at 0); `metadata` says which rank, which role, which error; `json` is the text that
+    torch's event handlers receive.
+    """
+
+    name: str
+    source: str
     timestamp: float
+    metadata: Mapping[str, Any]
+    json: str
+
+    @classmethod
+    def parse(cls, text: str, timestamp: float) -> Event:
+        """Return the event that torch has written as `text`.
+
+        >>> Event.parse('{"name": "n", "source": "AGENT", "timestamp": 0, "metadata": {}}', 1.5).source
+        'AGENT'
+        """
+        known = json.loads(text)
+        return cls(known["name"], known["source"], timestamp, known["metadata"], text)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it concerns, None for the group."""
+        number: int | None = self.metadata.get("global_rank")
+        return number
 
 
 class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,7 +371,7 @@ class JobList(AnswerToClient, frozen=True):
 class JobEvents(AnswerToClient, frozen=True):
     """torchelastic's events of a job."""
 
-    events: tuple[EventRecord, ...]
+    events: tuple[Event, ...]
 
 
 class LateWarnings(AnswerToClient, frozen=True):

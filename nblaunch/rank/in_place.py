@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import _composable_state, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +39,9 @@ _MAKERS = {"_create_gloo_process_group", "_create_nccl2_process_group"}
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
 _CONNECT_SECONDS = 30.0
+_OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
+# NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
+_NO_LIMIT = timedelta(days=1)
 
 # By this torch makes all groups.
 _make: Callable[..., Any] = distributed_c10d._new_process_group_helper  # noqa: SLF001
@@ -126,6 +131,9 @@ def _new_process_group(*args: object, **keywords: object) -> Any:
         store.set(f"handles/{made_here}/{rank}", json.dumps(_handles(group)))
         handles = [json.loads(store.get(f"handles/{made_here}/{each}")) for each in range(size)]
         _connect(group, made_here * _FIRST, handles)
+        for backend in _of_nccl(group):
+            backend.set_timeout(max(call.arguments["timeout"], _NO_LIMIT))
+            _rename_setting()
     return made
 
 
@@ -176,6 +184,19 @@ def backends_of(group: Any) -> list[Any]:
     return found or [group]
 
 
+def _rename_setting() -> None:
+    """Give ProcessGroupNCCL2 a setting by its new name: of the old one torch 2.15 warns on standard error.
+
+    ProcessGroupNCCL knows the old one alone.
+    """
+    if torch.__version__ >= "2.15" and _OLD in os.environ:
+        os.environ.setdefault(_NEW, os.environ.pop(_OLD))
+
+
+def _of_nccl(group: Any) -> list[Any]:
+    return [each for each in backends_of(group) if "nccl" in each.name()]
+
+
 def revoke() -> bool:
     """Have NCCL end what is under way in all groups, which stay; return whether all can be formed again.
 
@@ -188,8 +209,7 @@ def revoke() -> bool:
     threads = [
         threading.Thread(target=backend.abort, name="nblaunch-revoke", daemon=True)
         for group in groups
-        for backend in backends_of(group)
-        if "nccl" in backend.name()
+        for backend in _of_nccl(group)
     ]
     for each in threads:
         each.start()

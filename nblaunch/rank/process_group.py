@@ -119,7 +119,7 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
     collective it is in nor be freed. With it the first collective is recorded and can be aborted like any
     other, and an error of NCCL's ends the launch before the user's code begins. The price beside the time:
     torch makes other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for
-    all ranks.
+    all ranks, unless groups are formed again in place (`in_place`).
 
     With `joins` it is formed by `form_again`, with ranks that form theirs again.
     """

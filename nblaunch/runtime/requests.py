@@ -393,11 +393,7 @@ class RequestHandler:
         if events is None:
             raise NblaunchError(_unknown(request.job))
 
-        def complete() -> AnswerToClient:
-            found = tuple(wire.EventRecord(each.json, each.timestamp) for each in events.all())
-            return wire.JobEvents(events=found)
-
-        return complete
+        return lambda: wire.JobEvents(events=events.all())
 
     def _late_of(self, _: ClientConnection, request: wire.LateOf) -> _Served:
         past = self._past(request.job)

@@ -228,13 +228,13 @@ def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
 LATER_THAN_NCCL_WAITS = """
 import time
 from datetime import timedelta
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
 one = torch.ones(1, device=device)
-dist.all_reduce(one)
+dist.all_reduce(one, group=group)
 one.item()
 if rank == 1:
     time.sleep(5)
-dist.all_reduce(one)
+dist.all_reduce(one, group=group)
 one.item()
 """
 
@@ -243,7 +243,7 @@ one.item()
 def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
     """TORCH_NCCL_RETHROW_CUDA_ERRORS=0 silences timeouts, too (pytorch#196187): as a session wants it.
 
-    nccl2, torch 2.15's default, does not heed it: the next call raises what the watchdog saw, once.
+    nccl2, torch 2.15's default, does not heed it: there, groups have no limit of less than a day.
     """
     if backend != "nccl" and not dist.is_backend_available(backend):
         pytest.skip(f"this torch has no {backend}")
@@ -252,9 +252,6 @@ def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
         session.cell("import os, torch, torch.distributed as dist\nkept = rank")
         before = session.cell(total, namespace={}).values
         assert session.cell(LATER_THAN_NCCL_WAITS, namespace={}).values == [4.0, 4.0]
-        if backend == "nccl" and dist.is_backend_available("nccl2"):
-            with pytest.raises(nblaunch.RunFailedError, match="NCCL operation timed out"):
-                session.cell(total, namespace={})
         assert session.cell(total, namespace={}).values == before
 
 

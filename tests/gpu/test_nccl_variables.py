@@ -80,6 +80,7 @@ def asked(tmp_path_factory):
         settings = {
             "GETENV_LOG": str(log),
             "LD_PRELOAD": str(library),
+            "TMPDIR": str(where),  # torch 2.8 leaves its templates in it
             "TORCH_FR_BUFFER_SIZE": "16",
             "TORCH_FR_DUMP_TEMP_FILE": str(where / "dump-"),
         }

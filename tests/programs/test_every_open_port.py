@@ -23,6 +23,7 @@ from strangers import Port, open_ports
 from test_nodes import meeting, once  # noqa: F401 - a fixture
 
 import nblaunch
+from nblaunch import LaunchError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,6 +103,22 @@ def ours() -> set[int]:
             if each.name() != "etcd":
                 found.add(each.pid)
     return found
+
+
+def test_all_but_ranks_listen_on_the_ports_that_a_site_lets_through(two):
+    """The listener and the store of the ranks here; on each node two, one of them for a moment."""
+    options: dict[str, Any] = {"nproc": 1, "nnodes": 2, "on": "process", "grace": 1, "timeout": 100}
+    options |= {"node_python": str(two.python()), "local_addr": two.address}
+    with nblaunch.Session(**options, ports="30000-30001") as session:
+        ranks = set(session.cell("import os; os.getpid()", namespace={}).values)
+        found = open_ports(ours() - ranks)
+        assert {each.number for each in found} <= {30000, 30001}
+        addresses = {each.address for each in found}
+        assert addresses == {two.address, *(each.address for each in two)}
+        summed = "import torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+        assert session.cell(summed, namespace={}).values == [2.0, 2.0]
+        with pytest.raises(LaunchError, match=r"all ports from 30000 to 30001 are taken .*\(--ports\)"):
+            nblaunch.Session(**options, ports="30000-30001")
 
 
 @pytest.mark.slow

@@ -243,23 +243,6 @@ def test_a_node_program_that_is_killed_is_named(start, two, tmp_path):
         cell(session, "1")
 
 
-@pytest.mark.parametrize("lost", [pytest.param("hB", marks=pytest.mark.slow), ""])
-def test_a_job_that_is_cancelled_is_named_also_where_nodes_may_leave(slurm, start, two, lost):
-    session = start(nnodes="1:2")
-    cell(session, "x = 7")
-    number = job_of(session)
-    if lost:
-        (program,) = node_programs(two, lost)
-        program.kill()
-        with contextlib.suppress(RunFailedError):  # where it is lost within the cell
-            cell(session, "x")
-        assert cell(session, "x") == [7], "the other one goes on"
-    slurm.run("scancel", number)
-    eventually(lambda: not session._live.open, "the session has ended", 3 * PATIENCE)
-    with pytest.raises(LaunchError, match=f"has ended: slurm job {number} has ended: CANCELLED"):
-        cell(session, "1")
-
-
 @pytest.mark.slow
 def test_a_link_that_is_down_is_named_after_the_nodes_timeout(start, two, tmp_path):
     """Slurm itself learns of it much later."""
@@ -284,7 +267,10 @@ import nblaunch
 session = nblaunch.Session(**json.loads(sys.argv[1]))
 print("begun", flush=True)
 for line in sys.stdin:
-    print(list(session.cell(line, namespace={}).values), flush=True)
+    try:
+        print(list(session.cell(line, namespace={}).values), flush=True)
+    except nblaunch.NblaunchError as error:
+        print(str(error).splitlines()[0], flush=True)
 session.close()
 """
 
@@ -366,6 +352,24 @@ def test_a_host_that_is_lost_with_all_that_runs_there_leaves_a_session_its_varia
         program.communicate(timeout=30)
     finally:
         slurmd.resume()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_is_named_before_slurm_says_so(slurm, holder, tmp_path, monkeypatch):
+    """Its nodes end at the latest by SIGKILL; squeue takes longer."""
+    squeue, real = tmp_path / "squeue", cluster.program("squeue", "slurm-client")
+    squeue.write_text(f'#!/bin/sh\ntest -e {tmp_path}/busy && sleep 20\nexec {real} "$@"\n')
+    squeue.chmod(0o755)
+    with monkeypatch.context() as site:
+        site.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        program = holder(nnodes="1:2")
+    assert said(program) == "begun"
+    (number,) = [each.split()[0] for each in slurm.jobs()]
+    (tmp_path / "busy").touch()
+    slurm.run("scancel", number)
+    eventually(lambda: not slurm.jobs(), "the job has ended", 3 * PATIENCE)
+    end = rf"session 'default' has ended: node h[AB] .*\(slurm job {number}\)"
+    assert re.match(end, last := said(program, "1")) or re.match(end, last := said(program, "1")), last
 
 
 @pytest.mark.slow

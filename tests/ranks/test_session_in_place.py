@@ -88,6 +88,31 @@ def test_an_unmatched_collective_leaves_nothing_to_the_next_one(session):
     assert cell(session, "reduced()\n1 / 0").warnings == (), "the group is sound and is not formed again"
 
 
+TIMED = """
+import time
+from nblaunch.rank.main import Rank
+recover, took = Rank._recover, []
+def timed(*order):
+    begun = time.perf_counter()
+    recover(*order)
+    took.append(time.perf_counter() - begun)
+Rank._recover = timed
+heap = [[[] for _ in range(1_000)] for _ in range(500)]
+model, _ = made("ddp")
+sharded, _ = made("fsdp")
+"""
+
+
+@pytest.mark.full
+def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
+    """Counted on the rank that comes last to it: the others wait for that one."""
+    assert cell(session, TIMED).ok
+    for _ in range(5):
+        assert cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()").warnings
+    took = cell(session, "Rank._recover = recover; del heap; took").values
+    assert min(map(min, zip(*took, strict=True))) < 0.05, took
+
+
 @pytest.mark.full
 def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told():
     with nblaunch.Session(2, grace=0.5) as session:

@@ -961,7 +961,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
     nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))
-    assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1", 30)]
+    assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1 (played job 7)", 30)]
     nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].send(wire.Leaving())
     nodes[1].wait_for(wire.Finish)
@@ -971,7 +971,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     nodes[0].end()
     assert events.ended.wait(SECONDS)
     assert isinstance(events.error, RunPreemptedError)
-    assert str(events.error) == "node hB left"
+    assert str(events.error) == "node hB left (played job 7)"
 
 
 def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):

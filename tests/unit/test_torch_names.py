@@ -292,6 +292,7 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
         (distributed_c10d, "_reconfigure"),
         (torch._C._distributed_c10d.Backend, "get_reconfigure_handle"),
         (torch._C._distributed_c10d.Backend, "reconfigure"),
+        (torch._C._distributed_c10d.Backend, "set_timeout"),
         (_fsdp_state.FSDPState, "_reset_iter_state"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
