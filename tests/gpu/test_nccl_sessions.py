@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from older_torch import SPLITTABLE
 from torch.distributed import distributed_c10d
 from training import BEGUN, FINISHED, REFUSED, STEPS
 
@@ -65,7 +66,7 @@ def pair() -> Iterator[nblaunch.Session]:
 
 @pytest.fixture
 def quad() -> Iterator[nblaunch.Session]:
-    with nblaunch.Session(4, timeout=60) as session:
+    with nblaunch.Session(4, backend=SPLITTABLE, timeout=60) as session:
         session.cell(SETUP, namespace={})
         yield session
 
