@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from nblaunch._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from nblaunch._api import Session, run, sessions
     from nblaunch._errors import (
@@ -32,11 +34,9 @@ if TYPE_CHECKING:
     from nblaunch._metrics import Metrics
     from nblaunch._preempt import on_preempt
     from nblaunch._results import (
-        Event,
         Handle,
         RankFailure,
         RankResult,
-        RankStatus,
         RunResult,
         SessionInfo,
         SessionStatus,
@@ -49,11 +49,10 @@ if TYPE_CHECKING:
     from nblaunch.insight.profile import Profile
     from nblaunch.insight.report import Report
     from nblaunch.options.launch import LaunchOptions
+    from nblaunch.protocol.client import Event, RankStatus
     from nblaunch.protocol.messages import MemoryUse
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
-
-__version__ = "0.1.0"
 
 _NAMES = {
     "_api": ("Session", "run", "sessions"),
@@ -65,7 +64,7 @@ _NAMES = {
     "_metrics": ("Metrics",),
     "_preempt": ("on_preempt",),
     "_results": (
-        *("Event", "Handle", "RankFailure", "RankResult", "RankStatus", "RunResult", "SessionInfo"),
+        *("Handle", "RankFailure", "RankResult", "RunResult", "SessionInfo"),
         "SessionStatus",
     ),
     # It loads torch, which a user may ask it about because torch cannot be loaded.
@@ -77,6 +76,7 @@ _NAMES = {
     "insight.profile": ("Profile",),
     "insight.report": ("Report",),
     "options.launch": ("LaunchOptions",),
+    "protocol.client": ("Event", "RankStatus"),
     "protocol.messages": ("MemoryUse",),
     "protocol.reports": ("HangReport",),
     "protocol.transcript": ("Display",),

@@ -17,13 +17,9 @@ shows (a note of the exception), and no part of its text.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from nblaunch._help import FailureKind
-
-if TYPE_CHECKING:
-    from nblaunch._results import RankFailure, RunResult
-    from nblaunch.protocol.reports import HangReport
 
 MESSAGE_LIMIT = 64 * 1024
 """Characters of one error message; a rank may raise an exception whose text is a whole data set."""
@@ -125,17 +121,17 @@ class LaunchError(NblaunchError, RuntimeError):
 class RunFailedError(NblaunchError, RuntimeError):
     """At least one rank failed.
 
-    `result` holds every rank's value, failure and output; `root_cause` is the first failure in
-    time that is not the consequence of another. Where that rank's exception could be pickled it is
-    the `__cause__`.
+    `result`, a `RunResult`, holds every rank's value, failure and output; `root_cause`, a `RankFailure`, is
+    the first failure in time that is not the consequence of another. Where that rank's exception could be
+    pickled it is the `__cause__`.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        result: RunResult | None = None,
-        root_cause: RankFailure | None = None,
+        result: Any = None,
+        root_cause: Any = None,
         kind: FailureKind | None = None,
     ) -> None:
         super().__init__(shorten(message), kind=kind)
@@ -153,7 +149,7 @@ class RunFailedError(NblaunchError, RuntimeError):
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):
-    """The run took longer than its `timeout`; `hang_report` says where the ranks were."""
+    """The run took longer than its `timeout`; `hang_report`, a `HangReport`, says where the ranks were."""
 
     kind = FailureKind.HANG
 
@@ -161,9 +157,9 @@ class RunTimeoutError(RunFailedError, TimeoutError):
         self,
         message: str,
         *,
-        result: RunResult | None = None,
-        root_cause: RankFailure | None = None,
-        hang_report: HangReport | None = None,
+        result: Any = None,
+        root_cause: Any = None,
+        hang_report: Any = None,
         kind: FailureKind | None = None,
     ) -> None:
         super().__init__(message, result=result, root_cause=root_cause, kind=kind)
@@ -179,8 +175,8 @@ class RunTimeoutError(RunFailedError, TimeoutError):
 class RunPreemptedError(NblaunchError):
     """The engine took the nodes back before the run ended: at a time limit, or for another job.
 
-    `result` holds the values of the ranks that had finished, and the output of all ranks. `on_preempt`
-    registers what ranks save before.
+    `result`, a `RunResult`, holds the values of the ranks that had finished, and the output of all ranks.
+    `on_preempt` registers what ranks save before.
 
     >>> try:                                                               # doctest: +SKIP
     ...     nblaunch.run(train, nnodes=2, on="slurm")
@@ -191,9 +187,7 @@ class RunPreemptedError(NblaunchError):
 
     kind = FailureKind.PREEMPTED
 
-    def __init__(
-        self, message: str, *, result: RunResult | None = None, kind: FailureKind | None = None
-    ) -> None:
+    def __init__(self, message: str, *, result: Any = None, kind: FailureKind | None = None) -> None:
         super().__init__(shorten(message), kind=kind)
         self.result = result
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import errno
-import json
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
 from nblaunch.insight.report import Report
-from nblaunch.protocol.client import ClientRecord
+from nblaunch.protocol.client import ClientRecord, Event, RankStatus
 from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, HeldMemory, MemoryUse, Phase
 from nblaunch.protocol.reports import (
     HangReport,
@@ -525,36 +524,6 @@ _RANKS_LISTED = 16
 _DEVICES_NAMED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """One rank of a session: its number `rank`, its process `pid`, and the `device` that it uses.
-
-    `state` is `idle`, `running`, `starting` or `gone`. `memory` is private memory in bytes. `waiting`
-    says what an interrupted rank still does, and for how long, or what it asks the user. `node` is the host
-    that it runs on. `cpu` is in percent of one core; None where it is not measured: it is measured on nodes
-    that an engine placed, and on this machine while the panel shows a job.
-
-    >>> [each.state for each in session.status().ranks]                    # doctest: +SKIP
-    ['idle', 'running']
-    """
-
-    rank: int
-    state: str
-    pid: int | None
-    device: str
-    memory: int | None
-    waiting: str = ""
-    node: str = ""
-    cpu: float | None = None
-
-    @property
-    def words(self) -> str:
-        """The state, and what the rank uses, in one line."""
-        memory = f"{self.memory / 1e6:.0f} MB" if self.memory is not None else ""
-        cpu = f"CPU {self.cpu:.0f} %" if self.cpu is not None else ""
-        return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
     """A session of this user on this machine, as `nblaunch.sessions()` finds it by its `name`.
@@ -732,41 +701,9 @@ def _expected(starts: float | None, now: float) -> str:
     return time.strftime(f"start about {form}", time.localtime(starts))
 
 
-# torchelastic's own events of a run: typed, with the JSON as torch writes it.
+# torchelastic's own events of a run.
 
 _END_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One event as torchelastic records it; `name` is such as `torchelastic.worker.status.SUCCEEDED`.
-
-    `source` is `AGENT` or `WORKER`; `timestamp` is when it was recorded, in seconds since the epoch (torch
-    leaves its own at 0); `metadata` says which rank, which role, which error; `json` is the text that
-    torch's event handlers receive.
-    """
-
-    name: str
-    source: str
-    timestamp: float
-    metadata: Mapping[str, Any]
-    json: str
-
-    @classmethod
-    def parse(cls, text: str, timestamp: float) -> Event:
-        """Return the event that torch has written as `text`.
-
-        >>> Event.parse('{"name": "n", "source": "AGENT", "timestamp": 0, "metadata": {}}', 1.5).source
-        'AGENT'
-        """
-        known = json.loads(text)
-        return cls(known["name"], known["source"], timestamp, known["metadata"], text)
-
-    @property
-    def rank(self) -> int | None:
-        """The rank that it concerns, None for the group."""
-        number: int | None = self.metadata.get("global_rank")
-        return number
 
 
 class EventLog:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch._runtime_lock import is_dead
 
 PREFIX = "nblaunch-"
 # sun_path holds 108 bytes with its closing zero on Linux, 104 on macOS; the longest name we add is
@@ -76,7 +77,17 @@ def _made_again(path: Path) -> bool:
     return True
 
 
+def remove_dead() -> None:
+    """Remove what kernels have left that were killed together with all their processes."""
+    for base in dict.fromkeys(_candidates()):
+        with contextlib.suppress(OSError):
+            for found in Path(base).glob(f"{PREFIX}*"):
+                if _is_private(found) and is_dead(os.fspath(found)):
+                    remove_tree(found)
+
+
 def _make() -> Path:
+    remove_dead()
     tried = []
     for base in _candidates():
         if len(os.fsencode(base)) > _LONGEST_SOCKET_DIRECTORY:

@@ -56,9 +56,9 @@ class Failed:
     @property
     def root(self) -> RankFailure:
         """The root cause, the same wherever one looks for it."""
-        root = self.result.root_cause
+        root: RankFailure | None = self.error.root_cause
         assert root is not None
-        assert self.error.root_cause is root
+        assert root is self.result.root_cause
         return root
 
     def others_are_explained(self) -> None:

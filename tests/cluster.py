@@ -230,6 +230,7 @@ SlurmctldTimeout=30
 SlurmdTimeout=20
 InactiveLimit=0
 KillWait=3
+WaitTime=2
 MinJobAge=60
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1,bf_resolution=1,bf_continue
@@ -259,9 +260,9 @@ class SlurmCluster:
         assert not check or ran.returncode == 0, (command, ran.stdout, ran.stderr)
         return ran.stdout + (ran.stderr if not check else "")
 
-    def jobs(self) -> list[str]:
-        """Return the jobs that wait or run, each with its state."""
-        return self.run("squeue", "-h", "-o", "%i %T").splitlines()
+    def jobs(self, by: str = "%i") -> list[str]:
+        """Return the jobs that wait or run, each with its state; `by` is squeue's word for the number."""
+        return self.run("squeue", "-h", "-o", f"{by} %T").splitlines()
 
     def hold(self, *words: str) -> str:
         """Take an allocation with salloc; return its number."""

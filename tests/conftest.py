@@ -364,10 +364,6 @@ class Leftovers(ThisProcess):
                     yield f"{path} is there, though no result needs it"
             elif not any(str(path) in each for each in commands):
                 with contextlib.suppress(FileNotFoundError):  # it goes while this looks
-                    from older_torch import is_torchs_own  # here: it imports torch
-
-                    if is_torchs_own(path):
-                        continue
                     found = path.rglob("*") if path.is_dir() else ()
                     inside = sorted(str(each.relative_to(path)) for each in found)
                     path.lstat()
@@ -479,10 +475,6 @@ def ends_with_the_session():
         from nblaunch.client.local import local
 
         local().close()
-    if "nblaunch.group.runtime" in sys.modules:  # the doctor has ranks' processes of its own
-        from nblaunch.group import runtime
-
-        runtime.local().close()
     all_gone("the tests are at their end")
     left = [path.name for path in Path(tempfile.gettempdir()).glob("nblaunch-*")]
     assert left == []

@@ -45,6 +45,15 @@ def two_ranks_share_a_gpu() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0" and torch.cuda.nccl.version() >= (2, 30)
 
 
+def devices_of_ranks() -> list[str]:
+    """Return the device of each rank of a session on all GPUs: a GPU each, or two on the only one."""
+    import torch
+
+    found = torch.cuda.device_count()
+    number = 2 if found == 1 and two_ranks_share_a_gpu() else found
+    return [f"cuda:{rank % found}" for rank in range(number)]
+
+
 @pytest.fixture(scope="session")
 def visible():
     """Give the CUDA_VISIBLE_DEVICES with which a kernel sees the GPUs: other tests' kernels see none."""
@@ -79,11 +88,11 @@ def gpu_kernel(shared_gpu_kernel):
 
 @pytest.fixture(scope="module")
 def gpu_session():
-    """Open a session with a rank for each GPU, which the tests of one module share."""
-    import torch
+    """Open a session with these devices, which the tests of one module share."""
+    from older_torch import SPLITTABLE
 
     import nblaunch
 
-    with nblaunch.Session(torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", name="gpus") as session:
+    with nblaunch.Session(len(devices_of_ranks()), backend=SPLITTABLE, name="gpus") as session:
         session.cell("import sys, torch, torch.distributed as dist; print(); print(file=sys.stderr)")
         yield session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -24,10 +23,9 @@ needs_binding = pytest.mark.skipif(
 )
 
 
-def is_torchs_own(path: Path) -> bool:
-    """Whether a directory is what torch 2.8 leaves behind each rank that has used DDP."""
-    left = [each.name for each in path.iterdir()] if path.is_dir() else []
-    return not names_reductions and left == ["_remote_module_non_scriptable.py"]
+_splits_several = "Unknown c10d backend type" not in inspect.getsource(torch.distributed.split_group)
+SPLITTABLE = "cpu:gloo,cuda:nccl" if _splits_several else "nccl"
+"""The backend of a group on GPUs that a mesh of several dimensions can split."""
 
 
 def without_gloos_own(text: str) -> str:

@@ -15,6 +15,10 @@ For a session both ends keep an object table (`identity`): a key for each object
 ranks have is sent as its key (`persistent_id`), so one object stays one object under any name. `walk` keeps a
 digest of each object as it was sent, to notice a change in place; `push` replaces the content of an object.
 
+Whatever names a part of a user's object (a value that cannot be sent, memory that is held, a variable of a
+dead process group) takes the name from `parts`. `walk`, `push` and `nblaunch.diff` follow pickle instead,
+because a value is sent or compared; `identity` follows the references that the garbage collector sees.
+
 Invariants:
   * Capturing runs no code of the user's, but for what pickling runs anyway (`__reduce__`, `__getstate__`).
   * A capture that fails changes nothing: no table entry, no memory file stays.

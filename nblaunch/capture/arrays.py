@@ -126,7 +126,7 @@ def _bounds(array: Any) -> tuple[int, int]:
             low += (length - 1) * step
         else:
             high += (length - 1) * step
-    return low, high + array.itemsize
+    return low, high + array.itemsize if array.size else low
 
 
 def _buffer(array: Any, low: int = 0, high: int | None = None) -> pickle.PickleBuffer:
@@ -362,7 +362,7 @@ class _Ranges:
         """Return whose memory has all these bytes, or None; and whether any memory has some of them."""
         waiting, self._waiting = self._waiting, []
         for owner in waiting:
-            first, end = _range_of(owner)
+            first, end = range_of(owner)
             place = self._place(first)
             if place and self._entries[place - 1][1] >= end:
                 continue
@@ -386,7 +386,8 @@ def _first(entry: tuple[int, int, Any]) -> int:
     return entry[0]
 
 
-def _range_of(owner: Any) -> tuple[int, int]:
+def range_of(owner: Any) -> tuple[int, int]:
+    """Return where the memory of an array or a storage begins and ends."""
     if tensors.is_storage(owner):
         return owner.data_ptr(), owner.data_ptr() + owner.nbytes()
     return _bounds(owner)
@@ -438,7 +439,7 @@ class WholeMemories(tensors.WholeStorages):
         if tensors.is_borrowed(obj):
             owner = self._owner_of_storage(obj)
             if owner is not obj:
-                offset = obj.data_ptr() - _range_of(owner)[0]
+                offset = obj.data_ptr() - range_of(owner)[0]
                 return _storage, (*self._memory(owner, offset, offset + obj.nbytes()), offset, obj.nbytes())
         return super().reduce(obj)
 
@@ -462,7 +463,7 @@ class WholeMemories(tensors.WholeStorages):
         low, high = _bounds(array)
         if self._writable and not array.flags.writeable and array.nbytes > high - low:
             return array.copy().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # its elements have memory in common
-        first, end = _range_of(owner)
+        first, end = range_of(owner)
         if not first <= low <= high <= end:
             return reduce_alone(array)  # `as_strided` has gone beyond the memory
         memory = self._memory(owner, low - first, high - first)
@@ -537,7 +538,7 @@ class WholeMemories(tensors.WholeStorages):
 
     def _search(self, owner: Any) -> Any:
         """Return whose memory that of `owner` is within; from now on others are found within it."""
-        found, overlaps = self._ranges.find(*_range_of(owner))
+        found, overlaps = self._ranges.find(*range_of(owner))
         if found is not None and found is not owner:
             return self._owner_of(found) if is_array(found) else found
         if overlaps and found is None and not any(owner is each for each in self._first):
@@ -593,7 +594,7 @@ class TrimmedMemories(WholeMemories, tensors.TrimmedStorages):
 
     def _placed(self, storage: Any, width: int) -> tuple[Any, Any, int]:
         owner = self._owner_of_storage(storage) if tensors.is_borrowed(storage) else storage
-        shift = storage.data_ptr() - _range_of(owner)[0] if owner is not storage else 0
+        shift = storage.data_ptr() - range_of(owner)[0] if owner is not storage else 0
         if shift % width:
             return None, None, 0
         if tensors.is_storage(owner):

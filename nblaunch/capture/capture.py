@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nblaunch._errors import CaptureError
 from nblaunch.capture import pickling
 from nblaunch.capture.names import cell_names
-from nblaunch.capture.parts import attributes_of
+from nblaunch.capture.parts import attributes_of, fact_of
 from nblaunch.capture.pickling import Known, Packed
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _is_shells_own(value: object) -> bool:
     if type(function) is types.FunctionType:
         module = function.__globals__.get("__name__")  # `__module__` of its `open` is io's
     else:
-        module = type.__dict__["__module__"].__get__(type(function))
+        module = fact_of(type(function), "__module__")
     return isinstance(module, str) and module.partition(".")[0] in {"IPython", "ipykernel"}
 
 

@@ -31,7 +31,8 @@ _KEY_LIMIT = 60
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made the class, not C code
 _C_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _NEVER_SENT = frozenset({"__dict__", "__weakref__", "__abstractmethods__", "_abc_impl", "__builtins__"})
-_TORCH_CHILDREN = frozenset({"_modules", "_parameters", "_buffers"})
+TORCH_CHILDREN = ("_parameters", "_buffers", "_modules")
+"""Where a torch module keeps what its user knows as its attributes."""
 
 # `type`'s own descriptors: with a metaclass, `cls.__mro__` and the like may be a property.
 mro_of = type.__dict__["__mro__"].__get__
@@ -120,7 +121,8 @@ def set_attributes(obj: object, attributes: Mapping[str, Any]) -> None:
 
 def attributes(whole: object) -> Iterator[tuple[str, object]]:
     """Yield the attributes in the `__dict__` and the slots of an object."""
-    yield from list((attributes_of(whole) or {}).items())
+    own = list((attributes_of(whole) or {}).items())
+    yield from (each for each in own if each[0] not in _NEVER_SENT)
     for each in mro_of(type(whole)):
         namespace = namespace_of(each)
         # Types written in C have such descriptors as well, for members that pickle ignores.
@@ -134,15 +136,20 @@ def named_parts(whole: object, named: Iterable[tuple[object, Any]]) -> Iterator[
     """Yield attributes of an object as its parts."""
     is_module = tensors.is_module(whole)
     for name, value in named:
-        if is_module and name in _TORCH_CHILDREN and issubclass(type(value), dict):
+        if is_module and name in TORCH_CHILDREN and issubclass(type(value), dict):
             # As the user writes it: `model.trainer`, not `model._modules['trainer']`.
             for child, part in list(dict.items(value)):
                 yield (f"[{child}]" if child.isdigit() else f".{child}"), part
         elif type(name) is str and name.isidentifier():
-            if name not in _NEVER_SENT:
-                yield f".{name}", value
+            yield f".{name}", value
         else:
             yield f".__dict__[{_written_key(name)}]", value
+
+
+def states_of(state: Any) -> tuple[Any, ...]:
+    """Return the dictionaries of a pickled state: the attributes and the slots; any other state as it is."""
+    kinds = list(map(type, state)) if type(state) is tuple else []
+    return state if kinds in ([types.NoneType, dict], [dict, dict]) else (state,)
 
 
 def _lookup(kind: type, name: str) -> Any:
@@ -153,7 +160,7 @@ def _lookup(kind: type, name: str) -> Any:
 def _stored(value: object, name: str) -> Any:
     """Return the attribute `name` of `value` where it is stored in C (`ndarray.nbytes`), else None."""
     descriptor = _lookup(type(value), name)
-    return descriptor.__get__(value) if isinstance(descriptor, _C_DESCRIPTORS) else None
+    return descriptor.__get__(value) if type(descriptor) in _C_DESCRIPTORS else None
 
 
 def fact_of(value: Any, name: str) -> Any:
@@ -268,18 +275,18 @@ def _names_of_class_bodies(code: types.CodeType) -> Iterator[str]:
 def class_attributes(cls: type) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a class itself, but for those that Python makes for each class."""
     for name, value in list(namespace_of(cls).items()):
-        if name not in _NEVER_SENT and not isinstance(value, _C_DESCRIPTORS):
+        if name not in _NEVER_SENT and type(value) not in _C_DESCRIPTORS:
             yield name, value
 
 
 def _parts_of_class(cls: type) -> Iterator[Part]:
     for name, value in class_attributes(cls):
-        yield from ((f".{name}", part) for part in _unwrapped(value))
+        yield from ((f".{name}", part) for part in functions_in(value))
     yield from ((f".__bases__[{index}]", base) for index, base in enumerate(_bases_of(cls)))
 
 
-def _unwrapped(value: Any) -> tuple[object, ...]:
-    """Return the functions inside a method as a class keeps it."""
+def functions_in(value: Any) -> tuple[object, ...]:
+    """Return the functions inside a method as a class keeps it; any other value is returned as it is."""
     if issubclass(type(value), (staticmethod, classmethod)):
         return (value.__func__,)
     if issubclass(type(value), property):

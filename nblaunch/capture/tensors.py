@@ -353,10 +353,7 @@ def recomputed_in(obj: Any) -> list[int]:
 
     `torch.nn.utils.prune` and the older `weight_norm` and `spectral_norm` do: the graph of these is no loss.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "nn") or not issubclass(type(obj), torch.nn.Module):
-        return []
-    attributes = obj.__dict__
+    attributes = obj.__dict__ if is_module(obj) else {}
     if not attributes.get("_forward_pre_hooks"):
         return []
     return [

@@ -18,13 +18,12 @@ from itertools import chain
 from typing import Any
 
 from nblaunch.capture import tensors
-from nblaunch.capture.parts import LEAVES, Part, is_leaf, named_parts, parts_of, size_of, type_name
+from nblaunch.capture.parts import LEAVES, Part, is_leaf, named_parts, parts_of, size_of, states_of, type_name
 
 _DEPTH_LIMIT = 50
 _REASON_LIMIT = 500
 _PASSED_OVER = LEAVES | {bytearray, pickle.PickleBuffer}
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
-_STATES_WITH_SLOTS = ([types.NoneType, dict], [dict, dict])
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +151,7 @@ def _made_parts(entry: _StackEntry) -> Iterator[Part]:
     for index, argument in enumerate(entry.arguments):
         if argument is not type(entry.value):
             yield f" (argument {index} of its __reduce__)", argument
-    # What `object.__getstate__` returns for an object with slots: its `__dict__`, if any, and the slots.
-    slotted = type(entry.state) is tuple and list(map(type, entry.state)) in _STATES_WITH_SLOTS
-    for state in entry.state if slotted else (entry.state,):
+    for state in states_of(entry.state):
         if type(state) is dict:
             yield from named_parts(entry.value, list(state.items()))
         else:

@@ -31,7 +31,7 @@ from itertools import chain, islice
 from typing import Any
 
 from nblaunch.capture import arrays, identity, tensors
-from nblaunch.capture.parts import LEAVES, attributes_getter, is_leaf, mro_of, namespace_of
+from nblaunch.capture.parts import LEAVES, attributes_getter, class_attributes, is_leaf, mro_of, namespace_of
 from nblaunch.capture.pickling import WITH_SETTER, Guarded, is_pandas
 
 MOST_BYTES = 16 << 20
@@ -58,10 +58,9 @@ _FUNCTION_ATTRIBUTES = (
     "__kwdefaults__",
     "__annotations__",
 )
-_MADE_BY_PYTHON = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _FUNCTION_PARTS = ("__code__", *_FUNCTION_ATTRIBUTES)
 _BUILT_IN = (type, types.FunctionType, dict, list, set, frozenset, tuple, str, bytes, int, float, complex)
-_NO_FRAME = frozenset({int, float, complex, bool, str, bytes, type(None), types.CodeType, types.ModuleType})
+_NO_FRAME = LEAVES | {types.CodeType, types.ModuleType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,8 +462,7 @@ def _function_parts(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _class_parts(cls: type) -> dict[str, Any]:
-    # Descriptors that Python makes for a class refer to it, and are not sent.
-    parts = {name: part for name, part in namespace_of(cls).items() if type(part) not in _MADE_BY_PYTHON}
+    parts = dict(class_attributes(cls))
     _drop_bookkeeping(parts)
     return {**parts, "__bases__": cls.__bases__}
 

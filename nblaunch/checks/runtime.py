@@ -14,7 +14,7 @@ from nblaunch.client.local import local
 from nblaunch.elastic.forkserver import AbandonedError, RankProcess
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.group.usage import own_memory
-from nblaunch.protocol.client import DescribeSessions, Sessions
+from nblaunch.protocol.client import DescribeSessions
 from nblaunch.protocol.reports import size
 
 _ANSWER_SECONDS = 2.0
@@ -89,7 +89,6 @@ def of_this_process() -> Iterator[Finding]:
     except (LaunchError, TimeoutError) as error:
         yield warning(name, str(error), "Restart the kernel, which ends it with all its ranks.")
         return
-    assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
     memory = own_memory(pid)
     held = "" if memory is None else f"{size(memory)} of its own, "
     yield ok(name, f"process {pid}, {held}{count_of(len(answer.sessions), 'session')}")

@@ -3,38 +3,59 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
-from nblaunch import __version__, _registry
+from nblaunch import _registry
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._registry import FoundRuntime, RuntimeEntry
 from nblaunch._results import SessionInfo
+from nblaunch._runtime_dir import remove_dead
+from nblaunch._version import __version__
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.table import nearest
-from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord, Sessions
+from nblaunch.protocol.client import PROTOCOL, DescribeSessions, SessionRecord
 
 _ANSWER_SECONDS = 2.0
 _STOP_SECONDS = 40.0
 
 
-def sessions() -> tuple[SessionInfo, ...]:
-    """Return the sessions of this user that are open on this machine, the oldest runtime's first."""
-    found: list[SessionInfo] = []
-    for each in _registry.read_all():
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a runtime has said of its sessions, or why it has not."""
+
+    found: FoundRuntime
+    sessions: tuple[SessionRecord, ...] = ()
+    problem: str = ""
+
+
+def _described(known: Iterable[FoundRuntime]) -> Iterator[_Described]:
+    for each in known:
         if each.elsewhere:
-            found.append(_unreachable(each, f"on {each.elsewhere}"))
+            yield _Described(each, problem=f"on {each.elsewhere}")
             continue
         try:
             with _connected(each.entry) as runtime:
                 answer = runtime.ask(DescribeSessions(), _ANSWER_SECONDS)
         except (LaunchError, TimeoutError) as error:
-            if each.entry.detached:
-                found.append(_unreachable(each, f"does not answer: {error}"))
-            continue
-        assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
-        found += [_info(each.entry, session) for session in answer.sessions]
+            yield _Described(each, problem=f"does not answer: {error}")
+        else:
+            yield _Described(each, answer.sessions)
+
+
+def sessions() -> tuple[SessionInfo, ...]:
+    """Return the sessions of this user that are open on this machine, the oldest runtime's first.
+
+    Removes what is left of kernels that are dead.
+    """
+    remove_dead()
+    found: list[SessionInfo] = []
+    for each in _described(_registry.read_all()):
+        if each.problem and (each.found.elsewhere or each.found.entry.detached):
+            found.append(_unreachable(each.found, each.problem))
+        found += [_info(each.found.entry, session) for session in each.sessions]
     return tuple(found)
 
 
@@ -91,6 +112,12 @@ def detached() -> dict[str, RuntimeEntry]:
     return {entry.name: entry for entry in here if entry.detached}
 
 
+def listed(known: Collection[str], wanted: str | None, otherwise: str) -> str:
+    """Return the names of sessions, and the one that was probably meant, or what else to do."""
+    guess = nearest(wanted, known) if wanted is not None else None
+    return f"{', '.join(map(repr, known))}. {f'Did you mean {guess!r}?' if guess else otherwise}"
+
+
 def find(name: str | None) -> RuntimeEntry:
     """Return a detached session's runtime, the only one for None. Raises `NblaunchError` if none fits."""
     known = detached()
@@ -105,11 +132,31 @@ def find(name: str | None) -> RuntimeEntry:
             "--detach."
         )
         raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-    there = ", ".join(map(repr, known))
-    guess = nearest(name, known) if name is not None else None
-    what_to_do = f"Did you mean {guess!r}?" if guess else "Give one of these names."
     asked = f"detached session {name!r}" if name is not None else "the one detached session"
-    msg = f"{asked} was asked for, but the detached ones are {there}. {what_to_do}"
+    there = listed(known, name, "Give one of these names.")
+    msg = f"{asked} was asked for, but the detached ones are {there}"
+    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
+
+
+def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
+    """Return a session: the detached one of this name, or that of the youngest kernel that has one.
+
+    Raises `NblaunchError` if there is none, or if it cannot be asked.
+    """
+    known = sorted(_registry.read_all(), key=lambda each: (each.entry.detached, each.entry.started))
+    elsewhere = ""
+    for each in _described(reversed(known)):
+        entry = each.found.entry
+        for session in each.sessions:
+            if session.name == name:
+                return entry, session
+        if entry.name == name and each.found.elsewhere:
+            elsewhere = each.found.elsewhere
+        elif entry.name == name and each.problem:
+            msg = f"session {name!r} {each.problem}"
+            raise NblaunchError(msg, kind=FailureKind.NO_ANSWER)
+    where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
+    msg = f"session {name!r} is not open on this machine; {where}."
     raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 

@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._results import RankFailure, RankResult, RunResult
+from nblaunch._version import __version__
 from nblaunch.client.jobs import JobView
 from nblaunch.client.result import final_lines
 from nblaunch.diagnose.failures import Alike, Blame, blame

@@ -6,26 +6,27 @@ import contextlib
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from nblaunch._errors import NblaunchError
-from nblaunch._results import Event as TorchEvent
 from nblaunch._results import EventLog
+from nblaunch.client.line import SentRequest
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
+    Event,
     EventsOf,
+    Given,
     JobEnd,
     JobEnded,
-    JobEvents,
     JobRefreshed,
     LateOf,
-    LateWarnings,
     PayloadKept,
     Question,
     RankLogFiles,
     ReleaseJob,
     Remark,
+    Stale,
 )
 from nblaunch.protocol.messages import Asked
 from nblaunch.protocol.state import Message, RunState, advance, decode_state
@@ -55,8 +56,8 @@ class JobView:
         self.state = state
         self.output = output
         self.end: JobEnd | None = None
-        self.request: int | None = None
-        """The number of the request by which this process has given it."""
+        self.request: SentRequest[Given | Stale] | None = None
+        """The request by which this process has given it."""
         self.questions: deque[Asked] = deque()
         """Questions of ranks to the user, the oldest first."""
         self._kept = kept
@@ -80,9 +81,6 @@ class JobView:
                 print(text, flush=True)  # noqa: T201 - the run waits for the nodes that this is about
             case _:
                 pass
-
-    late: Iterable[str] = ()
-    """Warnings since the end of the job."""
 
     @property
     def error(self) -> BaseException | None:
@@ -128,7 +126,6 @@ class KeptJob:
             except NblaunchError:
                 self._complete = True  # the runtime has ended
             else:
-                assert isinstance(answer, LateWarnings)  # noqa: S101 - nothing else answers this
                 self._late, self._complete = list(answer.texts), answer.complete
         return iter(self._late)
 
@@ -142,14 +139,13 @@ class RemoteEvents(EventLog):
         self._runtime: Runtime | None = runtime
         self._number = number
 
-    def all(self) -> tuple[TorchEvent, ...]:
+    def all(self) -> tuple[Event, ...]:
         """Return the complete log: values arrive before the ranks have exited, which takes a moment."""
         runtime = self._runtime
         if runtime is not None and runtime.is_of(os.getpid()):
             # Where it cannot answer, the runtime has ended, or this was one of many runs.
             with contextlib.suppress(NblaunchError), runtime.line() as line:
                 answer = line.ask(EventsOf(job=self._number))
-                assert isinstance(answer, JobEvents)  # noqa: S101 - nothing else answers this
-                self._events = [TorchEvent.parse(each.json, each.timestamp) for each in answer.events]
+                self._events = list(answer.events)
             self._runtime = None
         return tuple(self._events)

@@ -336,6 +336,19 @@ class KnowledgeView:
                 if inspection.changed(value, binding.frame if binding is not None and same else None):
                     self.changed.add(name)
 
+    def users_of(self, name: str) -> frozenset[int]:
+        """Return the ranks for which a variable is the notebook's and in use."""
+        return frozenset(r for r in self.ranks if name in self._reached and not self._is_own(name, r))
+
+    def sent_version(self, name: str) -> object:
+        """Return what these ranks were sent of a variable, to be compared with what others were."""
+        binding, frames = self.record.bound.get(name), self.record.frames
+        if binding is None:
+            return None  # a new view of memory that they had
+        led_to = binding.frame.children if binding.frame is not None else (binding.key,)
+        reached: set[int] = set().union(*(frames.reached_from(key) for key in led_to if key is not None))
+        return binding.frame, {key: frames.get(key) for key in reached}
+
     def _is_own(self, name: str, rank: int) -> bool:
         """Return whether a rank has bound this variable itself."""
         return name in self._names[rank] and (name in self._rebound[rank] or name not in self.record.bound)
@@ -356,12 +369,41 @@ def notices(views: Iterable[KnowledgeView]) -> tuple[str, ...]:
             f"their own. To replace it: %distributed push {name}"
             for name, ranks in sorted(kept.items())
         ),
-        *(
+        *(_changed_notice(name, views) for name in sorted(changed)),
+        *(own_name_notice(name) for name in sorted(ranks_own)),
+    )
+
+
+def _changed_notice(name: str, views: Iterable[KnowledgeView]) -> str:
+    """Return the notice about a variable that was changed in place; it names ranks that got different values.
+
+    A rank gets a variable late if it joined late, or took part in no cell that used it. What the others have
+    is not replaced: they may have trained it in place.
+    """
+    current: frozenset[int] = frozenset()
+    older: list[tuple[object, frozenset[int]]] = []
+    for view in views:
+        users = view.users_of(name)
+        if name not in view.changed:
+            current |= users
+            continue
+        sent = view.sent_version(name)
+        same = next((each for each in older if each[0] == sent), (sent, frozenset[int]()))
+        older = [*(each for each in older if each is not same), (sent, same[1] | users)]
+    if len(older) + bool(current) == 1:
+        return (
             f"{name} was changed in the notebook after it was sent; the ranks use what they have. "
             f"To replace it: %distributed push {name}"
-            for name in sorted(changed)
-        ),
-        *(own_name_notice(name) for name in sorted(ranks_own)),
+        )
+    groups = sorted((ranks for _, ranks in older), key=min)
+    words = [
+        f"{format_ranks(each)} {'another' if at else 'an'} older value" for at, each in enumerate(groups)
+    ]
+    if current:
+        words.append(f"{format_ranks(current)} the notebook's")
+    return (
+        f"{name} differs between ranks, as it was changed in the notebook after some got it: "
+        f"{', '.join(words)}. To give all ranks the notebook's: %distributed push {name}"
     )
 
 

@@ -20,7 +20,7 @@ from nblaunch.capture.pickling import Packed
 from nblaunch.capture.shared_memory import Outgoing
 from nblaunch.client.local import Runtime, local
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import NodeEnvironment, Placed, Placement, PlaceRun
+from nblaunch.protocol.client import NodeEnvironment, Placement, PlaceRun
 from nblaunch.protocol.messages import (
     CellJob,
     CodeManifest,
@@ -110,7 +110,6 @@ def place_launch(
         backends=() if known is None else tuple(known.backend_list),
     )
     placed = local().ask(request) if runtime is None else runtime.ask_on_a_line(request)
-    assert isinstance(placed, Placed)  # noqa: S101 - nothing else answers this
     return placed.placement, environ | placed.added, placed.unheeded
 
 

@@ -14,22 +14,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, Generic
 
 from nblaunch._errors import LaunchError
 from nblaunch._peer import peer_of
 from nblaunch.protocol.client import (
-    AnswerToClient,
-    ClientRequest,
+    AnswerT,
     Introduce,
+    Request,
     RequestFailed,
     RuntimeWelcome,
     decode_answer,
     decode_event,
 )
 from nblaunch.protocol.framing import LIMIT, Frame, FrameKind, Frames, header
-from nblaunch.protocol.messages import ProtocolError, encode
+from nblaunch.protocol.messages import encode
 
 _SIGINT = int(signal.SIGINT)
 _CHUNK = 1 << 18
@@ -81,17 +83,13 @@ def deferring_interrupts() -> Iterator[None]:
         _signal.signal(_SIGINT, note)
         yield
     finally:
-        _restore(handler)
+        try:  # not a function's: a signal may be handled as one is entered
+            _signal.signal(_SIGINT, handler)
+        except BaseException:  # `signal` first runs handlers that are due: that of another signal has raised
+            _signal.signal(_SIGINT, handler)
+            raise
         if noted:
             handler(signal.SIGINT, noted[0])
-
-
-def _restore(handler: Callable[..., object]) -> None:
-    try:
-        _signal.signal(_SIGINT, handler)
-    except BaseException:  # `signal` first runs handlers that are due: one has raised
-        _signal.signal(_SIGINT, handler)
-        raise
 
 
 @contextlib.contextmanager
@@ -117,7 +115,19 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
         _signal.signal(_SIGINT, handle)
         yield
     finally:
-        _restore(handler)
+        try:  # not a function's: a signal may be handled as one is entered
+            _signal.signal(_SIGINT, handler)
+        except BaseException:  # `signal` first runs handlers that are due: that of another signal has raised
+            _signal.signal(_SIGINT, handler)
+            raise
+
+
+@dataclass(frozen=True)
+class SentRequest(Generic[AnswerT]):
+    """A request that was sent, by its number on its line."""
+
+    number: int
+    request: type[Request[AnswerT]]
 
 
 class ClientLine:
@@ -144,11 +154,11 @@ class ClientLine:
         self._unsent = bytearray()
         self._kept: deque[Frame] = deque()
         self._numbers = itertools.count()
-        self._introduction = next(self._numbers)
-        self._awaited = {self._introduction}
+        self._introduction = SentRequest(next(self._numbers), Introduce)
+        self._awaited = {self._introduction.number}
         self._answers: dict[int, bytes] = {}
         self._ended = False
-        self._send(self._introduction, introduce)
+        self._send(self._introduction.number, introduce)
 
     def fileno(self) -> int:
         """Return the descriptor; before waiting for it elsewhere, call `next(0)` until it returns None."""
@@ -166,51 +176,49 @@ class ClientLine:
     @functools.cached_property
     def welcome(self) -> RuntimeWelcome:
         """The runtime's answer to the introduction, for which this waits; raises its error if it refuses."""
-        answer = self._answer_to(self._introduction, math.inf)
-        if not isinstance(answer, RuntimeWelcome):
-            msg = f"{_RUNTIME} answered {type(answer).__name__} to the introduction"
-            raise ProtocolError(msg)
-        return answer
+        return self.answer_to(self._introduction)
 
-    def ask(self, request: ClientRequest, seconds: float | None = None) -> AnswerToClient:
+    def is_welcome(self, seconds: float) -> bool:
+        """Wait until the introduction is answered; return False if it is not within `seconds`."""
+        return self._wait(lambda: self._introduction.number in self._answers, _deadline(seconds))
+
+    def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
         """Send `request` and return its answer; raise the error that the runtime answers.
 
         Raises `TimeoutError` after `seconds`. Events and folded messages that come first are kept for `next`.
         """
-        number, until = self.begin(request), _deadline(seconds)
+        sent, until = self.begin(request), _deadline(seconds)
         try:
-            return self._answer_to(number, until)
+            return self._answer_to(sent, until)
         except _Late:
             msg = f"The runtime has not answered {type(request).__name__} within {seconds:g} s."
             raise TimeoutError(msg) from None
         finally:
-            self._forget(number)
+            self._forget(sent.number)
 
     def _forget(self, number: int) -> None:
         self._awaited.discard(number)
         self._answers.pop(number, None)
 
-    def begin(self, request: ClientRequest) -> int:
-        """Send `request` and return its number; `answer_to` waits for the answer, which is kept."""
-        for each in self._answers.keys() - {self._introduction}:
+    def begin(self, request: Request[AnswerT]) -> SentRequest[AnswerT]:
+        """Send `request`; `answer_to` waits for the answer, which is kept."""
+        for each in self._answers.keys() - {self._introduction.number}:
             self._forget(each)
         number = next(self._numbers)
         self._awaited.add(number)
         self._send(number, request)
-        return number
+        return SentRequest(number, type(request))
 
-    def answer_to(self, number: int) -> AnswerToClient:
+    def answer_to(self, sent: SentRequest[AnswerT]) -> AnswerT:
         """Return the answer to a request that `begin` has sent; raise the error that the runtime answers.
 
         After an interrupt this can be called again, until something else begins.
         """
-        return self._answer_to(number, math.inf)
+        return self._answer_to(sent, math.inf)
 
-    def send(self, request: ClientRequest) -> int:
-        """Send `request` and return its number; an answer is not kept."""
-        number = next(self._numbers)
-        self._send(number, request)
-        return number
+    def send(self, request: Request[Any]) -> None:
+        """Send `request`; an answer is not kept."""
+        self._send(next(self._numbers), request)
 
     def next(self, seconds: float | None = None) -> tuple[FrameKind, int, object] | None:
         """Return the next event or folded message, with a folded one's job; None after `seconds`.
@@ -237,15 +245,15 @@ class ClientLine:
         """Wait until `next` has something to return, or would raise; return False after `seconds`."""
         return self._wait(lambda: bool(self._kept) or self._ended, _deadline(seconds))
 
-    def _answer_to(self, number: int, until: float) -> AnswerToClient:
-        if not self._wait(lambda: number in self._answers, until):
+    def _answer_to(self, sent: SentRequest[AnswerT], until: float) -> AnswerT:
+        if not self._wait(lambda: sent.number in self._answers, until):
             raise _Late
-        answer = decode_answer(self._answers[number], _RUNTIME)
+        answer = decode_answer(self._answers[sent.number], sent.request, _RUNTIME)
         if isinstance(answer, RequestFailed):
             raise answer.error.error()
         return answer
 
-    def _send(self, number: int, request: ClientRequest) -> None:
+    def _send(self, number: int, request: Request[Any]) -> None:
         body = encode(request)
         frame = header(FrameKind.STRUCT, number, len(body)) + body
         self._raise_if_ended()
@@ -331,7 +339,7 @@ class ClientLine:
             while not self.closed and self._read():
                 pass
         self.close()
-        if self._introduction in self._answers:
+        if self._introduction.number in self._answers:
             self._answer_to(self._introduction, 0.0)
         raise self._gone()
 

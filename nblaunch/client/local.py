@@ -21,24 +21,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from nblaunch import __version__, _notebook
+from nblaunch import _notebook
 from nblaunch._errors import LaunchError, NblaunchError
+from nblaunch._help import FailureKind
 from nblaunch._keeper import RUNTIME_LOG, Boot, last_words, starting
 from nblaunch._registry import RuntimeEntry, release_of_torch
 from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch._version import __version__
 from nblaunch.client import boot
 from nblaunch.client.boot import stop_keeper
 from nblaunch.client.code import KnownFiles
 from nblaunch.client.line import ClientLine, connect, deferring_interrupts
 from nblaunch.protocol.client import (
-    AnswerToClient,
+    AnswerT,
     ClientNote,
-    ClientRequest,
     DescribeSessions,
     Introduce,
     ListenAgain,
+    Request,
     RuntimeWelcome,
-    Sessions,
     Stop,
 )
 from nblaunch.protocol.messages import encode
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _ENDING_SECONDS = 15.0
 _DESCRIBE_SECONDS = 5.0
 _END_SECONDS = 40.0
+_WELCOME_SECONDS = 15.0
 _FIRST_NUMBER = 1 << 32
 
 
@@ -60,8 +62,8 @@ class Client:
         """In a fork, `parents` is the client of the parent process."""
         self.directory = RuntimeDirectory()
         self.last_events: EventLog | None = None
-        self.files = KnownFiles()
         """What torchelastic recorded in the user's last run."""
+        self.files = KnownFiles()
         self._lock = threading.RLock()
         self._runtime: OwnRuntime | None = None
         self._others: weakref.WeakSet[Runtime] = weakref.WeakSet()
@@ -84,10 +86,10 @@ class Client:
             if self._runtime is None:
                 # An interrupt between start and assignment would leave a runtime that holds the sockets.
                 with deferring_interrupts():
-                    self._runtime = OwnRuntime(self.directory.root(), owner=os.getpid())
+                    self._runtime = OwnRuntime(self.directory.root())
             return self._runtime
 
-    def ask(self, request: ClientRequest) -> AnswerToClient:
+    def ask(self, request: Request[AnswerT]) -> AnswerT:
         """Return the answer to a request that begins nothing: of another runtime where this one is gone."""
         runtime = self.runtime
         try:
@@ -111,7 +113,7 @@ class Client:
                 self._runtime, self.directory = None, RuntimeDirectory()
             else:
                 with deferring_interrupts():
-                    runtime = OwnRuntime(RuntimeDirectory().root(), owner=0)
+                    runtime = OwnRuntime(RuntimeDirectory().root())
         self._others.add(runtime)
         return runtime
 
@@ -210,7 +212,7 @@ class Runtime:
             self._token = self._token or welcome.token
             return welcome
 
-    def ask(self, request: ClientRequest, seconds: float | None = None) -> AnswerToClient:
+    def ask(self, request: Request[AnswerT], seconds: float | None = None) -> AnswerT:
         """Return the answer to a short request. Raises `TimeoutError` after `seconds`."""
         self.refuse_in_fork()
         if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
@@ -226,7 +228,6 @@ class Runtime:
         grace = 0.0
         with contextlib.suppress(NblaunchError, TimeoutError):
             answer = self.ask(DescribeSessions(), _DESCRIBE_SECONDS)
-            assert isinstance(answer, Sessions)  # noqa: S101 - nothing else answers this
             grace = max((each.grace for each in answer.sessions), default=0.0)
         return grace + _END_SECONDS
 
@@ -242,7 +243,7 @@ class Runtime:
             raise
         self._give_back(line)
 
-    def ask_on_a_line(self, request: ClientRequest) -> AnswerToClient:
+    def ask_on_a_line(self, request: Request[AnswerT]) -> AnswerT:
         """Return the answer to a request that takes its time."""
         with self.line() as line:
             return line.ask(request)
@@ -358,14 +359,14 @@ class Runtime:
 
 
 class OwnRuntime(Runtime):
-    """A runtime that this process has started: it ends with process `owner`, or, for 0, by itself."""
+    """A runtime that this process has started: it ends with it, unless it has a detached session by then."""
 
-    def __init__(self, root: Path, *, owner: int) -> None:
+    def __init__(self, root: Path) -> None:
         with starting():
             ours, theirs = socket.socketpair()
         with theirs:
             try:
-                self._boot = Boot(root, theirs, boot.LIVE, owner=owner)
+                self._boot = Boot(root, theirs, boot.LIVE, owner=os.getpid())
             except BaseException:
                 ours.close()
                 raise
@@ -426,6 +427,21 @@ class FoundRuntimeClient(Runtime):
             # Opened now: the keeper removes it with the private directory.
             self._logs.append((Path(entry.root) / RUNTIME_LOG).open("rb"))
         super().__init__(Path(entry.root), entry.token, control)
+
+    @property
+    def welcome(self) -> RuntimeWelcome:
+        """Its first answer. Raises `LaunchError` if it does not come in time: the process may be stopped."""
+        with self._lock:
+            answered = self._control.is_welcome(_WELCOME_SECONDS)
+        if not answered:
+            name, pid = self.entry.name, self.entry.runtime.pid
+            msg = (
+                f"The runtime of session {name!r} (process {pid}) was asked for the session, and has not "
+                f"answered within {_WELCOME_SECONDS:g} s. If it is stopped: kill -CONT {pid}. Else end it: "
+                f"python -m nblaunch stop {name}."
+            )
+            raise LaunchError(msg, phase="runtime", kind=FailureKind.NO_ANSWER)
+        return super().welcome
 
     def _gone(self) -> Exception:
         self._ended = True

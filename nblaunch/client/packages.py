@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from nblaunch import __version__
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
+from nblaunch._version import __version__
 from nblaunch.capture.modules import is_below, is_installed, roots_of
 from nblaunch.protocol.client import NodeEnvironment
 

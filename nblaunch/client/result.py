@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,14 @@ def collect(  # noqa: PLR0913 - what a result holds
     title: str,
     log_dir: Path | None,
     events: EventLog,
-    keep: object,
+    keep: Iterable[str],
     profiled: bool,
     reporter: Callable[[RunResult], Report] | None = None,
 ) -> RunResult:
-    """Return the result of a job that has ended; `reporter` makes its report when that is asked for."""
+    """Return the result of a job that has ended; `reporter` makes its report when that is asked for.
+
+    `keep` lasts as long as the result does, and has the warnings since the end of the job.
+    """
     values, state = _unpickled(job)
     profile, state = _profile(state, log_dir, wanted=profiled)
     *earlier, last = state.attempts
@@ -75,7 +78,7 @@ def collect(  # noqa: PLR0913 - what a result holds
         preempted=state.preempted if state.summary is State.PREEMPTED else "",
         _log_dir=log_dir,
         _events=events,
-        _late=job.late,
+        _late=keep,
         _state=state,
         _keep=keep,
         profile=profile,

@@ -39,10 +39,11 @@ from nblaunch.client.wait import JobWait, SilentView, StoppedWatchingError
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.streams import OutputFilter
 from nblaunch.protocol.client import (
-    ClientRequest,
+    Given,
     InterruptJob,
     JobOrder,
     JobSnapshot,
+    Request,
     RunFresh,
     Stale,
     Taken,
@@ -85,7 +86,7 @@ class Giver:
 
     runtime: Runtime
     line: ClientLine
-    request: Callable[[JobOrder], ClientRequest]
+    request: Callable[[JobOrder], Request[Given | Stale]]
     others: Callable[[object], None] = lambda _: None
     """Takes the events that are not the job's."""
     watching: Callable[[], bool] = lambda: False
@@ -149,7 +150,7 @@ def watch_job(giver: Giver, snapshot: JobSnapshot, backend: str, view: View) -> 
 
 def _followed(giver: Giver, job: JobView, about: About, view: View, wait: JobWait) -> Outcome:
     """Follow a job until it has ended, and return its outcome."""
-    kept = job.late = KeptJob(giver.runtime, job.number)
+    kept = KeptJob(giver.runtime, job.number)
     shown = job.state
     try:
         view.open(job.state)

@@ -25,7 +25,7 @@ from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedE
 from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
-from nblaunch._results import Outcome, Perform, RankStatus, RunResult, SessionStatus, held_by
+from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import (
     Captured,
     capture_call,
@@ -176,7 +176,6 @@ def attach_session(
     except BaseException:
         runtime.abandon()
         raise
-    assert isinstance(answer, wire.Attached)  # noqa: S101 - nothing else answers this
     known = answer.session
     names = {each.rank: each for each in answer.names}
     ranks = SessionRanks(
@@ -683,7 +682,6 @@ class LiveSession:
     def jobs(self) -> list[SessionJob]:
         """The jobs that the session was given, the oldest first; the runtime keeps the last 50."""
         answer = self._runtime.ask(wire.ListJobs(session=self._key))
-        assert isinstance(answer, wire.JobList)  # noqa: S101 - nothing else answers this
         return [
             SessionJob(each, self._runtime, self.placement.backend, self.detached) for each in answer.jobs
         ]
@@ -705,7 +703,6 @@ class LiveSession:
             else:  # a job in the background has the session's own connection
                 giver = replace(giver, line=used.enter_context(self._runtime.line()))
             snapshot = giver.line.ask(wire.WatchJob(job=running.number))
-            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             return watch_job(giver, snapshot, self.placement.backend, view)
 
     # --- a look into a rank between its cells ----------------------------------------------------------
@@ -786,38 +783,24 @@ class LiveSession:
     def _where(self, seconds: float = 1.0) -> HangReport:
         with self._runtime.line() as line:
             looked = line.ask(wire.LookAtRanks(session=self._key, seconds=seconds))
-        assert isinstance(looked, wire.Looked)  # noqa: S101 - nothing else answers this
         return looked.report
 
     def status(self) -> SessionStatus:
         """Return what each rank is doing, and the memory that is its own."""
         found = self._described() if self.open else None
-        doing = found.doing if found is not None else ""
+        ranks = map(_gone, range(self.world_size)) if found is None else found.ranks
         return SessionStatus(
             name=self.name,
             world_size=self.world_size,
             backend=self.placement.backend,
             attempt=self._attempt if found is None else found.attempt,
             engine=found.engine if found is not None else None,
-            ranks=tuple(
-                RankStatus(
-                    rank=each.rank,
-                    state=each.state,
-                    pid=each.pid,
-                    device=each.device,
-                    memory=each.memory,
-                    waiting=each.waiting or _asks(each) or doing,
-                    node=each.node,
-                    cpu=each.cpu,
-                )
-                for each in (found.ranks if found is not None else map(_gone, range(self.world_size)))
-            ),
+            ranks=tuple(ranks),
         )
 
     def _described(self) -> wire.SessionRecord | None:
         with self._runtime.line() as line:
             answer = line.ask(wire.DescribeSessions(session=self._key))
-        assert isinstance(answer, wire.Sessions)  # noqa: S101 - nothing else answers this
         return answer.sessions[0] if answer.sessions else None
 
     def close(self) -> None:
@@ -891,7 +874,6 @@ def _opened(runtime: Runtime, request: wire.OpenSession) -> tuple[ClientLine, in
     except BaseException:
         line.close()
         raise
-    assert isinstance(opened, wire.Opened)  # noqa: S101 - nothing else answers this
     return line, opened.attempt
 
 
@@ -909,12 +891,8 @@ def _steps_of(name: str) -> list[str]:
     return [first, *(f"_{each}" if each.isdigit() else each for each in others)]
 
 
-def _asks(rank: wire.RankRecord) -> str:
-    return "" if rank.asks is None else f"asks {rank.asks!r:.60}"
-
-
-def _gone(rank: int) -> wire.RankRecord:
-    return wire.RankRecord(rank=rank, state="gone", pid=None, device="", memory=None)
+def _gone(rank: int) -> wire.RankStatus:
+    return wire.RankStatus(rank=rank, state="gone", pid=None, device="", memory=None)
 
 
 def _let_go(runtime: Runtime, line: ClientLine, key: str, *, dismiss: bool) -> None:
@@ -951,7 +929,6 @@ class SessionJob:
         """
         with self._runtime.line() as line:
             snapshot = line.ask(wire.WatchJob(job=self.number))
-            assert isinstance(snapshot, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             giver = Giver(self._runtime, line, _gives_nothing, private=self._private)
             return watch_job(giver, snapshot, self._backend, SilentView()).unwrap(check=check)
 
@@ -960,7 +937,7 @@ class SessionJob:
         return f"<SessionJob {self.title!r}: {self.state}>"
 
 
-def _gives_nothing(_: wire.JobOrder) -> wire.ClientRequest:
+def _gives_nothing(_: wire.JobOrder) -> wire.Request[wire.Given | wire.Stale]:
     raise NotImplementedError
 
 

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nblaunch import _journal, _registry
-from nblaunch._errors import LaunchError, NblaunchError
-from nblaunch._help import FailureKind
+from nblaunch import _journal
+from nblaunch._errors import NblaunchError
 from nblaunch._journal import Dropped
 from nblaunch._registry import RuntimeEntry
+from nblaunch.client.directory import find_open
 from nblaunch.client.local import Runtime, local
 from nblaunch.protocol import client as wire
 from nblaunch.protocol.messages import Displayed, Noticed, Printed, Stream, Unwritten
@@ -35,8 +35,8 @@ def logs(name: str, *, follow: bool = False, job: int | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # ranks print any text
     try:
-        entry, runtime, session = _found(name)
-        with contextlib.closing(runtime):
+        entry, session = find_open(name)
+        with contextlib.closing(local().attached(entry)) as runtime:
             chosen = _chosen(runtime, session, job)
             _print_job(entry, runtime, session.session, chosen, follow=follow)
     except NblaunchError as error:
@@ -50,39 +50,8 @@ def logs(name: str, *, follow: bool = False, job: int | None = None) -> int:
     return 0
 
 
-def _found(name: str) -> tuple[RuntimeEntry, Runtime, wire.SessionRecord]:
-    """Return a session: the detached one of this name, or that of the youngest kernel that has one.
-
-    Raises `NblaunchError` if there is none, or if it cannot be asked.
-    """
-    known = sorted(_registry.read_all(), key=lambda each: (each.entry.detached, each.entry.started))
-    elsewhere = ""
-    for each in reversed(known):
-        entry = each.entry
-        if each.elsewhere:
-            elsewhere = each.elsewhere if entry.name == name else elsewhere
-            continue
-        try:
-            with contextlib.ExitStack() as opened:
-                runtime = opened.enter_context(contextlib.closing(local().attached(entry)))
-                answer = runtime.ask(wire.DescribeSessions(), _ANSWER_SECONDS)
-                assert isinstance(answer, wire.Sessions)  # noqa: S101 - nothing else answers this
-                for session in answer.sessions:
-                    if session.name == name:
-                        opened.pop_all()
-                        return entry, runtime, session
-        except (LaunchError, TimeoutError) as error:
-            if entry.name == name:
-                msg = f"session {name!r} does not answer: {error}"
-                raise NblaunchError(msg, kind=FailureKind.NO_ANSWER) from error
-    where = f"it is open {elsewhere}" if elsewhere else "python -m nblaunch sessions lists those that are"
-    msg = f"session {name!r} is not open on this machine; {where}."
-    raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-
-
 def _jobs(runtime: Runtime, session: str) -> tuple[wire.JobRecord, ...]:
     answer = runtime.ask(wire.ListJobs(session=session), _ANSWER_SECONDS)
-    assert isinstance(answer, wire.JobList)  # noqa: S101 - nothing else answers this
     return answer.jobs
 
 
@@ -122,7 +91,6 @@ def _print_job(
         else:
             # It has been over for long, or was for a moment only: there is what a view would show.
             answer = runtime.ask(wire.WatchJob(job=job.number))
-            assert isinstance(answer, wire.JobSnapshot)  # noqa: S101 - nothing else answers this
             output.take_state(decode_state(answer.state))
     finally:
         output.end()

@@ -237,12 +237,6 @@ class OwnServer(Server):
                     each.close()
             self._keeper = self._orders = self._requests = None
 
-    def abandon(self) -> None:
-        """Leave the keeper to the process that this one is a fork of."""
-        if self._keeper is not None:
-            # It is our parent's child, not ours to wait for.
-            self._keeper.returncode = 0
-
 
 def server_of_fork(requests_fd: int, orders_fd: int, root: str, keeper_pid: int) -> GivenServer:
     """Return the fork server that this process is the first fork of, once the keeper watches this process.

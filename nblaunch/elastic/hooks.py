@@ -36,7 +36,7 @@ from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequ
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch._results import Event
+from nblaunch.protocol.client import Event
 
 _log = logging.getLogger("nblaunch")
 NOWHERE = "null"

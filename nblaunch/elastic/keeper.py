@@ -45,6 +45,7 @@ from typing import NoReturn
 
 from nblaunch import _process_tree
 from nblaunch._process_tree import become_subreaper, die_with_parent
+from nblaunch._runtime_lock import hold
 from nblaunch.elastic import descriptors
 
 ORDER = struct.Struct("<cBH")
@@ -138,6 +139,8 @@ class _Keeper:
         self._orders = orders
         self._kernel = kernel_pid
         self._root = root
+        self._held = hold(root)
+        """Holds the lock by which others know that the directory is in use."""
         self._entry = ""
         self._at_end: list[bytes] = []
         self._server = self._runtime = 0
@@ -169,7 +172,7 @@ class _Keeper:
             waking = signal.set_wakeup_fd(-1)
             for fd in (self._children_end, waking):
                 os.close(fd)
-            for fd in (self._orders.detach(), self._alive, *self._ends.values()):
+            for fd in (self._orders.detach(), self._alive, *self._held, *self._ends.values()):
                 os.close(fd)
             die_with_parent(keeper)
             from nblaunch.elastic.preload import serve

@@ -27,6 +27,8 @@ _DEFAULT_CPU_RANKS = 2
 _TORCHS_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "fake")
 _PLUGINS = "torch.backends"
 """Entry points that torch loads when it is imported; they may register backends of their own."""
+_LOADED_LATE = "torch.distributed.backends"
+"""Entry points that torch loads when a group asks for one: since 2.14 nccl-legacy and nccl2, for example."""
 _SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Has NCCL 2.30 and later take several ranks on one GPU."""
 _MOST_SHARING = 2
@@ -62,11 +64,14 @@ def known_backends(backends: Sequence[str] = ()) -> tuple[str, ...]:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
         return _TORCHS_BACKENDS
-    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list, *backends)
+    named = sorted(each.name for each in metadata.entry_points(group=_LOADED_LATE))
+    registered = (*_TORCHS_BACKENDS, *distributed.Backend.backend_list, *named, *backends)
+    absent = tuple(
+        name for name in _TORCHS_BACKENDS if not getattr(distributed, f"is_{name}_available", lambda: True)()
+    )
+    # Without NCCL there is none of its other forms either.
     return tuple(
-        name
-        for name in dict.fromkeys(registered)
-        if name != "undefined" and getattr(distributed, f"is_{name}_available", lambda: True)()
+        name for name in dict.fromkeys(registered) if name != "undefined" and not name.startswith(absent)
     )
 
 
@@ -180,7 +185,7 @@ def _wants(backend: str, there: _Accelerator, backends: Sequence[str]) -> bool:
     chosen = _by_device(backend)
     # An unknown backend is refused as such, not because there is no GPU.
     named = chosen.get(there.kind) in known_backends(backends)
-    return named or (there.backend != "" and there.backend in chosen.values())
+    return named or (there.backend != "" and any(name.startswith(there.backend) for name in chosen.values()))
 
 
 def _may_share(backend: str, there: _Accelerator, environ: Mapping[str, str]) -> bool:

@@ -21,6 +21,7 @@ Names of torch's that are not public (`tests/unit/test_torch_names.py`):
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import importlib.util
@@ -32,10 +33,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -63,9 +64,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
 
 # From the options to the configuration; every contradiction is found before a process starts.
+
+T = TypeVar("T")
 
 _DEFAULT_PORT = 29400
 _ETCD = ("etcd-v2", "etcd")
@@ -117,6 +121,7 @@ def config_of(options: LaunchOptions, *, joining: bool = False) -> RendezvousCon
         node_rank=options.node_rank,
         conf=_conf(options.rdzv_conf, options.rdzv_backend),
         env=tuple(options.env.items()),
+        ports=port_range(options.ports),
     )
 
 
@@ -287,22 +292,45 @@ _STORE_SECONDS = 60.0
 _JOIN_SECONDS = 600
 
 
-def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a store on a socket that is bound to `host` alone; torch's listens on all addresses.
+def first_free(ports: range, host: str, bind: Callable[[int], T]) -> T:
+    """Return what `bind` returns for the first of these ports that is free (`port_range`).
 
-    Raises `LaunchError` if the port is taken.
+    Raises its `OSError`, and `LaunchError` if all of several ports are taken.
     """
+    for port in ports:
+        try:
+            return bind(port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or len(ports) == 1:
+                raise
+    msg = f"all ports from {ports[0]} to {ports[-1]} are taken at {host}. Give more of them (--ports)."
+    raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT)
+
+
+def _listening(host: str, port: int) -> socket.socket:
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
-    except OSError as error:
+    except OSError:
         listener.close()
+        raise
+    return listener
+
+
+def host_store(host: str, ports: range) -> dist.TCPStore:
+    """Host a store on a socket that is bound to `host` alone; torch's listens on all addresses.
+
+    Raises `LaunchError` if the port, or each of them, is taken.
+    """
+    try:
+        listener = first_free(ports, host, lambda port: _listening(host, port))
+    except OSError as error:
         msg = (
-            f"the store of the rendezvous was to listen at {host}:{port}: {error.strerror}. Take "
-            "another port."
+            f"the store of the rendezvous was to listen at {host}:{ports[0]}: {error.strerror}. Take "
+            "another port, or give several (--ports FIRST-LAST)."
         )
         raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
     bound = listener.getsockname()[1]
@@ -314,6 +342,10 @@ def host_store(host: str, port: int) -> dist.TCPStore:
         # The store owns the descriptor from here on.
         master_listen_fd=listener.detach(),
     )
+
+
+def _alone(port: int) -> range:
+    return range(port, port + 1)
 
 
 def connect_store(rdzv: RendezvousConfig) -> dist.TCPStore:
@@ -505,7 +537,7 @@ def make_rendezvous(
         return LoopbackRendezvous.standalone(settings.run_id)
     if rdzv.backend in _ETCD:
         return _etcd_rendezvous(rdzv, settings.run_id, stopped)
-    store = host_store(rdzv.host, rdzv.port) if rdzv.hosting else connect_store(rdzv)
+    store = host_store(rdzv.host, _alone(rdzv.port)) if rdzv.hosting else connect_store(rdzv)
     if rdzv.hosting:
         store.set(_listener_key(settings.run_id), json.dumps({"gate": rdzv.listener}))
     if rdzv.backend == "static":
@@ -540,7 +572,7 @@ class _Handler(DynamicRendezvousHandler):
         return True
 
     def _create_tcp_store_server(self, _master_addr: str, master_port: int) -> dist.TCPStore:
-        return host_store(self._address(), master_port)
+        return host_store(self._address(), _alone(master_port))
 
     def next_rendezvous(self) -> Any:
         """Meet, and host the ranks' store where torch would not."""
@@ -809,7 +841,7 @@ class EtcdRendezvous(RendezvousHandler):
         # Each round has its own key-value store.
         if met.rank == 0:
             # A new store for each round: NCCL's watchdog leaves a timeout there, under a fixed name.
-            self._server = host_store(self._rdzv.local_addr, 0)
+            self._server = host_store(self._rdzv.local_addr, self._rdzv.ports)
             met.store.set(_STORE_KEY, json.dumps([self._rdzv.local_addr, self._server.port]))
         address, port = json.loads(_wait_for(met.store, _STORE_KEY, self._stopped))
         return RendezvousInfo(met.store, met.rank, met.world_size, RendezvousStoreInfo(address, port))

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from nblaunch._results import Event
-from nblaunch.protocol.client import Caller
+from nblaunch.protocol.client import Caller, Event
 
 
 class AgentEvents(Protocol):
@@ -90,6 +89,8 @@ class RendezvousConfig:
     key: bytes = field(default=b"", repr=False)
     listener: str = ""
     """The address of the listener for nodes, once there is one."""
+    ports: range = range(1)
+    """Where it may listen, and an etcd rendezvous' store for the ranks; port 0 stands for any."""
 
 
 @dataclass(frozen=True, slots=True)

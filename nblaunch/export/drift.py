@@ -20,7 +20,7 @@ from typing import Any
 
 from nblaunch.capture.dataflow import FunctionNode, extends_property, scope_of
 from nblaunch.capture.identity import has_identity
-from nblaunch.capture.parts import fact_of
+from nblaunch.capture.parts import class_attributes, closure_of, fact_of
 from nblaunch.export.expressions import UNKNOWN, UnknownError, evaluated, gives, is_same
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
 from nblaunch.export.source import MADE_BY_CALLS, BindingStatement, NotebookSource, first_line, source_of
@@ -143,7 +143,7 @@ class Drift:
             self._check_registered(function, node)
             return
         arguments = [each for root in given for each in _arguments(root)]
-        for variable, value in zip(function.__code__.co_freevars, _contents(function), strict=True):
+        for variable, value in closure_of(function).items():
             if _is_made_by(value, node):
                 # What `functools.wraps` leads to, statements can reach.
                 if _wrapped(function) is not value and list(self._of_function("", value, node, scope)):  # type: ignore[arg-type] # a function's
@@ -155,7 +155,7 @@ class Drift:
 
     def _check_registered(self, function: types.FunctionType, node: ast.AST) -> None:
         """Raise `NotRemadeError` where a library's wrapper was given more functions: `singledispatch`."""
-        for value in _contents(function):
+        for value in closure_of(function).values():
             if isinstance(value, types.FunctionType) and source_of(value.__code__) is None:
                 self._check_closure(value, node, (), {})
             for each in value.values() if type(value) is dict else ():
@@ -310,17 +310,6 @@ def _is_made_by(value: Any, node: ast.AST) -> bool:
     return code.co_name == name and first <= code.co_firstlineno <= (node.end_lineno or node.lineno)
 
 
-def _contents(function: types.FunctionType) -> list[Any]:
-    """Return the values of a function's closure; a variable that is not defined yet is None."""
-    found: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:
-            found.append(None)
-    return found
-
-
 def _wrapped(value: Any) -> Any:
     return fact_of(value, "__wrapped__")
 
@@ -403,8 +392,8 @@ def _fixed(cls: type, name: str, *, annotated: bool) -> list[Any]:
 def _set_later(target: str, cls: type, node: ast.ClassDef, bound: set[str]) -> Iterator[Patch]:
     """Yield the attributes that were set on a class, and are not in its body."""
     hooks = any("__init_subclass__" in vars(each) for each in cls.__mro__[1:-1])
-    for name, value in vars(cls).items() if _is_plain(cls) else ():
-        ours = name in bound or _is_dunder(name) or name == "_abc_impl"
+    for name, value in class_attributes(cls) if _is_plain(cls) else ():
+        ours = name in bound or _is_dunder(name)
         if ours or (name.startswith("_") and issubclass(cls, tuple)):
             continue
         if isinstance(value, types.FunctionType | type) or not _is_descriptor(value):

@@ -141,34 +141,33 @@ def _sharing(apart: Mapping[str, Any], pickled: _Pickled) -> set[str]:
     owners = [(each, "") for each in pickled.ranges]
     for name, value in apart.items():
         owners += [(each, name) for each in _ranges_of([value] if _is_array(value) else _tensors_in(value))]
-    shared: set[str] = set()
-    furthest, reaching = 0, ""
-    for (first, end), name in sorted(owners):
-        if first < furthest and name != reaching:
-            shared |= {name, reaching}
-        if end > furthest:
-            furthest, reaching = end, name
-    return shared - {""}
+    groups = _overlapping((first, end, name) for (first, end), name in sorted(owners))
+    return {name for group in groups if len(set(group)) > 1 for name in group} - {""}
+
+
+def _overlapping(placed: Iterable[tuple[int, int, Any]]) -> list[list[Any]]:
+    """Return groups of what has ranges in common; `placed` comes in the order of where the ranges begin."""
+    groups: list[list[Any]] = []
+    furthest = 0
+    for first, end, each in placed:
+        if first >= furthest:
+            groups.append([])
+        groups[-1].append(each)
+        furthest = max(furthest, end)
+    return groups
 
 
 def _ranges_of(values: Iterable[Any]) -> list[Range]:
     """Return the memory that arrays and tensors are parts of; nothing for those that have none."""
-    ranges = (_bounds(arrays.last_base(each)) if arrays.is_array(each) else _storage(each) for each in values)
+    ranges = [arrays.range_of(owner) for each in values if (owner := _owner(each)) is not None]
     return [(first, end) for first, end in ranges if first < end]
 
 
-def _storage(tensor: Any) -> Range:
-    if tensor.layout is not sys.modules["torch"].strided or tensor.is_meta:
-        return 0, 0
-    first = int(tensor.untyped_storage().data_ptr())
-    return first, first + int(tensor.untyped_storage().nbytes())
-
-
-def _bounds(array: Any) -> Range:
-    start = array.__array_interface__["data"][0]
-    reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
-    first = start + sum(step for step in reach if step < 0)
-    return first, start + sum(step for step in reach if step > 0) + array.itemsize if array.size else first
+def _owner(value: Any) -> Any:
+    if arrays.is_array(value):
+        return arrays.last_base(value)
+    has_storage = value.layout is sys.modules["torch"].strided and not value.is_meta
+    return value.untyped_storage() if has_storage else None
 
 
 def _safetensors(name: str, value: Any, directory: str, *, device: bool) -> Load:
@@ -227,9 +226,8 @@ class _ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle h
             self.note.by_value.add(obj.__qualname__)
         if type(obj) is types.FunctionType:
             return self._function(obj)
-        torch = sys.modules.get("torch")
         reduced: Any = NotImplemented
-        if torch is not None and isinstance(obj, torch.Tensor):
+        if tensors.is_tensor(obj):
             self.note.tensors.append(obj)
             reduced = self.note.reduced_tensor(obj)
             if (parts := tensors.parts_of(obj)) is not None:
@@ -296,14 +294,7 @@ class _Pickled:
             for first, end in _ranges_of([each])
             if not (arrays.is_array(each) and each.dtype.hasobject)
         ]
-        groups: list[list[int]] = []
-        furthest = 0
-        for first, end, _, key in sorted(placed):
-            if first >= furthest:
-                groups.append([])
-            groups[-1].append(key)
-            furthest = max(furthest, -end)
-        for group in groups:
+        for group in _overlapping((first, -end, key) for first, end, _, key in sorted(placed)):
             roots = [arrays.last_base(found[key]) for key in group if arrays.is_array(found[key])]
             if roots and (len(group) > 1 or _file_of(roots[0])):
                 self._owners |= dict.fromkeys([*group, id(roots[0])], roots[0])
@@ -350,7 +341,7 @@ class _Pickled:
         return sys.modules["torch"].from_numpy, (_Made(self._view(owner, tensor.numpy())),)
 
     def _view(self, owner: Any, view: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        (first, end), (first_of_view, end_of_view) = _bounds(owner), _bounds(view)
+        (first, end), (first_of_view, end_of_view) = arrays.range_of(owner), arrays.range_of(view)
         if first_of_view < first or end_of_view > end:
             msg = "it shares a part of its memory with an array"
             raise TypeError(msg)

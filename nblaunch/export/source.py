@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from nblaunch._errors import NblaunchError
 from nblaunch.capture.names import CellNames, cell_names, interpolated, ipython_call
-from nblaunch.capture.parts import fact_of
+from nblaunch.capture.parts import fact_of, functions_in
 from nblaunch.export.imports import Import, imports_in
 from nblaunch.export.literals import quoted
 
@@ -175,7 +175,7 @@ def _codes(value: object) -> Iterator[types.CodeType]:
     functions = [value]
     if isinstance(value, type):
         members = vars(value).values() if value.__module__ == "__main__" else []
-        functions = [fact_of(each, "fget") or fact_of(each, "__func__") or each for each in members]
+        functions = [function for each in members for function in functions_in(each)]
     for function in functions:
         seen, inner = {id(function)}, function
         while (wrapped := fact_of(inner, "__wrapped__")) is not None and id(wrapped) not in seen:

@@ -39,8 +39,8 @@ Invariants:
   * Every job ends, once. Each wait has a limit, or is shown to the user and can be interrupted.
   * A message counts only after `Hello` with the group's token, and only in the present attempt.
   * A rank's exit is folded after all that it sent; a message after the text written before it.
-  * What a process has once, `runtime` owns: made on first use, not shared with a fork, and ended in the order
-    standby group, other groups, fork server, agent threads, hub, directory.
+  * What a process has once, its `LocalRuntime` owns: made on first use, and ended in the order standby group,
+    other groups, fork server, agent threads, hub, directory.
 
 Modules, each after those that it imports:
 

@@ -27,7 +27,7 @@ import msgspec
 
 from nblaunch._errors import RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
-from nblaunch._results import Event, EventLog
+from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose import failures
 from nblaunch.elastic.agent import AgentThread
@@ -40,7 +40,7 @@ from nblaunch.group.lifecycle import Action, GroupEvent, GroupState, Order, Publ
 from nblaunch.group.recovery import Send
 from nblaunch.group.stacks import ExitReasons, StackRequest
 from nblaunch.group.usage import SeenGpus, alive
-from nblaunch.protocol.client import RankLogFiles
+from nblaunch.protocol.client import Event, RankLogFiles
 from nblaunch.protocol.messages import (
     Answer,
     Asked,

@@ -203,13 +203,13 @@ class Hub:
             self._poller.unregister(watched)
 
     def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Handle the messages that have arrived already; only on the hub's thread.
+        """Handle the messages that have arrived already, until one is missing; only on the hub's thread.
 
         Not for longer than `seconds`: a rank that never pauses must not hold up others, or an interrupt.
         """
         until = time.monotonic() + seconds
         with contextlib.suppress(zmq.ZMQError):
-            while self._socket.poll(0) and time.monotonic() < until:
+            while time.monotonic() < until:
                 self._receive()
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class Hub:
             self._guard(action)
 
     def _receive(self) -> None:
-        frames = self._socket.recv_multipart()
+        frames = self._socket.recv_multipart(zmq.NOBLOCK)
         identity, data = frames[0], frames[-1]
         try:
             message = decode_from_rank(data, _name(identity))

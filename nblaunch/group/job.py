@@ -95,7 +95,7 @@ class RankLogs:
     def _follow(self, workers: tuple[Worker, ...], *, brief: bool) -> None:
         for worker in workers:
             self._present[worker.rank] = RankLogFiles(
-                worker.rank, worker.local_rank, worker.pid, worker.stdout, worker.stderr
+                worker.rank, worker.local_rank, worker.stdout, worker.stderr
             )
             files = [worker.stdout, worker.stderr]
             private = self._private is not None and all(

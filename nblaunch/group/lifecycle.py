@@ -72,6 +72,7 @@ from nblaunch.protocol.messages import (
     Leave,
     Logged,
     Measured,
+    NodesJoined,
     Noticed,
     Phase,
     Preempt,
@@ -109,12 +110,23 @@ REFORMING = "re-forming the process group"
 REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
+NOT_IN_PLACE = "the process groups could not be formed again in place: "
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
 # Messages of the ranks themselves, whatever their job, and those after which a job is as far as before.
 _OF_MEMBERS = (Hello, Entered, AttemptStarted)
-_SETTLES_NOTHING = (Printed, Displayed, Logged, Unwritten, Measured, Reached, LocatedAll, EngineSaid)
+_SETTLES_NOTHING = (
+    Printed,
+    Displayed,
+    Logged,
+    Unwritten,
+    Measured,
+    Reached,
+    LocatedAll,
+    EngineSaid,
+    NodesJoined,
+)
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -657,15 +669,21 @@ class _Step:
                 self.settle()
 
     def observed(self, message: Observation) -> None:
-        if isinstance(message, EngineSaid):
-            self.set(engine=message)
-        self.fold(message)
+        self.fold(self.placed(message) if isinstance(message, EngineSaid) else message)
         ranks = self.state.at_work.ranks
         # Nodes measure their own ranks.
         if isinstance(message, Measured) and len(ranks) > 1 and self.state.some_here:
             for rank in ranks.values():
                 if rank.state is State.RUNNING and rank.rank not in self.state.remote:
                     self.send(rank.rank, ReportReached())
+
+    def placed(self, said: EngineSaid) -> EngineSaid | NodesJoined:
+        """Keep an engine's report; return what there is to say of it."""
+        before = self.state.engine
+        self.set(engine=said)
+        if before is None or replace(before, state=said.state, joined=said.joined) != said:
+            return said
+        return NodesJoined(state=said.state, joined=said.joined)
 
     def fold_run(self, message: Message) -> bool:
         """Fold a message into the job; return whether that changes anything. Nothing else changes its run."""
@@ -1044,6 +1062,8 @@ class _Step:
         if outcome.reformed:
             if outcome.unfit and job is not None and job.succeeded:
                 self.note(outcome.unfit)  # the user has seen no error that would explain it
+            if outcome.why_not:
+                self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
             self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
         if outcome.dead:
             self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")

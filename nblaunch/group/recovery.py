@@ -151,6 +151,8 @@ class RecoveryOutcome(msgspec.Struct, frozen=True):
     """Why the group was formed again; "" where connections had been cut, as after an interrupt."""
     in_place: bool = False
     """Whether all groups go on: they were formed again behind the same objects."""
+    why_not: str = ""
+    """What went wrong in that, if it was tried."""
     dead: str = ""
     """The variables that belong to a group that is gone, and what revives each; empty if there are none."""
 
@@ -293,7 +295,7 @@ class Recovery(msgspec.Struct, frozen=True):
             return replace(self, waiting=waiting, dead=dead), None
         remedies = _remedies(dead, len(self.members))
         return self.abandoned(), RecoveryOutcome(
-            self.reform, failed, self.unfit, in_place=message.in_place, dead=remedies
+            self.reform, failed, self.unfit, message.in_place, message.why_not, remedies
         )
 
 

@@ -1,4 +1,4 @@
-"""What a process has once to run ranks; `local()` returns this process's.
+"""What a runtime, a node or the doctor has once to run ranks.
 
 Each part is made when it is first used, and stands on those above it:
 
@@ -8,21 +8,19 @@ Each part is made when it is first used, and stands on those above it:
     worker groups    their ranks are forked there, and connect to the hub      group/group.py
     standby group    the worker group that is ready before it is needed        group/standby.py
 
-They end in the order that `LocalRuntime.close` has. No other module keeps one of these parts, or registers
-anything for the end of the process or for its forks: a user of a part is given it, or asks `local`.
+They end in the order that `LocalRuntime.close` has. No other module keeps one of these parts: a user of a
+part is given it.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nblaunch._runtime_dir import RuntimeDirectory
-from nblaunch.elastic.forkserver import OwnServer, Server
+from nblaunch.elastic.forkserver import Server
 
 # The rest is imported on first use: the fork server starts while this process imports torch.
 if TYPE_CHECKING:
@@ -43,13 +41,10 @@ class UsedByGroups(Protocol):
 
 
 class LocalRuntime:
-    """The runtime of one process; its methods may be called on any thread."""
+    """The parts of one process; its methods may be called on any thread."""
 
-    def __init__(self, server: Server | None = None, parents: LocalRuntime | None = None) -> None:
-        """Use the fork server of a runtime process, or start one with its keeper where it is needed.
-
-        In a fork, `parents` is the runtime of the parent process.
-        """
+    def __init__(self, server: Server | None = None) -> None:
+        """Use the fork server of a runtime process, or start one with its keeper where it is needed."""
         self.server = server or Server.own(RuntimeDirectory())
         self.directory = self.server.directory
         self._lock = threading.RLock()
@@ -58,8 +53,6 @@ class LocalRuntime:
         self._groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._leaving: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
         self._held: weakref.WeakSet[UsedByGroups] = weakref.WeakSet()
-        # Never collected: that would close the parent's sockets.
-        self._parents = parents
 
     @property
     def hub(self) -> Hub:
@@ -143,32 +136,8 @@ class LocalRuntime:
         for each in threads:
             each.join(_END_SECONDS)
 
-    def abandon(self) -> None:
-        """Leave everything to the parent: this process is a fork, and must neither use nor end it."""
-        if isinstance(self.server, OwnServer):
-            self.server.abandon()
-
 
 def _leaves_by_itself(group: WorkerGroup) -> bool:
     """Whether these fresh ranks have done their job: they exit, at the latest with the fork server."""
     alone = group.settings.rdzv is None and not group.keep
     return alone and group.job is not None and group.job.ended.is_set()
-
-
-_local = LocalRuntime()
-
-
-def local() -> LocalRuntime:
-    """Return the runtime of this process."""
-    return _local
-
-
-def _begin_in_child() -> None:
-    # With locks of its own: a thread of the parent may have held one, and does not exist here to release it.
-    global _local
-    _local.abandon()
-    _local = LocalRuntime(parents=_local)
-
-
-os.register_at_fork(after_in_child=_begin_in_child)
-atexit.register(lambda: local().close())

@@ -12,7 +12,6 @@ from nblaunch._help import FailureKind
 from nblaunch.client import directory
 from nblaunch.client.session import LiveSession, attach_session, start_session
 from nblaunch.options.launch import OPTIONS, LaunchOptions
-from nblaunch.options.table import nearest
 from nblaunch.view.display import view_of
 
 DEFAULT = "default"
@@ -126,10 +125,8 @@ def named(name: str | None) -> LiveSession:
             f"{flag_of(wanted)}"
         )
         raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
-    guess = nearest(wanted, sessions)
-    there = ", ".join(map(repr, sessions))
-    what_to_do = f"Did you mean {guess!r}?" if guess else "Say which with --session NAME."
-    msg = f"session {wanted!r} was asked for, but the open ones are {there}. {what_to_do}"
+    there = directory.listed(sessions, wanted, "Say which with --session NAME.")
+    msg = f"session {wanted!r} was asked for, but the open ones are {there}"
     raise NblaunchError(msg, kind=FailureKind.NO_SESSION)
 
 

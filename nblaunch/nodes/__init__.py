@@ -27,7 +27,7 @@ Invariants:
   * A payload for several ranks of a node crosses the network once.
   * Both ends drop messages of an abandoned attempt.
   * A node ends by itself: with the run, with its connection, or after a signal. It leaves no process.
-  * An allocation does not outlive its runtime: if the runtime is killed, the keeper gives the nodes back.
+  * An allocation does not outlive its runtime: the keeper gives the nodes back, or a node of Slurm's does.
   * A cell costs the runtime 0.05 ms per node and rank, and the client 0.04 ms per rank. The runtime needs
     180 MB, 55 KB per node and 8 KB per rank (tests/benchmarks/bench_nodes.py).
 
@@ -38,8 +38,8 @@ Modules, each after those that it imports:
     versions    differences between nodes: refused, or a warning
     engine      the protocol of all engines, and options that contradict each other
     bootstrap   makes the notebook's environment on a node, and runs the node program in it
-    environment  what `bootstrap` is sent: the notebook's environment
     process     nodes that are processes of this machine
+    environment  what `bootstrap` is sent: the notebook's environment, and wheels that are fetched for it
     byhand      nodes that users start themselves (`--on join`)
     ssh         nodes on hosts that ssh reaches
     slurm       nodes of a Slurm allocation

@@ -11,8 +11,10 @@ from collections.abc import Callable, Container, Iterable
 from msgspec.structs import replace
 
 from nblaunch._errors import NblaunchError
+from nblaunch.nodes.bootstrap import LACKING
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish
 from nblaunch.protocol.messages import EngineSaid, EngineState
+from nblaunch.protocol.reports import awaited_nodes
 
 _FIRST_STEP, _STEP = 0.1, 0.5
 # How often the thread polls an engine: at first at a user's pace, later rarely, to spare the cluster.
@@ -22,8 +24,10 @@ _HELD_STEP, _LONG_STEP, _LONG_SECONDS = 5.0, 15.0, 660.0
 _JITTER = 0.2
 _NOTICE_SECONDS = 120.0
 """How long before the time limit ranks save; if less than twice this is left, after half of that."""
+_QUEUED = (EngineState.ASKED, EngineState.WAITING)
 _STOP_SECONDS = 0.5
 _HOSTS_NAMED = 4
+_LACKS = "waiting for packages that the notebook's machine fetches"
 _NOT_THERE = "No module named nblaunch"
 
 
@@ -39,6 +43,7 @@ class Asking:
         ended: Callable[[str], None],
         *,
         prepare: Callable[[], None] = lambda: None,
+        fetch: Callable[[], bool] | None = None,
         limit: Callable[[str, float], None] = lambda _why, _seconds: None,
         remark: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -46,11 +51,12 @@ class Asking:
 
         `limit` gets a text once the time limit is near, with the seconds left, and "" if it was extended.
         `remark` gets what the user has to do. `prepare` is called before the engine is asked, and `program`
-        once the nodes are granted. All are called on the engine thread.
+        once the nodes are granted. `fetch` is called repeatedly once a host lacks packages: it returns
+        whether `program` now brings them. All are called on the engine thread.
         """
         self._engine, self._wish, self._program = engine, wish, program
         self._tell, self._ended, self._limit, self._remark = tell, ended, limit, remark
-        self._prepare = prepare
+        self._prepare, self._fetch = prepare, fetch
         self._said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=wish.least)
         self._allocation: Allocation | None = None
         self._started = self._failed = False
@@ -126,7 +132,7 @@ class Asking:
         with self._lock:
             self._allocation = allocation
         asked = due = time.monotonic()
-        said, fates = self._said, allocation.fates()
+        said, fates = self._said, self._fates(allocation)
         while not (self._stopping or self._failed):
             now = time.monotonic()
             if now >= due or self._looks:
@@ -134,16 +140,32 @@ class Asking:
                 said = allocation.status()
                 step = _step(said, now - asked)
                 due = now + (min(step, _STEP) if self._engine.reports else step)
-            before, fates = fates, allocation.fates()
-            if said.state is EngineState.GRANTED and (not self._started or self._free_again(fates)):
+            before, fates = fates, self._fates(allocation)
+            begin = not self._started or self._free_again(fates) or self._brings_packages(fates)
+            if said.state is EngineState.GRANTED and begin:
                 self._start(allocation, said)
-                said, fates = allocation.status(), allocation.fates()
+                said, fates = allocation.status(), self._fates(allocation)
             if sum(each.running for each in before) > sum(each.running for each in fates):
                 said = allocation.status()  # the engine may have ended them
             self._judge(said, fates)
+            self._look_at_queue(time.monotonic() - asked)
             self._look_at_limit(said, time.time())
             self._wake.wait(min(_STEP, max(due - time.monotonic(), 0)))
             self._wake.clear()
+
+    def _fates(self, allocation: Allocation) -> tuple[NodeFate, ...]:
+        """Return the state of each program; one that lacks packages waits for them."""
+        fates = allocation.fates()
+        if self._fetch is None:
+            return fates
+        return tuple(
+            each if each.exitcode != LACKING else NodeFate(each.host, each.place, running=True, words=_LACKS)
+            for each in fates
+        )
+
+    def _brings_packages(self, fates: tuple[NodeFate, ...]) -> bool:
+        lacks = any(each.running and each.words == _LACKS for each in fates)
+        return lacks and self._fetch is not None and self._fetch()
 
     def _free_again(self, fates: tuple[NodeFate, ...]) -> bool:
         """Return whether a lost node can be replaced now; from then on, the replacement is awaited."""
@@ -176,6 +198,15 @@ class Asking:
             if why:
                 said = replace(said, reason=why) if said.words or lost else replace(said, words=why)
             self._say(self._counted(said))
+
+    def _look_at_queue(self, waited: float) -> None:
+        """End a request that the engine has left in its queue for too long."""
+        said, limit = self._said, self._wish.longest_wait
+        if waited > limit and said.state in _QUEUED and said.joined < said.wanted:
+            self._end(
+                f"the nodes were not granted within {limit:g} s (--queue-timeout), and the request is "
+                f"withdrawn. It was {awaited_nodes(said)}. Wait longer, or ask for what is free sooner."
+            )
 
     def _look_at_limit(self, said: EngineSaid, now: float) -> None:
         """Report once that the nodes' time limit is near, and once if it was extended."""

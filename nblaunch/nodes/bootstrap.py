@@ -32,8 +32,11 @@ from typing import Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 DOING = "nblaunch is "
-MAIN, FAILED = "main", 4
-"""The function that the loader calls, and the exit status if there is no environment."""
+MAIN, FAILED, LACKING = "main", 4, 5
+"""The function that the loader calls, and the exit status if there is no environment.
+
+`LACKING` is that of a host which reaches no index: with the packages' wheels it would have one.
+"""
 ABANDONED = "nobody waits for it any more"
 """What is said where the input or the connection ends early."""
 
@@ -48,12 +51,22 @@ _UV_PLACES = ("~/.local/bin/uv", "~/.cargo/bin/uv")
 _SOURCE = re.compile(r"(--(?:index-url|extra-index-url|find-links))[ =](.+)")
 # Have uv trust this host's certificates: the variables of older and newer versions of uv.
 _AS_PIP = {"UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"}
+# What uv says without a network; and git, of a package from a repository.
+_UNREACHED = re.compile(r"error sending request|network timeout|[Cc]ould not resolve host")
 _NO_VERSION = re.compile(r"there is no version of\s+(\S+?)\s+and")
 _NOT_FOUND = re.compile(r"Because\s+(\S+)\s+was not found in the")
 
 
 class SetupError(Exception):
     """The environment cannot be made; the text says why."""
+
+    status = FAILED
+
+
+class UnreachedError(SetupError):
+    """No index answers this host."""
+
+    status = LACKING
 
 
 def main(key: bytes, sent: BinaryIO, arguments: list[str]) -> None:
@@ -73,7 +86,7 @@ def main(key: bytes, sent: BinaryIO, arguments: list[str]) -> None:
         os.execv(str(python), [str(python), *arguments])  # noqa: S606 - what this is for
     except (SetupError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(FAILED)
+        sys.exit(error.status if isinstance(error, SetupError) else FAILED)
 
 
 def _end(number: int, _: object) -> None:
@@ -145,7 +158,11 @@ def _root() -> Path:
     """Return the directory of environments, which only this user can access."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 - never raises
     root = Path(cache, "nblaunch", "env")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"{root} cannot be made: {error.strerror}. Set XDG_CACHE_HOME to a directory of this host"
+        raise SetupError(msg) from None
     if root.stat().st_uid != os.geteuid():
         msg = f"{root} belongs to another user. Remove it, or set XDG_CACHE_HOME"
         raise SetupError(msg)
@@ -190,8 +207,7 @@ def _make(made: Path, order: dict[str, Any], files: list[tuple[str, bytes]], uv:
         (half / "exact.txt").write_text("\n".join([*lines, *packages]) + "\n")
         _say(f"installing {len(packages)} packages")
         environment = half / "made"
-        venv = [*uv, "venv", "--quiet", "--no-project", "--relocatable", "--python", _python(order["python"])]
-        _run([*venv, str(environment)], half, f"there is no environment of Python {order['python']}")
+        _venv(uv, order["python"], environment, half)
         install = [*uv, "pip", "install", "--python", str(environment / "bin" / "python"), "--no-deps"]
         # Search all indexes: the first one that has a package need not have this version.
         words = ["--index-strategy", "unsafe-best-match", "-r", "exact.txt"]
@@ -201,9 +217,24 @@ def _make(made: Path, order: dict[str, Any], files: list[tuple[str, bytes]], uv:
         shutil.rmtree(str(half), ignore_errors=True)
 
 
-def _python(wanted: str) -> str:
-    """Return the Python to ask uv for: this one, if it has the wanted version."""
-    return sys.executable if sys.executable and platform.python_version() == wanted else wanted
+def _venv(uv: list[str], python: str, environment: Path, directory: Path) -> None:
+    """Make an empty environment: of this very Python, else of another patch version.
+
+    A package may need a later patch version than this host has, so uv finds or downloads the very one first.
+    """
+    minor = ".".join(python.split(".")[:2])
+    command = [*uv, "venv", "--quiet", "--no-project", "--relocatable"]
+    failed = f"there is no environment of Python {minor}"
+    try:
+        _run([*command, "--python", _python(python, 3), str(environment)], directory, failed)
+    except SetupError:
+        _run([*command, "--python", _python(minor, 2), str(environment)], directory, failed)
+
+
+def _python(wanted: str, parts: int) -> str:
+    """Return the Python to ask uv for: this one, if the first parts of its version are the wanted ones."""
+    here = ".".join(platform.python_version_tuple()[:parts])
+    return sys.executable if sys.executable and here == wanted else wanted
 
 
 def _sources(lines: list[str]) -> tuple[list[str], list[str]]:
@@ -225,7 +256,8 @@ def _uv(root: Path, order: dict[str, Any], sent: BinaryIO) -> list[str]:
     found = shutil.which("uv") or next(filter(os.path.exists, map(os.path.expanduser, _UV_PLACES)), None)
     if found:
         return [found]
-    if importlib.util.find_spec("uv") is not None:
+    module = importlib.util.find_spec("uv")
+    if module is not None and module.origin:  # a mere directory of that name has none
         return [sys.executable, "-m", "uv"]
     if not order["uv"]:
         msg = (
@@ -274,7 +306,10 @@ def _run(command: list[str], directory: Path, failed: str, missing: list[str] | 
             process.wait()
         if process.returncode:
             printed.seek(0)
-            raise SetupError(_why(failed, printed.read().decode(errors="replace"), missing or []))
+            text = printed.read().decode(errors="replace")
+            # uv may ask an index for a Python, which no wheel is.
+            kind = UnreachedError if missing is not None and _UNREACHED.search(text) else SetupError
+            raise kind(_why(failed, text, missing or []))
 
 
 def _begin_child() -> None:

@@ -32,6 +32,7 @@ from nblaunch.nodes.listener import (
     SILENCE_SECONDS,
     admitting,
     encrypted,
+    listen,
 )
 from nblaunch.nodes.messages import Piece, PieceTaken, decode_from_node, decode_to_node, encode
 from nblaunch.nodes.transfer import PIECE_BYTES, cut, ticket_of
@@ -71,11 +72,12 @@ class DataSocket:
         key: bytes,
         *,
         host: str = "",
+        ports: range = range(1),
         silence: float = SILENCE_SECONDS,
         received: Callable[[Piece, memoryview], None] = lambda _piece, _data: None,
         lost: Callable[[str, int], None] = lambda _group, _number: None,
     ) -> None:
-        """Listen at a free port of `host`, unless that is "" (the runtime).
+        """Listen at a free one of the ports of `host`, unless that is "" (the runtime).
 
         `received` gets each piece after it has been forwarded. `lost` gets the group and number of a payload
         whose child is gone before it took the whole payload.
@@ -94,15 +96,13 @@ class DataSocket:
         self.address = ""
         """The ZMQ address at which others reach it; "" if it only sends."""
         if host:
-            self._listen(host)
+            self._listen(host, ports)
 
-    def _listen(self, host: str) -> None:
+    def _listen(self, host: str, ports: range) -> None:
         socket = self._socket = self._context.socket(zmq.ROUTER)
         theirs = encrypted(socket, self._key, "taker", LONGEST_SILENCE_SECONDS)
         self._authenticator = admitting(self._context, theirs)
-        socket.setsockopt(zmq.IPV6, int(":" in host))
-        socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self.address = listen(socket, host, ports)
         self._hub.call(lambda: self._hub.watch(socket, lambda: self._receive_all(socket)))
 
     def send(self, group: str, payload: Payload, nodes: Sequence[NodePlace]) -> Payload:

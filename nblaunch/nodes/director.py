@@ -35,7 +35,7 @@ An order for another attempt than the current one does nothing.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias, assert_never
 
 import msgspec
@@ -93,6 +93,64 @@ class DirectedNode(msgspec.Struct, frozen=True):
         return (self.place if self.place >= 0 else _NEVER, self.came)
 
 
+_COUNTED = ("waits", "started", "ended")
+_PARTS = 64
+
+
+class NodeTable(Mapping[str, DirectedNode]):
+    """Nodes by name, in the order of arrival. It never changes: a changed copy shares most of its parts.
+
+    Each of N nodes causes some events. So that these cost no N steps each, a step copies one part, and how
+    many nodes of each attempt wait, have started or have ended is counted as they change.
+    """
+
+    __slots__ = ("_counts", "_parts")
+
+    def __init__(self) -> None:
+        """Have no nodes."""
+        self._parts: tuple[dict[str, DirectedNode], ...] = ({},) * _PARTS
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def changed(self, changes: Mapping[str, DirectedNode | None]) -> NodeTable:
+        """Return a table with these nodes in place of those before; None removes one."""
+        parts, counts, copied = list(self._parts), dict(self._counts), set[int]()
+        for name, node in changes.items():
+            at = hash(name) % _PARTS
+            if at not in copied:
+                copied.add(at)
+                parts[at] = dict(parts[at])
+            for each, change in ((parts[at].pop(name, None), -1), (node, 1)):
+                if each is None:
+                    continue
+                for what in ("nodes", *(flag for flag in _COUNTED if getattr(each, flag))):
+                    key = what, each.attempt
+                    counts[key] = counts.get(key, 0) + change
+            if node is not None:
+                parts[at][name] = node
+        table = NodeTable()
+        table._parts, table._counts = tuple(parts), {key: count for key, count in counts.items() if count}
+        return table
+
+    def count(self, what: str, attempt: int | None = None) -> int:
+        """Return how many there are: `nodes`, or those with a flag (`waits`); of one attempt, or of all."""
+        if attempt is not None:
+            return self._counts.get((what, attempt), 0)
+        return sum(count for (each, _), count in self._counts.items() if each == what)
+
+    def __getitem__(self, name: str) -> DirectedNode:
+        """Return a node."""
+        return self._parts[hash(name) % _PARTS][name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        nodes = [item for part in self._parts for item in part.items()]
+        return (name for name, _ in sorted(nodes, key=lambda item: item[1].came))
+
+    def __len__(self) -> int:
+        """Return how many nodes there are."""
+        return self.count("nodes")
+
+
 class DirectorState(msgspec.Struct, frozen=True):
     """The nodes of a group, and its attempts."""
 
@@ -113,7 +171,7 @@ class DirectorState(msgspec.Struct, frozen=True):
     attempt: int = -1
     reason: str = "started"
     """Why the next attempt begins."""
-    nodes: Mapping[str, DirectedNode] = {}
+    nodes: NodeTable = NodeTable()
     came: int = 0
     """How many nodes have arrived, ever."""
     expected: int = 0
@@ -157,7 +215,7 @@ class NodesExpected(msgspec.Struct, frozen=True):
 
 
 class NodeLost(msgspec.Struct, frozen=True):
-    """A node is lost, or asks to leave."""
+    """A node is lost, or leaves; `why` follows its name, after "was lost: it" where it did not ask to."""
 
     node: str
     why: str
@@ -375,7 +433,7 @@ class _Director:
 
     def set_node(self, name: str, **changes: Any) -> None:
         nodes = self.state.nodes
-        self.set(nodes={**nodes, name: replace(nodes[name], **changes)})
+        self.set(nodes=nodes.changed({name: replace(nodes[name], **changes)}))
 
     def order(self, node: str, message: ToNode) -> None:
         self.actions.append(NodeOrder(node, message))
@@ -387,7 +445,8 @@ class _Director:
         if state.stage is DirectorStage.ENDING:
             return
         node = DirectedNode(event.nproc, event.place, state.came)
-        self.set(nodes={**state.nodes, event.node: node}, came=state.came + 1, asked=max(state.asked - 1, 0))
+        nodes = state.nodes.changed({event.node: node})
+        self.set(nodes=nodes, came=state.came + 1, asked=max(state.asked - 1, 0))
 
     def meets(self, name: str) -> None:
         """Handle a node whose agent waits for a rendezvous, with or without an order."""
@@ -398,7 +457,7 @@ class _Director:
             case DirectorStage.LEAVING if state.released:
                 # All values have arrived: there is nothing left to do for an agent that meets again.
                 self.order(name, EndGroup(group=state.group, succeeded=True))
-            case DirectorStage.MEETING | DirectorStage.RUNNING if name in state.taking_part:
+            case DirectorStage.MEETING | DirectorStage.RUNNING if state.nodes[name].attempt == state.attempt:
                 if state.kept:
                     self.restart_soon("failure")
                 self.go_on_if_all_wait()
@@ -414,13 +473,14 @@ class _Director:
         state = self.state
         if state.stage is not DirectorStage.WAITING:
             return
-        waiting = [(name, node) for name, node in state.nodes.items() if node.waits]
-        if len(waiting) < state.least:
+        count = state.nodes.count("waits")
+        if count < state.least:
             if not state.asked:
                 self.set(due=_NEVER)
             return
         wanted = min(max(state.least, state.expected, len(state.nodes)), state.most)
-        if len(waiting) >= wanted or self.now >= state.due:
+        if count >= wanted or self.now >= state.due:
+            waiting = [(name, node) for name, node in state.nodes.items() if node.waits]
             waiting.sort(key=lambda each: (each[1].order, each[0]))
             self.meet([name for name, _ in waiting[: state.most]])
         else:
@@ -439,7 +499,7 @@ class _Director:
                 kept |= {world_size + place: node.base + place for place in range(node.nproc)}
             world_size += node.nproc
         self.set(
-            nodes={**state.nodes, **nodes},
+            nodes=state.nodes.changed(nodes),
             attempt=number,
             stage=DirectorStage.RUNNING if goes_on else DirectorStage.MEETING,
             due=_NEVER,
@@ -482,10 +542,11 @@ class _Director:
         )
 
     def say_if_all_started(self) -> bool:
-        taking_part = self.state.taking_part.values()
-        if not all(node.started for node in taking_part):
+        nodes, attempt = self.state.nodes, self.state.attempt
+        if nodes.count("started", attempt) < nodes.count("nodes", attempt):
             return False
-        self.actions.append(AllStarted(self.state.attempt, sum(each.nproc for each in taking_part)))
+        world_size = sum(each.nproc for each in self.state.taking_part.values())
+        self.actions.append(AllStarted(attempt, world_size))
         return True
 
     def regroup(self) -> None:
@@ -509,7 +570,7 @@ class _Director:
             case DirectorStage.MEETING:
                 if self.say_if_all_started():
                     self.set(stage=DirectorStage.RUNNING)
-                    if state.kept and any(node.waits for node in state.nodes.values()):
+                    if state.kept and state.nodes.count("waits"):
                         self.actions.append(NodeWaits())
             case DirectorStage.RUNNING:
                 self.say_if_all_started()
@@ -524,8 +585,8 @@ class _Director:
 
     def lost(self, name: str, node: DirectedNode, why: str, *, asked: bool) -> None:
         state = self.state
-        rest = {other: each for other, each in state.nodes.items() if other != name}
-        how = "left" if asked else f"was lost: it {why}"
+        rest = state.nodes.changed({name: None})
+        how = why if asked else f"was lost: it {why}"
         self.set(nodes=rest, expected=max(state.expected - 1, 0), lost=f"node {name} {how}")
         took_part = node.attempt == state.attempt >= 0
         match state.stage:
@@ -571,11 +632,12 @@ class _Director:
     def go_on_if_all_wait(self) -> None:
         """Begin again once no node has ranks of this attempt, if restarts are left."""
         state = self.state
+        taking_part = state.nodes.count("nodes", state.attempt)
         if state.released:
-            if all(node.ended for node in state.taking_part.values()):
+            if state.nodes.count("ended", state.attempt) == taking_part:
                 self.end()
             return
-        if not all(node.waits for node in state.taking_part.values()):
+        if state.nodes.count("waits", state.attempt) < taking_part:
             return
         if state.stage is not DirectorStage.RESTARTING:
             self.set(reason="failure")
@@ -614,7 +676,7 @@ class _Director:
             return
         match state.stage:
             case DirectorStage.WAITING:
-                if sum(node.waits for node in state.nodes.values()) < state.least:
+                if state.nodes.count("waits") < state.least:
                     limit = f"no other node replaced it within {state.join_timeout:g} s"
                     self.end(f"{state.lost}, and {limit}")
                 self.meet_if_enough()
@@ -625,7 +687,7 @@ class _Director:
             case DirectorStage.ENDING:
                 left = [name for name, node in state.nodes.items() if not node.ended]
                 self.actions += (DropNode(name, "did not end a group in time") for name in left)
-                self.set(nodes={})
+                self.set(nodes=NodeTable())
                 self.end_if_all_have()
             case _:
                 self.set(due=_NEVER)
@@ -688,15 +750,12 @@ class _Director:
         if state.stage is DirectorStage.ENDING:
             return
         self.set(stage=DirectorStage.ENDING, due=self.now + state.grace + _END_SECONDS, error=error)
-        for name in _not_ended(state.nodes.items()):
-            self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
+        for name, node in state.nodes.items():
+            if not node.ended:
+                self.order(name, EndGroup(group=state.group, succeeded=bool(state.released)))
         self.end_if_all_have()
 
     def end_if_all_have(self) -> None:
-        if not _not_ended(self.state.nodes.items()):
+        if self.state.nodes.count("ended") == len(self.state.nodes):
             self.set(stage=DirectorStage.ENDED, due=_NEVER)
             self.actions.append(EndAgent(self.state.error))
-
-
-def _not_ended(nodes: Iterable[tuple[str, DirectedNode]]) -> list[str]:
-    return [name for name, node in nodes if not node.ended]

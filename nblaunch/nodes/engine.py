@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import secrets
 import shlex
 import socket
@@ -35,11 +36,14 @@ PLACE = "NBLAUNCH_NODE_PLACE"
 """The variable that tells a node program its place among the engine's nodes."""
 HERE, HERE_PLACE = "NBLAUNCH_NODE_HERE", -2
 """The variable that marks the node of the notebook's machine (`--here`), and that node's place."""
+AT_END = "NBLAUNCH_NODE_AT_END"
+"""The variable with the command by which a node gives the allocation back once its runtime is gone."""
 _PLACES = (PLACE, "SLURM_NODEID")
 
-_JOB, _JOB_NODES = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"
+_JOB, _JOB_NODES, _JOB_HOST = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"
 # Addresses reserved for documentation: the default route leads to them.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
+_NEW_JOB = 'give options of salloc for the nodes of a new job: --slurm "-t 30", say'
 _WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0", "*")  # noqa: S104 - what is refused
 
 
@@ -57,11 +61,15 @@ class Wish:
     """The part of `--on` after the equals sign."""
     words: tuple[str, ...] = ()
     """The words of `--slurm`."""
+    spared: str = ""
+    """The host of the surrounding allocation that is the node of this machine (`--here`)."""
     environ: Mapping[str, str]
     """The caller's, not the runtime's; so is `cwd`."""
     cwd: str
     python: str
     """The nodes' Python."""
+    longest_wait: float = math.inf
+    """For how many seconds the engine may leave the request in its queue."""
     python_given: bool = False
     """Whether `--node-python` named it; else it is the notebook's."""
 
@@ -95,7 +103,10 @@ class Allocation(Protocol):
     """A request to an engine, and the nodes that it grants."""
 
     def status(self) -> EngineSaid:
-        """Return the engine's report, in its own words, within 1 s; from any thread, one at a time."""
+        """Return the engine's report, in its own words; from any thread, one at a time.
+
+        The engine may take seconds for it: `cancel` ends that wait.
+        """
 
     def start(self, program: NodeProgram) -> str:
         """Start the program on each granted host on which none runs.
@@ -164,7 +175,7 @@ def place_of(environ: Mapping[str, str]) -> int:
 def take_place(environ: MutableMapping[str, str]) -> int:
     """Return this node's place, and remove it: the nodes that a rank starts with `--on` have others."""
     place = place_of(environ)
-    for name in (HERE, PLACE):
+    for name in (HERE, PLACE, AT_END):
         environ.pop(name, None)
     return place
 
@@ -220,6 +231,8 @@ def wish_of(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> Wis
         name=f"nblaunch-{secrets.token_hex(4)}",
         argument=_argument(options),
         words=tuple(shlex.split(options.slurm)),
+        spared=_spared(options, environ),
+        longest_wait=math.inf if options.queue_timeout is None else options.queue_timeout,
         environ=environ,
         cwd=cwd,
         # With --sync-env this Python only makes the nodes' environment.
@@ -239,7 +252,7 @@ def nodes_of(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[int, i
     if _name(options) == "ssh":
         count = len(_argument(options).split(","))
     elif _inside(options, environ):
-        count = _job_nodes(environ)
+        count = _granted(options, environ)
     else:
         count = 1
     return count + options.here, count + options.here
@@ -257,18 +270,18 @@ def refuse_contradictions(options: LaunchOptions, environ: Mapping[str, str]) ->
         _refuse_without_engine(options)
         return
     _refuse_rendezvous(options)
-    name, most = _name(options), nodes_of(options, environ)[1]
+    name, most, count = _name(options), nodes_of(options, environ)[1], _job_nodes(environ)
     if options.slurm and name != "slurm":
         msg = f"--slurm was given, but --on {name} places the nodes. Leave it out."
-    elif options.slurm and _inside(options, environ):
-        msg = (
-            f"--slurm was given, but this process is inside Slurm's job {environ[_JOB]}, whose nodes it "
-            "uses. Leave it out."
-        )
-    elif _inside(options, environ) and most - options.here > _job_nodes(environ):
+    elif _inside(options, environ) and most - options.here > _granted(options, environ):
         msg = (
             f"nnodes={options.nnodes!r} was asked for inside Slurm's job {environ[_JOB]}, which has "
-            f"{_job_nodes(environ)} nodes. Ask for fewer, or start outside of the job."
+            f"{count} node{'' if count == 1 else 's'}. Ask for fewer, or {_NEW_JOB}."
+        )
+    elif _inside(options, environ) and most == options.here:
+        msg = (
+            f"--here was given inside Slurm's job {environ[_JOB]}, whose only node is this machine. Leave it "
+            f"out, or {_NEW_JOB}."
         )
     elif name == "ssh" and most != (hosts := len(_argument(options).split(","))) + options.here:
         here = " and this machine" if options.here else ""
@@ -311,6 +324,15 @@ def _refuse_rendezvous(options: LaunchOptions) -> None:
         address_of(options.local_addr, socket.AI_NUMERICHOST)  # a name is resolved where it is used
 
 
+def surrounding_job(environ: Mapping[str, str], words: object) -> str:
+    """Return the number of the caller's Slurm job; "" outside of one, and where `--slurm` asks for a new one.
+
+    >>> surrounding_job({"SLURM_JOB_ID": "12"}, ()), surrounding_job({"SLURM_JOB_ID": "12"}, ("-t", "30"))
+    ('12', '')
+    """
+    return "" if words else environ.get(_JOB, "")
+
+
 def _name(options: LaunchOptions) -> str:
     return (options.on or "").partition("=")[0]
 
@@ -321,7 +343,16 @@ def _argument(options: LaunchOptions) -> str:
 
 def _inside(options: LaunchOptions, environ: Mapping[str, str]) -> bool:
     """Whether the caller is inside an allocation of the engine."""
-    return _name(options) == "slurm" and bool(environ.get(_JOB))
+    return _name(options) == "slurm" and bool(surrounding_job(environ, options.slurm))
+
+
+def _spared(options: LaunchOptions, environ: Mapping[str, str]) -> str:
+    return environ.get(_JOB_HOST, "") if options.here and _inside(options, environ) else ""
+
+
+def _granted(options: LaunchOptions, environ: Mapping[str, str]) -> int:
+    """Return how many nodes the surrounding allocation has, without the one of `--here`."""
+    return _job_nodes(environ) - bool(_spared(options, environ))
 
 
 def _job_nodes(environ: Mapping[str, str]) -> int:

@@ -35,10 +35,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from nblaunch import __version__
 from nblaunch._devices import VARIABLES
 from nblaunch._errors import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
+from nblaunch._version import __version__
 from nblaunch.elastic.rendezvous import host_store
 from nblaunch.elastic.settings import AgentSettings
 from nblaunch.group.group import Agent, Connected, Peers
@@ -50,13 +50,14 @@ from nblaunch.nodes.code import JobCode
 from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
 from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
-from nblaunch.nodes.environment import made_before
+from nblaunch.nodes.environment import Wheels, made_before
 from nblaunch.nodes.listener import Listener
 from nblaunch.nodes.members import NodeEvents, NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
 from nblaunch.nodes.reach import ReachCheck
 from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.versions import compare, shared_gpu
+from nblaunch.options.kinds import port_range
 from nblaunch.protocol.client import NodeEnvironment
 from nblaunch.protocol.messages import (
     Dispatch,
@@ -95,6 +96,7 @@ class FleetSettings:
     here: bool = False
     local_addr: str | None = None
     """None: the engine's `address`."""
+    ports: str | None = None
     silence: float = 15.0
     join_timeout: float = 600.0
     """How many seconds to wait for the replacement of a lost node."""
@@ -145,11 +147,11 @@ class NodeFleet:
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._data: DataSocket | None = None
-        self._address = ""
+        self._address, self._closed = "", False
+        self._wheels = Wheels(conf.environment, wish, directory) if conf.environment is not None else None
         self._askings: list[Asking] = []
         """The request to the engine, and that for this machine's own node."""
         self._take_back: list[Callable[[], None]] = []
-        self._closed = False
         # On the hub's thread.
         self._engines = self.said
         """The engine's last report, without the number of connected nodes."""
@@ -175,8 +177,8 @@ class NodeFleet:
         """Which time limit of the nodes is near; "" if none is."""
         self.signalled = self.signalled_node = ""
         """Which node got a signal that announces its end, in words; "" if none did. And its name."""
-        self._succeeded = True
-        self._empty = threading.Event()
+        self._leaving: dict[bytes, str] = {}  # what nodes said of the signal by which they will leave
+        self._succeeded, self._empty = True, threading.Event()
         """Set while no node is connected."""
         self._empty.set()
 
@@ -208,6 +210,7 @@ class NodeFleet:
             self._lost,
             first=wire.Arriving,
             silence=self.conf.silence,
+            ports=port_range(self.conf.ports),
         )
         self._data = DataSocket(
             hub,
@@ -252,15 +255,22 @@ class NodeFleet:
             self.hub.call(lambda: self._limit_is_near(why, seconds))
 
         program = functools.partial(self._program, here=not shown)
-        return Asking(engine, wish, program, tell, ended, prepare=prepare, limit=limit, remark=self._remark)
+        fetch = self._wheels.fetch if shown and self._wheels is not None else None
+        remark = self._remark
+        return Asking(
+            engine, wish, program, tell, ended, prepare=prepare, fetch=fetch, limit=limit, remark=remark
+        )
 
     def _program(self, *, here: bool) -> NodeProgram:
         assert self._listener is not None  # noqa: S101 - it listens since the first group was connected
         endpoint = self._listener.address.removeprefix("tcp://")
-        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), "--key-stdin")
+        ports = () if self.conf.ports is None else ("--ports", self.conf.ports)
+        words = ("-m", "nblaunch", "join", endpoint, "-n", str(self.conf.nproc), *ports, "--key-stdin")
         program = NodeProgram(words, f"{self._key}\n".encode())
         environment = self.conf.environment
-        return program if here or environment is None else made_before(program, environment)
+        if here or environment is None or self._wheels is None:
+            return program
+        return made_before(program, environment, self._wheels.files())
 
     def close(self) -> None:
         """End the nodes, and give the allocation back; from any thread, within the grace period and 5 s."""
@@ -282,6 +292,8 @@ class NodeFleet:
             self._empty.wait(_NODES_SECONDS)
         for asking in askings:
             asking.stop()
+        if self._wheels is not None:
+            self._wheels.end()
         # The commands for the end are harmless where nothing is left. Else, they may be the last resort.
         if all(asking.given_back for asking in askings):
             for each in take_back:
@@ -433,6 +445,11 @@ class NodeFleet:
         """Whether the engine has taken the nodes back before the run ended, or is about to."""
         return self._engines.preempted or bool(self._near_limit or self.signalled)
 
+    @property
+    def _of_job(self) -> str:
+        """The engine's job in brackets, for an end of which the engine itself may tell too late."""
+        return f" ({self.said.engine} job {self.said.id})" if self.said.id else ""
+
     def _limit_is_near(self, why: str, seconds: float) -> None:
         """Have all ranks save; `why` is "" if the time limit was extended."""
         self._near_limit = why
@@ -442,12 +459,15 @@ class NodeFleet:
     def _noticed(self, node: FleetNode, notice: wire.Notice) -> None:
         """Have all ranks save before the engine ends a node, unless the others can go on without it."""
         enough = self.conf.least < self.conf.most and len(self._nodes) > self.conf.least
+        if self._askings:
+            self._askings[0].look()  # the engine may know the reason and the time
         if notice.leaves and (self._ended or self._closed or not self._groups or enough):
             self._leave(node.identity)
             return
-        if self._askings:
-            self._askings[0].look()  # the engine may know the reason and the time
-        why = f"node {node.name} {notice.words}"
+        words = f"{notice.words}{self._of_job}"
+        why = f"node {node.name} {words}"
+        if notice.leaves:
+            self._leaving[node.identity] = words
         if notice.leaves and not self.signalled:
             self.signalled, self.signalled_node = why, node.name
         left = math.inf if self.said.ends is None else max(self.said.ends - time.time(), 0.0)
@@ -460,7 +480,7 @@ class NodeFleet:
     def _leave(self, identity: bytes) -> None:
         """Let a node go that asks to leave."""
         self.send(identity, wire.Finish(succeeded=False))
-        self._forget(identity, "left", asked=True)
+        self._forget(identity, f"left{self._of_job}", asked=True)
 
     # --- on the hub's thread: nodes ------------------------------------------------------------------
 
@@ -601,7 +621,8 @@ class NodeFleet:
         return found
 
     def _lost(self, identity: bytes) -> None:
-        self._forget(identity, "is gone (killed, or out of reach)")
+        noticed = self._leaving.get(identity)
+        self._forget(identity, f"{noticed}, and is gone" if noticed else "is gone (killed, or out of reach)")
 
     def _forget(self, identity: bytes, why: str, *, asked: bool = False) -> None:
         """Go on without a node."""
@@ -614,6 +635,7 @@ class NodeFleet:
         self._lost_places.append((node.arriving.place, node.here))
         self.code.forget(identity)
         self._without_data.discard(identity)
+        self._leaving.pop(identity, None)
         if self._check is not None:
             self._check.lost(node.name)
         for group in list(self._groups.values()):
@@ -662,7 +684,7 @@ class FleetGroup(Peers, Agent):
         """
         self.name, self.events, self.grace = events.group, events, settings.grace
         self._fleet, self._settings, self._directory = fleet, settings, directory
-        store = host_store(address, 0)
+        store = host_store(address, port_range(fleet.conf.ports))
         self._store: dist.TCPStore | None = store
         conf, kept = fleet.conf, events.keep
         # The backend as asked for: a cell on fresh ranks may have another one than its session.
@@ -945,7 +967,7 @@ class FleetGroup(Peers, Agent):
             case director.BeginAttempt():
                 self._begin(action)
             case director.AllStarted(number, world_size):
-                self.events.attempt_started(number, world_size, self._ranks.workers)
+                self.events.attempt_started(number, world_size, tuple(self._ranks.workers))
             case director.NodeOrder(node, message):
                 self._send_to(node, message)
             case director.AskForNodes(count):

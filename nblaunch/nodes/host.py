@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import socket as sockets
+import tempfile
 import threading
 import time
 import uuid
@@ -27,11 +28,11 @@ import zmq
 from torch.cuda import nccl
 from zmq.utils import monitor
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
 from nblaunch._runtime_dir import remove_tree
+from nblaunch._version import __version__
 from nblaunch.elastic import descriptors, rendezvous
 from nblaunch.elastic.placement import own_gpus, place_ranks
 from nblaunch.elastic.process_options import needs_new_python, unheeded
@@ -46,6 +47,7 @@ from nblaunch.nodes.listener import LONGEST_SILENCE_SECONDS, REFUSALS, encrypted
 from nblaunch.nodes.messages import Inventory
 from nblaunch.nodes.node import PlacedRelay, of_this_machine, orders_of, send_to_notebook
 from nblaunch.nodes.reach import Probe, interfaces, try_later
+from nblaunch.options.kinds import port_range
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.protocol.client import Placement
 from nblaunch.protocol.messages import ProtocolError
@@ -103,6 +105,10 @@ class OutOfReachError(LaunchError):
     """Nobody answers at the notebook's address."""
 
 
+class CutOffError(LaunchError):
+    """The connection to the runtime has ended, and no signal had this node leave before."""
+
+
 class NodeHost:
     """Connects, and serves groups until the runtime has finished with this node, or is gone."""
 
@@ -112,7 +118,7 @@ class NodeHost:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._name, self._address, self._clock, self._nproc = platform.node(), "", 0.0, 0
-        self._place = -1
+        self._place, self._ports = -1, port_range(options.ports)
         self._connected, self._silence = -1, LONGEST_SILENCE_SECONDS
         """The connection's descriptor, which ZMQ owns, and the limit of its silence in seconds."""
         self._data: DataSocket | None = None
@@ -159,7 +165,8 @@ class NodeHost:
             events.close(0)
             self._context.destroy(linger=0 if self._cut_off else _LINGER_MS)
         if self._why:
-            raise LaunchError(self._why, phase="job")
+            kind = CutOffError if self._cut_off and not signals else LaunchError
+            raise kind(self._why, phase="job")
         return 0
 
     # --- on the main thread: in, and out -----------------------------------------------------------
@@ -200,6 +207,7 @@ class NodeHost:
                     self._runtime.hub,
                     self._key,
                     host=self._address,
+                    ports=self._ports,
                     received=self._obey,
                     lost=lambda group, number: self._send(wire.PieceLost(group=group, number=number)),
                 )
@@ -353,7 +361,7 @@ class NodeHost:
                 self._finished = True
             case wire.OpenProbe():
                 # It closes by itself.
-                probe = Probe(self._address, self._key)
+                probe = Probe(self._address, self._key, self._ports)
                 self._send(wire.ProbeOpen(port=probe.port, interfaces=interfaces()))
             case wire.Try(targets=targets):
                 try_later(targets, self._address, self._key, self._report_reached)
@@ -396,8 +404,9 @@ class NodeHost:
         )
         descriptors.make_room(placement.nproc)
         loaded_under = self._runtime.server.loaded_under()
-        there = opened.cwd != b"" and Path(os.fsdecode(opened.cwd)).is_dir()
-        cwd = opened.cwd if there else os.fsencode(Path.home())
+        # Slurm gives nodes the notebook's HOME, which may not be there either.
+        home = os.path.expanduser(b"~")  # noqa: PTH111 - never raises
+        cwd = next(filter(os.path.isdir, (opened.cwd, home)), os.fsencode(tempfile.gettempdir()))
         processes = _processes(opened.processes, environ, loaded_under)
         forked = processes.start_method == "forkserver"
         logs = self._runtime.directory.make("logs-")

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -32,6 +33,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY
 from nblaunch._keeper import Boot, environment, starting
 from nblaunch._runtime_dir import RuntimeDirectory
+from nblaunch.nodes.engine import AT_END, place_of
 from nblaunch.nodes.key import KEY_FILE, key_from_stdin, read_key
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import parse_line
@@ -40,6 +42,8 @@ from nblaunch.options.table import Option, plain_help
 LIVE = "nblaunch.nodes.program:live"
 """What the node program calls, by name: the command does not import it."""
 READY, HEEDED = b"\xff", b"\0"
+CUT_OFF = 4
+"""The exit status of a node whose connection has ended."""
 NOTICES = {signal.SIGTERM: 30.0, signal.SIGUSR1: 120.0}
 """Signals by which engines announce the end of a node, and the usual seconds until then.
 
@@ -60,9 +64,12 @@ NBLAUNCH_JOIN_KEY_FILE (a file of mode 0600) or NBLAUNCH_JOIN_KEY, else from a p
 """
 _KEY_STDIN = "--key-stdin"
 _OF_A_NODE = [option for option in OPTIONS if option.scope in ("node", "rendezvous")]
-_OF_A_PLACED_NODE = [option for option in OPTIONS if option.name in ("nproc_per_node", "signals_to_handle")]
+_OF_A_PLACED_NODE = [option for option in OPTIONS if option.of_placed_nodes]
 # How long a keeper may take that has nothing more to keep.
 _END_SECONDS = 5.0
+# Until the notebook's machine answers again; and how much later each further node gives the nodes back.
+_TRIAL_SECONDS, _TRY_AGAIN_SECONDS = 2.0, 10.0
+_LATER_SECONDS, _MOST_LATER_SECONDS = 2.0, 60.0
 # The most of a line of JSON that is read at once.
 _BLOCK = 1 << 16
 
@@ -109,13 +116,17 @@ def join(arguments: Sequence[str]) -> int:
         key = _key(from_stdin=_KEY_STDIN in arguments).decode()
         order = ProgramOrder(endpoint=endpoint, words=tuple(words), key=key, environ=_own_environment())
         handled = {signal.Signals[name] for name in parsed.options.signals_to_handle.split(",")}
-        return _run(order, handled.union(NOTICES if endpoint else ()))
+        status = _run(order, handled.union(NOTICES if endpoint else ()))
+        if status == CUT_OFF:
+            _give_back(endpoint)
     except OptionError as error:
         return failed(str(error), 2)
     except NblaunchError as error:
         return failed(str(error), 1)
     except KeyboardInterrupt:
         return failed("interrupted before it had joined", 1)
+    else:
+        return status
 
 
 def failed(why: str, status: int) -> int:
@@ -236,3 +247,32 @@ def _await_end(keeper: subprocess.Popen[bytes]) -> None:
     if keeper.poll() is None:
         keeper.kill()
         keeper.wait()
+
+
+def _give_back(endpoint: str) -> None:
+    """Give the allocation back if the runtime is gone, where the engine has said how.
+
+    The runtime's keeper does it, unless all of the user's processes there are killed at once. A port on which
+    nothing listens is certain. Silence is not: other nodes may go on with the notebook.
+    """
+    command = shlex.split(os.environ.get(AT_END, ""))
+    if not command:
+        return
+    while (listens := _listens(endpoint)) is None:
+        time.sleep(_TRY_AGAIN_SECONDS)
+    if not listens:
+        # The first node does it, unless it is lost too; then the others have no job any more.
+        time.sleep(min(max(place_of(os.environ), 0) * _LATER_SECONDS, _MOST_LATER_SECONDS))
+        subprocess.run(command, check=False)  # noqa: S603 - the engine's own
+
+
+def _listens(endpoint: str) -> bool | None:
+    """Whether somebody listens there; None if there is no answer."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _TRIAL_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True

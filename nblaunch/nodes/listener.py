@@ -20,6 +20,7 @@ from zmq.utils import monitor, z85
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
+from nblaunch.elastic.rendezvous import first_free
 from nblaunch.group.hub import Hub
 from nblaunch.nodes.key import curve_secret, refusal_of
 from nblaunch.nodes.messages import (
@@ -96,6 +97,23 @@ def admitting(context: zmq.Context[zmq.Socket[bytes]], theirs: bytes) -> ThreadA
     return authenticator
 
 
+def listen(socket: zmq.Socket[bytes], host: str, ports: range) -> str:
+    """Bind a socket to a free one of these ports of `host`; return its ZMQ address.
+
+    Raises `OSError` if `host` is not an address of this machine, and `LaunchError` if no port is free.
+    """
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+
+    def bind(port: int) -> str:
+        try:
+            socket.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror) from error
+        return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
+    return first_free(ports, host, bind)
+
+
 class Listener:
     """The socket for nodes; all of it but `__init__` runs on the hub's thread."""
 
@@ -109,11 +127,12 @@ class Listener:
         *,
         first: type[Joining | Arriving] = Joining,
         silence: float = SILENCE_SECONDS,
+        ports: range = range(1),
     ) -> None:
-        """Listen at a free port of `host`; `receive` gets messages, `lost` the id of a node that is gone.
+        """Listen at a free one of the ports of `host`.
 
-        `first` is the type of a node's first message. Raises `LaunchError` if `host` is not an address of
-        this machine.
+        `receive` gets messages, `lost` the id of a node that is gone. `first` is the type of a node's first
+        message. Raises `LaunchError` if `host` is not an address of this machine, or no port is free.
         """
         self._hub, self._receive, self._lost, self._first = hub, receive, lost, first
         self._context = zmq.Context()
@@ -121,21 +140,28 @@ class Listener:
         self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            self._socket.setsockopt(zmq.IPV6, int(":" in host))
-            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        except zmq.ZMQError as error:
+            self.address = listen(self._socket, host, ports)
+        except (OSError, LaunchError) as error:
             self._authenticator.stop()
             self._context.destroy(linger=0)
+            if isinstance(error, LaunchError):
+                raise
+            wrong, option = ("which is none of its addresses", "local_addr (--local-addr)")
+            if ports[0]:
+                wrong, option = f"port {ports[0]}", "ports (--ports), or local_addr (--local-addr)"
             msg = (
-                f"other nodes were to report to this machine at {host}, which is none of its addresses: "
-                f"{error}. Give one with local_addr (--local-addr)."
+                f"other nodes were to report to this machine at {host}, {wrong}: {error.strerror}. Give "
+                f"another one with {option}."
             )
             raise LaunchError(msg, phase="rendezvous", kind=FailureKind.PORT) from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._events: Any = self._socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
         self._known: set[bytes] = set()
         self._refused: set[bytes] = set()
-        self._probe_until = self._next_probe = 0.0
+        self._connections: dict[bytes, int] = {}
+        """By node, the descriptor of the connection that its last message came by."""
+        self._ended: dict[int, float] = {}
+        """Connections that have just ended, a node's or a stranger's, and when (monotonic)."""
+        self._next_probe = 0.0
         hub.call(self._listen)
 
     def _listen(self) -> None:
@@ -160,6 +186,7 @@ class Listener:
     def refuse(self, node: bytes, why: str) -> None:
         """Refuse a node that has the key: send it the reason, and ignore it from now on."""
         self.send(node, Refused(why))
+        self._connections.pop(node, None)
         if node not in self._refused:
             self._refused.add(node)
             _log.warning("refused: %s", why)
@@ -167,6 +194,7 @@ class Listener:
     def drop(self, node: bytes) -> None:
         """Ignore a node from now on."""
         self._known.discard(node)
+        self._connections.pop(node, None)
         self._refused.add(node)
 
     def close(self) -> None:
@@ -183,9 +211,13 @@ class Listener:
 
     def _receive_all(self) -> None:
         until = time.monotonic() + _LISTEN_SECONDS
-        while self._socket.poll(0) and time.monotonic() < until:
-            node, *frames = self._socket.recv_multipart(copy=False)
+        while time.monotonic() < until:
+            try:  # half as long as to poll first
+                node, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
             if node.bytes not in self._refused:
+                self._connections[node.bytes] = int(node.get(zmq.SRCFD))
                 self._dispatch(node.bytes, frames)
 
     def _dispatch(self, node: bytes, frames: list[zmq.Frame]) -> None:
@@ -208,24 +240,26 @@ class Listener:
 
     def _connection_changed(self) -> None:
         while self._events.poll(0):
-            event = monitor.recv_monitor_message(self._events)["event"]
-            if event & REFUSALS and b"" not in self._refused:
+            told = monitor.recv_monitor_message(self._events)
+            if told["event"] == zmq.EVENT_DISCONNECTED:
+                self._ended[told["value"]] = time.monotonic()
+            elif b"" not in self._refused:
                 self._refused.add(b"")
                 _log.warning(
                     "refused: somebody who has not this run's join key came to %s (a node with "
                     "another key, or a stranger); the run goes on, and more of these are not told",
                     self.address,
                 )
-            self._probe_until = time.monotonic() + _PROBE_SECONDS
 
     def _probe(self) -> float:
-        """Probe all nodes for a moment after a connection ended; return when the next probe is due."""
-        now = time.monotonic()
-        if now >= self._probe_until:
+        """Probe the node of a connection for a moment after its end; return when the next probe is due."""
+        if not self._ended:
             return math.inf
+        now = time.monotonic()
+        self._ended = {fd: at for fd, at in self._ended.items() if now < at + _PROBE_SECONDS}
         if now >= self._next_probe:
             self._next_probe = now + _PROBE_EVERY_SECONDS
-            for node in list(self._known):
+            for node in [each for each in self._known if self._connections.get(each) in self._ended]:
                 if not self.send(node, Ping()):
                     # A node that reconnected under this id would have missed messages.
                     self.drop(node)

@@ -226,7 +226,7 @@ class RemoteRanks:
         self._files = _LogFiles()
         self._unwritten: Counter[int] = Counter()
         """How many printed bytes of each rank were dropped because this disk is full."""
-        self.workers: tuple[Worker, ...] = ()
+        self.workers: list[Worker] = []
         """Those that have been reported."""
 
     def node_of(self, rank: int) -> NodeMember | None:
@@ -258,14 +258,14 @@ class RemoteRanks:
         self._unwritten = Counter(
             {numbers[rank]: size for rank, size in self._unwritten.items() if rank in numbers}
         )
-        self.workers = tuple(
+        self.workers = [
             replace(worker, rank=numbers[worker.rank]) for worker in self.workers if worker.rank in numbers
-        )
+        ]
 
     def close(self) -> None:
         """Close the files, and forget all ranks."""
         self._files.close()
-        self._route, self.workers = {}, ()
+        self._route, self.workers = {}, []
         self._unwritten.clear()
 
     def started(self, node: NodeMember, records: Iterable[wire.WorkerRecord]) -> None:
@@ -279,7 +279,7 @@ class RemoteRanks:
                 record.rank, self._events.log_directory / f"{node.name}-{record.rank}"
             )
             workers.append(Worker(record.rank, record.local_rank, record.pid, stdout, stderr))
-        self.workers += tuple(workers)
+        self.workers += workers
         self._events.node_started(tuple(workers))
 
     def wrote(self, node: NodeMember, message: wire.Wrote, data: memoryview) -> None:
@@ -365,7 +365,7 @@ class Nodes(Peers):
     ) -> None:
         """Open the listener; payloads that do not fit into memory are written to `directory`."""
         self._settings, self._rdzv, self._events, self._directory = settings, rdzv, events, directory
-        self.listener = Listener(hub, rdzv.local_addr, rdzv.key, self._receive, self._lost)
+        self.listener = Listener(hub, rdzv.local_addr, rdzv.key, self._receive, self._lost, ports=rdzv.ports)
         self._nodes: dict[bytes, NodeMember] = {}
         self._ranks = RemoteRanks(events)
         self._outgoing = OutgoingTransfer()

@@ -23,7 +23,6 @@ import zmq
 
 from nblaunch import _inherited
 from nblaunch._errors import LaunchError
-from nblaunch._results import Event
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.diagnose.failures import value_lost
 from nblaunch.elastic.agent import AgentThread
@@ -36,7 +35,7 @@ from nblaunch.group.usage import SeenGpus, measuring
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
 from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
-from nblaunch.protocol.client import Placement
+from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
     Aborted,

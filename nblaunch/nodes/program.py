@@ -36,8 +36,8 @@ from nblaunch.elastic.process_options import check_process_options, process_sett
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.nodes import messages as wire
-from nblaunch.nodes.host import NodeHost, OutOfReachError
-from nblaunch.nodes.join import HEEDED, READY, ProgramOrder, failed
+from nblaunch.nodes.host import CutOffError, NodeHost, OutOfReachError
+from nblaunch.nodes.join import CUT_OFF, HEEDED, READY, ProgramOrder, failed
 from nblaunch.nodes.key import KEY_FILE, versions
 from nblaunch.nodes.listener import REFUSALS, encrypted
 from nblaunch.nodes.node import JoinedRelay, of_this_machine
@@ -112,6 +112,8 @@ def _serve(runtime: LocalRuntime, order: ProgramOrder, link: sockets.socket) -> 
         return failed(str(error), 2)
     except OutOfReachError as error:
         return failed(str(error), 3)
+    except CutOffError as error:
+        return failed(str(error), CUT_OFF)
     except NblaunchError as error:
         return failed(str(error), 1)
 

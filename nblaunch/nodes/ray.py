@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -24,12 +25,15 @@ from nblaunch._help import FailureKind
 from nblaunch.nodes.bootstrap import DOING
 from nblaunch.nodes.engine import Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
 from nblaunch.nodes.process import StartedProgram, doing, last_lines
+from nblaunch.nodes.raydriver import HINT
 from nblaunch.protocol.messages import EngineSaid, EngineState
 
 _DRIVER = Path(__file__).with_name("raydriver.py")
 _ADDRESS, _AUTO, _CLIENT = "RAY_ADDRESS", "auto", "ray://"
 _CANCEL_SECONDS = 0.3
 _CHUNK = 64 * 1024
+_C_FRAME = re.compile(r"^\S+\(\S*\+0x[0-9a-f]+\) \[0x[0-9a-f]+\].*\n|^\*\*\* StackTrace .*\n", re.MULTILINE)
+"""What ray's C++ core prints when it aborts, after the reason."""
 
 
 class RayReport(msgspec.Struct, frozen=True):
@@ -152,7 +156,9 @@ class RayAllocation:
 
     def _lose(self) -> None:
         """Treat the driver's end as the end of the allocation: Ray ends what the driver started."""
-        words = last_lines(self._driver.printed())
+        words = last_lines(_C_FRAME.sub("", self._driver.printed()))
+        if not self._report.id:  # it was still connecting
+            words = f"{words}\n{HINT}"
         self._report = replace(
             self._report, state=EngineState.ENDED, words=f"its driver has ended\n{words}".strip(), reason=""
         )

@@ -25,7 +25,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 _PLACE = "NBLAUNCH_NODE_PLACE"
@@ -71,7 +70,7 @@ _HELD_LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 3.0
 _NODES_NAMED = 4
 _CLIENT = "ray://"
-_HINT = (
+HINT = (
     "Start a cluster with `ray start --head` on this machine, set RAY_ADDRESS to one that it is part of, "
     "or name the head of another one: --on ray=ray://HOST:10001."
 )
@@ -83,6 +82,12 @@ _OPEN = (
     "Ray asks for no token: anyone who reaches {} can run programs on the nodes. Make a token with "
     "`ray get-auth-token --generate`, and start the cluster with RAY_AUTH_MODE=token."
 )
+
+
+def directory_for(wanted: str) -> str:
+    """Return the wanted directory; if it is missing, the home directory or one for temporary files."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - never raises
+    return next(filter(os.path.isdir, (wanted, home)), tempfile.gettempdir())
 
 
 class NodeSupervisor:
@@ -109,7 +114,7 @@ class NodeSupervisor:
                 stdout=self._printed,
                 stderr=self._printed,
                 env=kept | {_PLACE: str(place)},
-                cwd=order["cwd"] if Path(order["cwd"]).is_dir() else Path.home(),  # noqa: ASYNC240
+                cwd=directory_for(order["cwd"]),
                 start_new_session=True,
             )
             # A program may read it late, or never.
@@ -182,7 +187,7 @@ class RayDriver:
         try:
             ray.init(self._address, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
-            msg = f"{error}\n{_REFUSED_HINT if answers else _HINT}"
+            msg = f"{error}\n{_REFUSED_HINT if answers else HINT}"
             raise ConnectionError(msg) from error
         self._ray = ray
         self._tell(id=ray.get_runtime_context().get_job_id())
@@ -368,7 +373,7 @@ def _answers(address: str) -> bool:
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
-        hint = "" if address.startswith(_CLIENT) else f"\n{_HINT}"
+        hint = "" if address.startswith(_CLIENT) else f"\n{HINT}"
         msg = f"nobody answers at {address}: {error.strerror or error}{hint}"
         raise ConnectionError(msg) from error
     return True

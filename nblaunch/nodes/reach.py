@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from nblaunch.elastic.rendezvous import first_free
 from nblaunch.group.hub import Hub
 from nblaunch.nodes.key import curve_secret
 from nblaunch.nodes.messages import (
@@ -69,10 +70,17 @@ _OPEN = "Let all TCP between the nodes through."
 class Probe:
     """A socket that others try to reach; a thread of its own serves it for a few seconds, and closes it."""
 
-    def __init__(self, address: str, key: bytes) -> None:
-        """Listen at a free port of `address`. Raises `OSError` if this machine does not have the address."""
+    def __init__(self, address: str, key: bytes, ports: range = range(1)) -> None:
+        """Listen at a free one of the ports of `address`.
+
+        Raises `OSError` if this machine does not have the address, and `LaunchError` if no port is free.
+        """
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._socket = first_free(
+            ports,
+            address,
+            lambda port: socket.create_server((address, port), family=family, backlog=_BACKLOG),
+        )
         self._socket.setblocking(False)  # noqa: FBT003 - as it is named
         self.port = int(self._socket.getsockname()[1])
         self._key, self._over = key, threading.Event()

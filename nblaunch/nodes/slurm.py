@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -14,19 +15,31 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from nblaunch._errors import OptionError
+from nblaunch._errors import LaunchError, OptionError
 from nblaunch._help import FailureKind
-from nblaunch.nodes.engine import PLACE, Allocation, Engine, NodeFate, NodeProgram, Wish, own_address
+from nblaunch.nodes.engine import (
+    AT_END,
+    PLACE,
+    Allocation,
+    Engine,
+    NodeFate,
+    NodeProgram,
+    Wish,
+    own_address,
+    surrounding_job,
+)
 from nblaunch.nodes.process import StartedProgram, doing, end_all, last_lines
 from nblaunch.protocol.messages import EngineSaid, EngineState
 
 _PROGRAMS = ("salloc", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _JOB = "SLURM_JOB_ID"
-_ANSWER_SECONDS = 0.9
+# A busy controller, a limit on requests, or a site's own squeue take seconds.
+_ANSWER_SECONDS = 30.0
 _WITHDRAW_SECONDS, _CANCEL_SECONDS = 0.25, 0.2
 _SCANCEL_SECONDS, _SCANCEL_AGAIN_SECONDS = 30.0, 1.0
 _WORDS_SECONDS = 0.3
 _COMPLETING_SECONDS = 1.0
+_HET_SIZE = "SLURM_HET_SIZE"
 _TRIED_HOSTS = 4
 
 _CLIENT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")
@@ -54,7 +67,8 @@ _LEAST_PREFIX = 3
 
 _PENDING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SUSPENDED")
 _GRANTED = ("RUNNING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING")
-_FIELDS = "%i|%T|%r|%Q|%S|%e|%N"
+# %A: each task of an array, and each component of a heterogeneous job, has a number of its own.
+_FIELDS = "%A|%T|%r|%Q|%S|%e|%N"
 _TAKEN_BACK = {"TIMEOUT": "time limit", "DEADLINE": "deadline", "PREEMPTED": "preempted"}
 """States in which Slurm has ended a job that would have gone on, in words."""
 _REASONS = {"TimeLimit": "TIMEOUT", "Preempted": "PREEMPTED"}
@@ -142,15 +156,19 @@ class SlurmAllocation:
     def __init__(self, wish: Wish) -> None:
         self._wish = wish
         self._environ = _environ(wish)
-        self._id = wish.environ.get(_JOB, "")
+        self._id = surrounding_job(wish.environ, wish.words)
         self._said = EngineSaid(engine=SlurmEngine.name, state=EngineState.ASKED, id=self._id)
         self._hosts: tuple[str, ...] = ()
         self._steps: list[SlurmStep] = []
+        self._query: StartedProgram | None = None
         self._completing: float | None = None
         self._cancelled = False
         self._lock = threading.Lock()
         self._salloc = None if self._id else StartedProgram(_salloc(wish), self._environ, wish.cwd)
-        self.given_back = self._salloc is None
+        own = self._salloc is not None
+        self._component = () if own or _HET_SIZE not in wish.environ else ("--het-group=0",)
+        """Of a heterogeneous job: the first, whose number is the job's."""
+        self.given_back = not own
         """Whether Slurm has confirmed it; a job that is the caller's is left to them."""
 
     def status(self) -> EngineSaid:
@@ -175,16 +193,18 @@ class SlurmAllocation:
         """Ask squeue. Slurm forgets ended jobs after a while."""
         gone = replace(self._said, state=EngineState.ENDED, words="it is gone", reason="")
         try:
-            answer = _answer(self._wish, "squeue", "-h", "-t", "all", "-j", self._id, "-o", _FIELDS)
-            job = job_of(answer.partition("\n")[0])
+            code, answer = self._squeue()
+            jobs = [job for line in answer.splitlines() if (job := job_of(line))]
+            # Asked about a task of an array, it may answer about all of them.
+            job = next((job for job in jobs if job.id == self._id), None)
             if job is not None and job.engine_state is EngineState.GRANTED and not self._hosts:
-                self._hosts = _expanded(self._wish, job.nodes)[: self._wish.most]
-        except subprocess.CalledProcessError as error:
-            return gone if "Invalid job id" in error.stderr else _silent(self._said, error.stderr)
-        except (OSError, subprocess.SubprocessError) as error:
+                there = _expanded(self._wish, job.nodes)
+                self._hosts = tuple(each for each in there if each != self._wish.spared)[: self._wish.most]
+        except (OSError, subprocess.SubprocessError, LaunchError) as error:
             return _silent(self._said, str(error))
         if job is None:
-            return _silent(self._said, answer) if answer.strip() else gone
+            answered = code == 0 and (jobs or not answer.strip())
+            return gone if answered or "Invalid job id" in answer else _silent(self._said, answer)
         state, words = job.engine_state, job.state
         if state is EngineState.ENDING:
             # squeue shows the final state only once the job's processes are gone, which may take long.
@@ -206,10 +226,27 @@ class SlurmAllocation:
             preempted=words in _TAKEN_BACK,
         )
 
+    def _squeue(self) -> tuple[int | None, str]:
+        """Return squeue's exit status, and what it prints; `cancel` ends the wait for it."""
+        command = ("squeue", "-h", "-t", "all", "-j", self._id, "-o", _FIELDS)
+        query = StartedProgram(command, _for_answers(self._wish), os.sep)
+        with self._lock:
+            self._query, cancelled = query, self._cancelled
+        query.end_by(time.monotonic() + (0 if cancelled else _ANSWER_SECONDS))
+        code, printed = query.exitcode, query.printed()
+        return code, printed if printed.strip() or code == 0 else f"squeue took {_ANSWER_SECONDS:g} s"
+
     def _words_of_steps(self) -> str:
         with self._lock:
             printed = "\n".join(step.srun.printed() for step in self._steps)
         return words_of_end(printed)
+
+    @property
+    def _of_steps(self) -> dict[str, str]:
+        """The environment of srun: a node of our own job can give it back where nobody else is left."""
+        if self._salloc is None:
+            return self._environ
+        return {**self._environ, AT_END: shlex.join(("scancel", "-Q", self._id))}
 
     def start(self, program: NodeProgram) -> str:
         """Start a step on all hosts; later, one on each host whose program has ended."""
@@ -228,10 +265,11 @@ class SlurmAllocation:
         words = (
             *(f"--jobid={self._id}", "--overlap", "-N", count, "-n", count, "--ntasks-per-node=1"),
             *("-w", ",".join(hosts), "--cpu-bind=none", "--mpi=none", "--unbuffered", "--label"),
-            *("--no-kill", "--kill-on-bad-exit=0", "--input=all"),
+            # The end of a task, or of a host, ends no other: by default slurm.conf's WaitTime decides.
+            *("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--input=all", *self._component),
         )
         # In a step of one node each node is the first.
-        environ = self._environ if len(places) > 1 else {**self._environ, PLACE: str(places[0])}
+        environ = self._of_steps if len(places) > 1 else {**self._of_steps, PLACE: str(places[0])}
         command = ("srun", *words, self._wish.python, *program.arguments)
         step = SlurmStep(places, hosts, StartedProgram(command, environ, self._wish.cwd, program.stdin))
         with self._lock:
@@ -253,8 +291,8 @@ class SlurmAllocation:
             if self._cancelled:
                 return
             self._cancelled = True
-            sruns = [step.srun for step in self._steps]
-        for each in sruns:
+            sruns, query = [step.srun for step in self._steps], self._query
+        for each in (*sruns, *([] if query is None else [query])):
             each.terminate()
         if self._salloc is not None:
             self._salloc.terminate()  # it withdraws what it has not got yet
@@ -366,7 +404,7 @@ class SlurmEngine(Engine):
     def address(wish: Wish) -> str:
         """Return the address of this machine on the way to the nodes."""
         job = wish.environ.get("SLURM_JOB_NODELIST")
-        of_job = ("-n", job) if wish.environ.get(_JOB) and job else ()
+        of_job = ("-n", job) if surrounding_job(wish.environ, wish.words) and job else ()
         try:
             answer = _answer(wish, "sinfo", "-h", "-N", *of_job, "-o", "%o")
         except (OSError, subprocess.SubprocessError):
@@ -376,7 +414,7 @@ class SlurmEngine(Engine):
     @staticmethod
     def at_end(wish: Wish) -> tuple[str, ...]:
         """Return the command that cancels the job by its name, since there is no job id yet."""
-        if wish.environ.get(_JOB):
+        if surrounding_job(wish.environ, wish.words):
             return ()
         kept = (f"{name}={wish.environ[name]}" for name in _FOR_AT_END if name in wish.environ)
         return (*kept, *_scancel(wish))
@@ -393,7 +431,8 @@ def _salloc(wish: Wish) -> tuple[str, ...]:
     own = isinstance(wish.nproc, int) and not any("cpus-per-" in each for each in wish.words)
     cpus = ("-c", str(wish.nproc)) if own else ()
     # Without a word on tasks a node has one, and of a range as many nodes as there are are granted.
-    nodes = ("-N", count, *cpus)
+    # Where the others go on without a node, its failure does not end the job.
+    nodes = ("-N", count, *cpus, *(("--no-kill",) if wish.least < wish.most else ()))
     return ("salloc", "--no-shell", "-J", wish.name, *nodes, *wish.words)
 
 
@@ -406,8 +445,14 @@ def _environ(wish: Wish) -> dict[str, str]:
 
     Slurm would take other variables of a job or a step for options.
     """
-    job = {_JOB: wish.environ[_JOB]} if wish.environ.get(_JOB) else {}
+    around = surrounding_job(wish.environ, wish.words)
+    job = {_JOB: around} if around else {}
     return {name: value for name, value in wish.environ.items() if not _OF_A_JOB.fullmatch(name)} | job
+
+
+def _for_answers(wish: Wish) -> dict[str, str]:
+    # Times as numbers: the caller's time zone may differ.
+    return {**_environ(wish), "SLURM_TIME_FORMAT": "%s"}
 
 
 def _expanded(wish: Wish, nodes: str) -> tuple[str, ...]:
@@ -424,8 +469,7 @@ def _answer(wish: Wish, *command: str) -> str:
 def _run(wish: Wish, *command: str, seconds: float) -> str:
     return subprocess.run(  # noqa: S603 - Slurm's programs, as the caller finds them
         command,
-        # Times as numbers: the caller's time zone may differ.
-        env={**_environ(wish), "SLURM_TIME_FORMAT": "%s"},
+        env=_for_answers(wish),
         cwd=os.sep,
         stdin=subprocess.DEVNULL,
         capture_output=True,

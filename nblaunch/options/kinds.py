@@ -169,7 +169,9 @@ def duration() -> Kind:
         found = _DURATION.fullmatch(value.strip().lower()) if isinstance(value, str) else None
         return number.check(float(found[1]) * _UNITS[found[2]] if found is not None else value)
 
-    def shown(value: float) -> str:
+    def shown(value: float | None) -> str:
+        if value is None:
+            return str(value)
         unit = next((each for each in "dhms" if value % _UNITS[each] == 0), None)
         return str(value) if unit is None else f"{int(value) // _UNITS[unit]}{unit}"
 
@@ -413,6 +415,29 @@ def steps(value: object) -> tuple[int, int]:
         message = f"step {first} comes after step {last}. Write the first one first: {last}:{first}."
         raise ValueError(message)
     return first, last
+
+
+@_kind("a port, or the first and the last one, as in 50000-50100", "FIRST-LAST")
+def ports(value: object) -> str:
+    """Take `50000-50100`, `50000` or 50000; the value is a str."""
+    if not isinstance(value, str):
+        value = str(_whole(value, 1, LAST_PORT))
+    if not re.fullmatch(r"\d{1,5}(-\d{1,5})?", value):
+        raise ValueError
+    found = port_range(value)
+    if not found or found[0] == 0 or found[-1] > LAST_PORT:
+        raise ValueError
+    return value
+
+
+def port_range(value: str | None) -> range:
+    """Return the ports that `50000-50100` means; for None it is port 0, which stands for any.
+
+    >>> port_range("50000-50100")[-1], list(port_range(None))
+    (50100, [0])
+    """
+    first, _, last = (value or "0").partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 # Several values, kept as a tuple

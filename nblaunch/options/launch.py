@@ -43,6 +43,7 @@ class LaunchOptions:
         "Ranks on each node. auto: one for each accelerator, else 2; cpu, gpu: one for each.",
         *("-n", "--nproc"),
         default="auto", scope="node", torchrun="variable", torchrun_default=1, aliases=("nproc",), everyday=1,
+        of_placed_nodes=True,
         foreign=(
             "mpirun -np", "mpiexec -ppn", "mpiexec --ppn", "mpirun -npernode", "mpirun --npernode",
             "srun --ntasks-per-node", "srun --ntasks", "accelerate --num-processes", "deepspeed --num-gpus",
@@ -184,6 +185,11 @@ class LaunchOptions:
         kinds.host, "Address of this machine, as the others reach it.",
         default=None, scope="rendezvous", torchrun="variable",
     )
+    ports: str | None = option(
+        kinds.ports,
+        "Ports on which each machine listens for the others; torch's own are not among them. None: any.",
+        default=None, scope="rendezvous", torchrun="comment", of_placed_nodes=True,
+    )
     on: str | None = option(
         kinds.engine, "What places the nodes: process, join, ssh=HOST1,HOST2, slurm or ray. None: nothing.",
         default=None, scope="engine", torchrun="comment",
@@ -216,6 +222,11 @@ class LaunchOptions:
         kinds.switch(given=True), "Nodes get this Python environment: uv installs its exact versions there.",
         default=False, scope="engine", torchrun="comment",
     )
+    queue_timeout: float | None = option(
+        kinds.duration(),
+        "Longest wait until nodes are granted, which --timeout does not count. None: no limit.",
+        default=None, scope="engine", torchrun="comment",
+    )
     node_timeout: float = option(
         kinds.seconds(), "Silence after which a node is lost whose connection has not ended.",
         default=15.0, scope="engine", torchrun="comment",
@@ -238,7 +249,7 @@ class LaunchOptions:
     signals_to_handle: str = option(
         kinds.signal_names,
         "Signals that end the ranks of a joined node; the notebook keeps its own handlers.",
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", scope="node", torchrun="variable",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", scope="node", torchrun="variable", of_placed_nodes=True,
     )
     event_log_handler: str = option(
         kinds.one_line, "torchelastic's handler that its events go to as well.",

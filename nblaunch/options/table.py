@@ -72,6 +72,8 @@ class Option:
     more_flags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     """Keywords besides the name."""
+    of_placed_nodes: bool = False
+    """Whether the program that an engine starts on a node takes it: the notebook tells the node the rest."""
     everyday: int = 0
     """The place among those that a user reads first; 0 for all others."""
     foreign: tuple[str, ...] = ()
@@ -220,18 +222,6 @@ def unknown(word: str, meanings: Mapping[str, str], options: Iterable[str], fore
     )
 
 
-def markdown_table(options: Iterable[Option]) -> str:
-    """Return a table for the documentation: one row for each option."""
-    rows = ["| Option | Meaning | Default | Keyword, variable |", "|---|---|---|---|"]
-    for each in options:
-        keywords = [f"{keyword}=" for keyword in each.keywords] if each.scope != "notebook" else []
-        variables = [each.variable] if each.variable else []
-        flags, default, python = map(_as_code, (each.flags, [each.shown_default], keywords + variables))
-        cells = [flags, each.help, default, python]
-        rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())
-    return "\n".join(rows)
-
-
 def grouped(options: Iterable[Option]) -> dict[str, list[Option]]:
     """Return the options by the title of their group, in the order of use."""
     everything = list(options)
@@ -275,10 +265,6 @@ def short_help(options: Iterable[Option]) -> str:
             break_long_words=False,
         )
     return "\n".join(lines)
-
-
-def _as_code(texts: Iterable[str]) -> str:
-    return ", ".join(f"`{text}`" for text in texts)
 
 
 def _as_typed(shown: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from nblaunch.capture.parts import closure_of, type_name
+from nblaunch.capture.parts import TORCH_CHILDREN, Part, closure_of, named_parts, states_of, type_name
 from nblaunch.insight.comparing import ALL, EntryShown, Outline
 from nblaunch.probes.blocks import DIGEST, HashedTensor, digest, hashed, ranges
 
@@ -39,9 +39,6 @@ _LOCAL = " (local shard)"
 _MOST_NOTES = 5
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, type(...), type(NotImplemented))
 
-NamedPart = tuple[str, Any]
-"""What follows the path of the object, and the part."""
-
 
 @dataclass(slots=True)
 class TakenApart:
@@ -51,7 +48,7 @@ class TakenApart:
     content: bytes = b""
     shown: str = ""
     tensor: HashedTensor | None = None
-    children: Iterator[NamedPart] = field(default_factory=lambda: iter(()))
+    children: Iterator[Part] = field(default_factory=lambda: iter(()))
     domain: tuple[int, ...] = ALL
     """The ranks that hold the same shard of it."""
 
@@ -126,7 +123,7 @@ class Contents:
 
     def _walk(self, name: str, obj: object) -> None:
         above: dict[int, int] = {}
-        stack: list[tuple[str, Any, Iterator[NamedPart]]] = []
+        stack: list[tuple[str, Any, Iterator[Part]]] = []
         path = name
         while True:
             if id(obj) in above:
@@ -153,7 +150,7 @@ class Contents:
             if not stack:
                 return
 
-    def _next(self, path: str, children: Iterator[NamedPart]) -> NamedPart | None:
+    def _next(self, path: str, children: Iterator[Part]) -> Part | None:
         try:
             return next(children, None)
         except Exception as error:  # noqa: BLE001 - of the user's objects
@@ -289,7 +286,7 @@ def _sequence(obj: Sequence[Any], tensor: Any) -> TakenApart:
     return TakenApart(type_of(obj), children=((f"[{place}]", each) for place, each in enumerate(obj)))
 
 
-def _items(obj: Mapping[Any, Any]) -> Iterator[NamedPart]:
+def _items(obj: Mapping[Any, Any]) -> Iterator[Part]:
     keyed = [(_key_of(key), key) for key in obj]
     for (_, _, label), key in sorted(keyed, key=lambda each: each[0]):
         yield f"[{label}]", obj[key]
@@ -307,7 +304,7 @@ def _key_of(key: Any) -> tuple[str, Any, str]:
     return kind, words, words
 
 
-def _elements(obj: frozenset[Any]) -> Iterator[NamedPart]:
+def _elements(obj: frozenset[Any]) -> Iterator[Part]:
     for _, _, label in sorted(map(_key_of, obj)):
         yield f"{{{label}}}", None
 
@@ -320,19 +317,11 @@ def _named(obj: Any) -> TakenApart:
 
 
 def _function(obj: types.FunctionType) -> TakenApart:
-    inside = [
-        (".__code__", obj.__code__),
-        (".__defaults__", obj.__defaults__),
-        (".__kwdefaults__", obj.__kwdefaults__),
-    ]
     named = _named(obj)
-    code = _code_bytes(obj.__code__)
-    return TakenApart(
-        "function",
-        digest(named.content, code),
-        named.shown,
-        children=iter([*inside[1:], *((f".<{name}>", value) for name, value in closure_of(obj).items())]),
-    )
+    defaults = [(".__defaults__", obj.__defaults__), (".__kwdefaults__", obj.__kwdefaults__)]
+    closure = [(f".<{name}>", value) for name, value in closure_of(obj).items()]
+    content = digest(named.content, _code_bytes(obj.__code__))
+    return TakenApart("function", content, named.shown, children=iter([*defaults, *closure]))
 
 
 def _code_bytes(code: types.CodeType) -> bytes:
@@ -358,19 +347,17 @@ def _reduced(obj: Any) -> TakenApart:
     function, arguments, state, listed, mapped = (*reduced, *[None] * 5)[:5]
     made_of_class = getattr(function, "__name__", "") == "__newobj__"
     name = "" if made_of_class else _named(function).shown
-    return TakenApart(
-        type_of(obj), name.encode(), children=_parts(arguments[made_of_class:], state, listed, mapped)
-    )
+    parts = _parts(obj, arguments[made_of_class:], state, listed, mapped)
+    return TakenApart(type_of(obj), name.encode(), children=parts)
 
 
-def _parts(arguments: tuple[Any, ...], state: Any, listed: Any, mapped: Any) -> Iterator[NamedPart]:
+def _parts(obj: Any, arguments: tuple[Any, ...], state: Any, listed: Any, mapped: Any) -> Iterator[Part]:
     for place, each in enumerate(arguments):
         yield f".__reduce__()[1][{place}]", each
-    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)  # noqa: PLR2004 - with slots
+    states = states_of(state)
     if all(each is None or isinstance(each, dict) for each in states):
         for each in states:
-            for name in sorted(each or {}, key=str):
-                yield f".{name}", each[name]
+            yield from named_parts(obj, sorted((each or {}).items(), key=lambda item: str(item[0])))
     else:
         yield ".__getstate__()", state
     for place, each in enumerate(listed or ()):
@@ -385,14 +372,9 @@ _SHARD_OF_FSDP1 = " (shard of FSDP1)"
 
 
 def _module_part(module: torch.nn.Module) -> TakenApart:
-    children: list[NamedPart] = []
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        children.append((f".{name}", parameter))
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        children.append((f".{name}", buffer))
-    children += [(f".{name}", each) for name, each in module.named_children()]
-    children.append((".training", module.training))
-    return TakenApart(type_of(module), children=iter(children))
+    named = [each for kind in TORCH_CHILDREN for each in getattr(module, kind).items()]
+    children = [(f".{name}", each) for name, each in named if each is not None]
+    return TakenApart(type_of(module), children=iter([*children, (".training", module.training)]))
 
 
 def _tensor_part(obj: torch.Tensor, tensor: Any) -> TakenApart:

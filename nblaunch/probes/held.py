@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nblaunch.capture.arrays import last_base
 from nblaunch.capture.parts import parts_of
 from nblaunch.protocol.messages import FrameRecord, HeldMemory
 from nblaunch.protocol.reports import is_ours, nearest_frame, place
@@ -80,8 +81,8 @@ def largest(
     with contextlib.suppress(Exception):
         _named(found, variables)
     with contextlib.suppress(Exception):
-        for part in _tensors():
-            found.add(part)
+        for each in alive(torch.Tensor):
+            found.add(_of_tensor(each))
     with contextlib.suppress(Exception):
         for part in _recorded(device, cells):
             _recognise(found, part)
@@ -121,14 +122,10 @@ def _short(name: str) -> str:
 # Parts, by kind.
 
 
-def _tensors() -> Iterator[HeldPart]:
-    """Yield all tensors that Python has an object for."""
-    for each in gc.get_objects():
-        # Not isinstance(): that runs code of proxies and lazy modules.
-        if issubclass(type(each), torch.Tensor):
-            part = _of_tensor(each)
-            if part is not None:
-                yield part
+def alive(kind: type) -> Iterator[Any]:
+    """Yield the objects of a class that exist in this process."""
+    # By type: `isinstance` asks an object for its class, and a lazy module would load what it stands for.
+    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _of_tensor(tensor: torch.Tensor, **known: str) -> HeldPart | None:
@@ -160,8 +157,7 @@ def _of_object(value: object, **known: str) -> HeldPart | None:
 
 
 def _of_array(array: Any, **known: str) -> HeldPart | None:
-    while array.base is not None and type(array.base) is type(array):
-        array = array.base
+    array = last_base(array)
     if array.base is not None and not isinstance(array.base, bytes | bytearray):
         return None  # a tensor's memory, or a file's
     shape = ", ".join(map(str, array.shape))

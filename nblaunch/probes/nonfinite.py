@@ -17,7 +17,6 @@ With a GradScaler, infinite gradients are its own business: it skips that step.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections import deque
@@ -30,6 +29,7 @@ from torch.optim import optimizer as optimizers
 
 from nblaunch._errors import NonFiniteError
 from nblaunch.probes.collectives import Call
+from nblaunch.probes.held import alive
 from nblaunch.probes.sites import Sites, variables
 
 _MOST_WARNINGS = 20
@@ -239,7 +239,7 @@ class NonFinite:
     def _scaled(self, seen: Seen, found: NotFinite) -> bool:
         """Whether a GradScaler deals with this: it scales the loss, and skips the step of such gradients."""
         scaled = not found.nan if seen.kind == _LOSS else seen.in_backward
-        return scaled and any(each.is_enabled() for each in _alive(torch.amp.GradScaler))
+        return scaled and any(each.is_enabled() for each in alive(torch.amp.GradScaler))
 
     def _of_parameters(self, seen: Seen) -> NotFinite | None:
         """Return the parameter whose gradient was the first that was not finite, if there is one.
@@ -260,7 +260,7 @@ class NonFinite:
 
     def _parameters(self) -> Iterator[tuple[bool, str, torch.nn.Parameter]]:
         """Yield the parameters of all models, by the names that the user's code has for them, if it has."""
-        modules = list(_alive(torch.nn.Module))
+        modules = list(alive(torch.nn.Module))
         inner = {id(child) for each in modules for child in each.children()}
         known = {
             id(value): name
@@ -357,12 +357,6 @@ def _not_a_number(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _at(tensor: torch.Tensor) -> tuple[int, torch.Size]:
     return (tensor.data_ptr() if tensor.layout is torch.strided else 0), tensor.shape
-
-
-def _alive(kind: type) -> Iterator[Any]:
-    """Yield the objects of a class that exist in this process."""
-    # By type: `isinstance` asks an object for its class, and a lazy module would load what it stands for.
-    return (each for each in gc.get_objects() if issubclass(type(each), kind))
 
 
 def _own_path(path: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nblaunch import __version__
+from nblaunch._version import __version__
 from nblaunch.probes.blocks import digest
 from nblaunch.probes.contents import Contents
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Never, TypeVar, get_args
 
 import msgspec
 
@@ -32,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 4
+CLIENT_PROTOCOL = 5
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -136,7 +139,6 @@ class RankLogFiles(msgspec.Struct, frozen=True, gc=False):
 
     rank: int
     local_rank: int
-    pid: int
     stdout: str
     stderr: str
     started: Offsets = Offsets()
@@ -171,7 +173,6 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
 class ClientRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A client, for those who ask who it is."""
 
-    number: int
     pid: int
     node: str
     name: str
@@ -192,8 +193,18 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is no longer kept of it, in words."""
 
 
-class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank of a session is doing."""
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank of a session: its number `rank`, its process `pid`, and the `device` that it uses.
+
+    `state` is `idle`, `running`, `starting` or `gone`. `memory` is private memory in bytes. `waiting`
+    says what an interrupted rank still does, and for how long, or what it asks the user: the prompt is
+    `asks`, None where it waits for no answer. `node` is the host that it runs on. `cpu` is in percent of one
+    core; None where it is not measured: it is measured on nodes that an engine placed, and on this machine
+    while the panel shows a job.
+
+    >>> [each.state for each in session.status().ranks]                    # doctest: +SKIP
+    ['idle', 'running']
+    """
 
     rank: int
     state: str
@@ -201,12 +212,16 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     memory: int | None
     waiting: str = ""
-    asks: str | None = None
-    """The prompt of a question that nobody has answered yet."""
     node: str = ""
-    """The host that it runs on."""
     cpu: float | None = None
-    """In percent of one core; None if it is not measured now."""
+    asks: str | None = None
+
+    @property
+    def words(self) -> str:
+        """The state, and what the rank uses, in one line."""
+        memory = f"{self.memory / 1e6:.0f} MB" if self.memory is not None else ""
+        cpu = f"CPU {self.cpu:.0f} %" if self.cpu is not None else ""
+        return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,25 +232,46 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     attempt: int
     open: bool
-    ready: bool
     detached: bool = False
-    linger: float | None = None
     linger_left: float | None = None
     giver: ClientRecord | None = None
     running: JobRecord | None = None
-    ranks: tuple[RankRecord, ...] = ()
-    doing: str = ""
+    ranks: tuple[RankStatus, ...] = ()
     started: float = 0.0
     engine: EngineSaid | None = None
     grace: float = 0.0
     """How long its ranks, or those of its job, have after an interrupt, in seconds."""
 
 
-class EventRecord(msgspec.Struct, frozen=True):
-    """An event of torchelastic: its own text, and when it was recorded."""
+class Event(msgspec.Struct, frozen=True):
+    """One event as torchelastic records it; `name` is such as `torchelastic.worker.status.SUCCEEDED`.
 
-    json: str
+    `source` is `AGENT` or `WORKER`; `timestamp` is when it was recorded, in seconds since the epoch (torch
+    leaves its own at 0); `metadata` says which rank, which role, which error; `json` is the text that
+    torch's event handlers receive.
+    """
+
+    name: str
+    source: str
     timestamp: float
+    metadata: Mapping[str, Any]
+    json: str
+
+    @classmethod
+    def parse(cls, text: str, timestamp: float) -> Event:
+        """Return the event that torch has written as `text`.
+
+        >>> Event.parse('{"name": "n", "source": "AGENT", "timestamp": 0, "metadata": {}}', 1.5).source
+        'AGENT'
+        """
+        known = json.loads(text)
+        return cls(known["name"], known["source"], timestamp, known["metadata"], text)
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that it concerns, None for the group."""
+        number: int | None = self.metadata.get("global_rank")
+        return number
 
 
 class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,14 +289,122 @@ class NodeEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     uv: bytes = b""
 
 
+# Answers.
+
+
+class AnswerToClient(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a runtime answers."""
+
+
+class RuntimeWelcome(AnswerToClient, frozen=True):
+    """The answer to `Introduce`; `client` is unique within the runtime."""
+
+    client: int
+    pid: int
+    token: str = ""
+    """For further connections of the runtime's owner; others know it from the registry."""
+
+
+class RequestFailed(AnswerToClient, frozen=True):
+    """The request cannot be carried out."""
+
+    error: ErrorRecord
+
+
+class Done(AnswerToClient, frozen=True):
+    """It has been done."""
+
+
+class Placed(AnswerToClient, frozen=True):
+    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning.
+
+    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
+    """
+
+    placement: Placement
+    added: dict[str, str] = {}
+    unheeded: str = ""
+
+
+class Given(AnswerToClient, frozen=True):
+    """The ranks have the job, or get it once they are ready."""
+
+
+class Stale(AnswerToClient, frozen=True):
+    """The session's ranks are those of another attempt."""
+
+
+class Opened(AnswerToClient, frozen=True):
+    """The session's ranks are being started."""
+
+    attempt: int
+
+
+class JobSnapshot(AnswerToClient, frozen=True):
+    """The state of a job (encoded) and, once it has ended, its end."""
+
+    job: JobRecord
+    state: bytes
+    options: LaunchOptions
+    questions: tuple[Asked, ...] = ()
+    end: JobEnd | None = None
+
+
+class Looked(AnswerToClient, frozen=True):
+    """Where ranks are."""
+
+    report: HangReport
+
+
+class Sessions(AnswerToClient, frozen=True):
+    """The sessions of this runtime."""
+
+    sessions: tuple[SessionRecord, ...]
+
+
+class JobList(AnswerToClient, frozen=True):
+    """The jobs of a session."""
+
+    jobs: tuple[JobRecord, ...]
+
+
+class JobEvents(AnswerToClient, frozen=True):
+    """torchelastic's events of a job."""
+
+    events: tuple[Event, ...]
+
+
+class LateWarnings(AnswerToClient, frozen=True):
+    """Warnings since the end of a job; `complete` once its ranks are gone."""
+
+    texts: tuple[str, ...]
+    complete: bool = True
+
+
+class Attached(AnswerToClient, frozen=True):
+    """The session, and the variables that its ranks have."""
+
+    session: SessionRecord
+    options: LaunchOptions
+    names: tuple[Names, ...] = ()
+    held_by: ClientRecord | None = None
+    """Another client, which gives the jobs: this one watches."""
+    watches_only: str = ""
+    """Why this client may give no job, if it may not."""
+
+
 # Requests.
 
 
-class _ToRuntime(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    pass
+AnswerT = TypeVar("AnswerT", bound="AnswerToClient")
+AnswerT_co = TypeVar("AnswerT_co", bound=AnswerToClient, covariant=True)
 
 
-class Introduce(_ToRuntime, frozen=True):
+class Request(msgspec.Struct, Generic[AnswerT_co], frozen=True, tag=True, kw_only=True):
+    """What a client asks; the class says what answers it, besides `RequestFailed`."""
+
+
+class Introduce(Request[RuntimeWelcome], frozen=True):
     """The first request of every connection."""
 
     token: str
@@ -275,8 +419,8 @@ class Introduce(_ToRuntime, frozen=True):
     """Empty where it is not installed."""
 
 
-class PlaceRun(_ToRuntime, frozen=True):
-    """Decide ranks, devices, backend and how processes start; answered by `Placed`.
+class PlaceRun(Request[Placed], frozen=True):
+    """Decide ranks, devices, backend and how processes start.
 
     `environ` is that of the ranks, `cwd` and `path` are the caller's directory and `sys.path`, `backends`
     those that torch knows in the caller's process, empty if torch is not loaded there.
@@ -289,8 +433,8 @@ class PlaceRun(_ToRuntime, frozen=True):
     backends: tuple[str, ...] = ()
 
 
-class RunFresh(_ToRuntime, frozen=True):
-    """Run a job on fresh ranks; answered by `Given` once they have it.
+class RunFresh(Request[Given], frozen=True):
+    """Run a job on fresh ranks; answered once they have it.
 
     `standby` has the runtime prepare the next ranks ahead.
     """
@@ -303,8 +447,8 @@ class RunFresh(_ToRuntime, frozen=True):
     environment: NodeEnvironment | None = None
 
 
-class OpenSession(_ToRuntime, frozen=True):
-    """Make the ranks of a session; answered by `Opened` before they are ready.
+class OpenSession(Request[Opened], frozen=True):
+    """Make the ranks of a session; answered before they are ready.
 
     Requests and events name it by `session`, which is unique in the runtime; `name` is the user's, and two
     sessions may have the same.
@@ -319,8 +463,8 @@ class OpenSession(_ToRuntime, frozen=True):
     environment: NodeEnvironment | None = None
 
 
-class GiveJob(_ToRuntime, frozen=True):
-    """Give a session a job; answered by `Given` or, if its ranks are not those of `attempt`, by `Stale`.
+class GiveJob(Request[Given | Stale], frozen=True):
+    """Give a session a job; the answer is `Stale` if its ranks are not those of `attempt`.
 
     Where no client gives jobs, this one does from now on.
     """
@@ -328,34 +472,33 @@ class GiveJob(_ToRuntime, frozen=True):
     session: str
     order: JobOrder
     attempt: int | None = None
-    ranks: tuple[int, ...] | None = None
 
 
-class WatchJob(_ToRuntime, frozen=True):
-    """Send the job's state, then what it folds; answered by `JobSnapshot`."""
+class WatchJob(Request[JobSnapshot], frozen=True):
+    """Send the job's state, then what it folds."""
 
     job: int
 
 
-class UnwatchJob(_ToRuntime, frozen=True):
+class UnwatchJob(Request[Done], frozen=True):
     """Stop sending what the job folds."""
 
     job: int
 
 
-class InterruptJob(_ToRuntime, frozen=True):
+class InterruptJob(Request[Done], frozen=True):
     """Interrupt a job; the second time, end its ranks. One that was not given yet never begins."""
 
     job: int
 
 
-class InterruptSession(_ToRuntime, frozen=True):
+class InterruptSession(Request[Done], frozen=True):
     """Interrupt the job of a session, once; refused while another client gives it jobs."""
 
     session: str
 
 
-class Reply(_ToRuntime, frozen=True):
+class Reply(Request[Done], frozen=True):
     """Answer a rank's question."""
 
     job: int
@@ -363,14 +506,14 @@ class Reply(_ToRuntime, frozen=True):
     answer: Answer
 
 
-class CloseSession(_ToRuntime, frozen=True):
-    """End a session's ranks; answered by `Done` once they have exited."""
+class CloseSession(Request[Done], frozen=True):
+    """End a session's ranks; answered once they have exited."""
 
     session: str
 
 
-class RestartSession(_ToRuntime, frozen=True):
-    """Replace a session's ranks; answered by `Opened` once the agent starts others.
+class RestartSession(Request[Opened], frozen=True):
+    """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client gives it jobs.
     """
@@ -378,53 +521,53 @@ class RestartSession(_ToRuntime, frozen=True):
     session: str
 
 
-class LookAtRanks(_ToRuntime, frozen=True):
-    """Ask where a session's ranks are, at most `seconds`; answered by `Looked`."""
+class LookAtRanks(Request[Looked], frozen=True):
+    """Ask where a session's ranks are, at most `seconds`."""
 
     session: str
     seconds: float = 1.0
 
 
-class DescribeSessions(_ToRuntime, frozen=True):
-    """Describe the sessions, or one; answered by `Sessions`."""
+class DescribeSessions(Request[Sessions], frozen=True):
+    """Describe the sessions, or one."""
 
     session: str = ""
 
 
-class ListJobs(_ToRuntime, frozen=True):
-    """List a session's jobs, the oldest first; answered by `JobList`."""
+class ListJobs(Request[JobList], frozen=True):
+    """List a session's jobs, the oldest first."""
 
     session: str
 
 
-class EventsOf(_ToRuntime, frozen=True):
-    """Return torchelastic's events of a job, once they are complete; answered by `JobEvents`."""
+class EventsOf(Request[JobEvents], frozen=True):
+    """Return torchelastic's events of a job, once they are complete."""
 
     job: int
 
 
-class LateOf(_ToRuntime, frozen=True):
-    """Return the warnings since the end of a job; answered by `LateWarnings`."""
+class LateOf(Request[LateWarnings], frozen=True):
+    """Return the warnings since the end of a job."""
 
     job: int
 
 
-class AttachSession(_ToRuntime, frozen=True):
+class AttachSession(Request[Attached], frozen=True):
     """Follow a session, and give it jobs unless another client does; with `take` in its place."""
 
     session: str = ""
     take: bool = False
 
 
-class ListenAgain(_ToRuntime, frozen=True):
+class ListenAgain(Request[Done], frozen=True):
     """Bind the clients' sockets again, whose files are gone from the temporary directory."""
 
 
-class Stop(_ToRuntime, frozen=True):
-    """End the sessions, and the runtime; answered by `Done`."""
+class Stop(Request[Done], frozen=True):
+    """End the sessions, and the runtime."""
 
 
-class Taken(_ToRuntime, frozen=True):
+class Taken(Request[Never], frozen=True):
     """The values of this job are mapped: the runtime releases them. Never answered."""
 
     job: int
@@ -447,147 +590,24 @@ ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
 # Notes: datagrams that finalizers send, never answered.
 
 
-class ReleaseJob(_ToRuntime, frozen=True):
+class _Note(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    pass
+
+
+class ReleaseJob(_Note, frozen=True):
     """A result of this job is gone in process `pid`; after the last one private logs and events may go."""
 
     job: int
     pid: int
 
 
-class DismissSession(_ToRuntime, frozen=True):
+class DismissSession(_Note, frozen=True):
     """The session was forgotten: its ranks leave."""
 
     session: str
 
 
 ClientNote = ReleaseJob | DismissSession
-
-
-# Answers.
-
-
-class _FromRuntime(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    pass
-
-
-class RuntimeWelcome(_FromRuntime, frozen=True):
-    """The answer to `Introduce`; `client` is unique within the runtime."""
-
-    client: int
-    pid: int
-    version: str
-    root: str
-    token: str = ""
-    """For further connections of the runtime's owner; others know it from the registry."""
-
-
-class RequestFailed(_FromRuntime, frozen=True):
-    """The request cannot be carried out."""
-
-    error: ErrorRecord
-
-
-class Done(_FromRuntime, frozen=True):
-    """It has been done."""
-
-
-class Placed(_FromRuntime, frozen=True):
-    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning.
-
-    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
-    """
-
-    placement: Placement
-    added: dict[str, str] = {}
-    unheeded: str = ""
-
-
-class Given(_FromRuntime, frozen=True):
-    """The ranks have the job, or get it once they are ready."""
-
-
-class Stale(_FromRuntime, frozen=True):
-    """The session's ranks are those of another attempt."""
-
-    attempt: int
-
-
-class Opened(_FromRuntime, frozen=True):
-    """The session's ranks are being started."""
-
-    attempt: int
-
-
-class JobSnapshot(_FromRuntime, frozen=True):
-    """The state of a job (encoded) and, once it has ended, its end."""
-
-    job: JobRecord
-    state: bytes
-    options: LaunchOptions
-    questions: tuple[Asked, ...] = ()
-    end: JobEnd | None = None
-
-
-class Looked(_FromRuntime, frozen=True):
-    """Where ranks are."""
-
-    report: HangReport
-
-
-class Sessions(_FromRuntime, frozen=True):
-    """The sessions of this runtime."""
-
-    sessions: tuple[SessionRecord, ...]
-
-
-class JobList(_FromRuntime, frozen=True):
-    """The jobs of a session."""
-
-    jobs: tuple[JobRecord, ...]
-
-
-class JobEvents(_FromRuntime, frozen=True):
-    """torchelastic's events of a job."""
-
-    events: tuple[EventRecord, ...]
-
-
-class LateWarnings(_FromRuntime, frozen=True):
-    """Warnings since the end of a job; `complete` once its ranks are gone."""
-
-    texts: tuple[str, ...]
-    complete: bool = True
-
-
-class Attached(_FromRuntime, frozen=True):
-    """The session, the variables that its ranks have, and its jobs."""
-
-    session: SessionRecord
-    options: LaunchOptions
-    names: tuple[Names, ...] = ()
-    jobs: tuple[JobRecord, ...] = ()
-    held_by: ClientRecord | None = None
-    """Another client, which gives the jobs: this one watches."""
-    watches_only: str = ""
-    """Why this client may give no job, if it may not."""
-
-
-AnswerToClient = (
-    RuntimeWelcome
-    | RequestFailed
-    | Done
-    | Placed
-    | Given
-    | Stale
-    | Opened
-    | JobSnapshot
-    | Looked
-    | Sessions
-    | JobList
-    | JobEvents
-    | LateWarnings
-    | Attached
-)
 
 
 # Events.
@@ -670,12 +690,6 @@ class Remark(_Unasked, frozen=True):
     text: str
 
 
-class Bye(_Unasked, frozen=True):
-    """The runtime ends."""
-
-    reason: str
-
-
 RuntimeEvent = (
     JobEnded
     | JobRefreshed
@@ -687,13 +701,11 @@ RuntimeEvent = (
     | SessionEnded
     | GiverChanged
     | Remark
-    | Bye
 )
 
 
 _request: msgspec.msgpack.Decoder[ClientRequest] = msgspec.msgpack.Decoder(ClientRequest)
 _note: msgspec.msgpack.Decoder[ClientNote] = msgspec.msgpack.Decoder(ClientNote)
-_answer: msgspec.msgpack.Decoder[AnswerToClient] = msgspec.msgpack.Decoder(AnswerToClient)
 _event: msgspec.msgpack.Decoder[RuntimeEvent] = msgspec.msgpack.Decoder(RuntimeEvent)
 
 
@@ -707,9 +719,17 @@ def decode_note(data: bytes, sender: str) -> ClientNote:
     return decoded(_note, data, sender)
 
 
-def decode_answer(data: bytes, sender: str) -> AnswerToClient:
-    """Return the answer in `data`; raise `ProtocolError` naming `sender` if it is not one."""
-    return decoded(_answer, data, sender)
+def decode_answer(data: bytes, request: type[Request[AnswerT]], sender: str) -> AnswerT | RequestFailed:
+    """Return the answer to such a request; raise `ProtocolError` naming `sender` if it is not one."""
+    answer: AnswerT | RequestFailed = decoded(_answers_to(request), data, sender)
+    return answer
+
+
+@functools.cache
+def _answers_to(request: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    (base,) = vars(request)["__orig_bases__"]
+    (answer,) = get_args(base)
+    return msgspec.msgpack.Decoder(answer | RequestFailed)
 
 
 def decode_event(data: bytes, sender: str) -> RuntimeEvent:

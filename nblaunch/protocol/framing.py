@@ -25,7 +25,7 @@ class FrameKind(enum.IntEnum):
     FOLDED = 1
     """A folded message exactly as it was encoded; the number is the job's."""
     EVENT = 2
-    """One of `nblaunch.protocol.client.Event`; the number has no meaning."""
+    """One of `nblaunch.protocol.client.RuntimeEvent`; the number has no meaning."""
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised with every change of a message: a node of another version is refused."""
 
 
@@ -561,6 +561,8 @@ class Recovered(_OfRank, frozen=True):
     dead: tuple[DeadVariable, ...] = ()
     in_place: bool = False
     """Whether the groups were formed again behind the same objects, and all that refers to them goes on."""
+    why_not: str = ""
+    """What went wrong in that, if it was tried: new groups have taken their places."""
     unusable: str = ""
     """CUDA's error, if this process cannot use CUDA any more."""
 
@@ -680,6 +682,13 @@ class EngineSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the user should know about the engine itself; it is shown once."""
 
 
+class NodesJoined(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """So many of the engine's nodes are here; all else is as it said last. Names of hosts travel once."""
+
+    state: EngineState
+    joined: int
+
+
 class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What ranks use at this moment, by rank; ranks that were not measured are missing."""
 
@@ -760,7 +769,7 @@ _Answers = Where | Reached | InterruptSeen | Recovered | Aborted | Preempting | 
 _Insights = Profiled | ClockAsked
 FromRank = _Progress | _Outputs | _Answers | _Insights
 _OfTheJob = AttemptStarted | GivenTo | JobSent | RunPreempted | RunEnded
-_OfAllRanks = _OfTheJob | EngineSaid | Measured | Noticed | Waiting
+_OfAllRanks = _OfTheJob | EngineSaid | NodesJoined | Measured | Noticed | Waiting
 AboutRank = Printed | Exited | Unreadable | Illustrated | _OfAllRanks
 
 

@@ -34,6 +34,7 @@ from nblaunch.protocol.messages import (
     Logged,
     Measured,
     MemoryUse,
+    NodesJoined,
     Noticed,
     Payload,
     Phase,
@@ -340,7 +341,9 @@ def advance(state: RunState, message: Message) -> RunState:
     match message:
         case AttemptStarted():
             return _next_attempt(state, message)
-        case Noticed() | LocatedAll() | EngineSaid() | RunPreempted() | Illustrated() | Logged() | Remarked():
+        case EngineSaid() | NodesJoined():
+            return _placed(state, message)
+        case Noticed() | LocatedAll() | RunPreempted() | Illustrated() | Logged() | Remarked():
             return _noted(state, message)
         case JobSent():
             return _job_sent(state, message)
@@ -363,9 +366,19 @@ def advance(state: RunState, message: Message) -> RunState:
             return replace(state, ranks=_changed(state.ranks, {message.rank: after}))
 
 
+def _placed(state: RunState, message: EngineSaid | NodesJoined) -> RunState:
+    """Return the state with what is known of its nodes."""
+    engine: EngineSaid | None
+    if isinstance(message, EngineSaid):
+        engine = message
+    else:
+        engine = state.engine and replace(state.engine, state=message.state, joined=message.joined)
+    return state if state.engine == engine else replace(state, engine=engine)
+
+
 def _noted(
     state: RunState,
-    message: Noticed | LocatedAll | EngineSaid | RunPreempted | Illustrated | Logged | Remarked,
+    message: Noticed | LocatedAll | RunPreempted | Illustrated | Logged | Remarked,
 ) -> RunState:
     """Return the state with what is said of all its ranks, or kept for all of them together."""
     match message:
@@ -373,8 +386,6 @@ def _noted(
             return replace(state, notices=(*state.notices, text)[-_NOTICES:])
         case LocatedAll(report=report):
             return replace(state, hang=report)
-        case EngineSaid():
-            return state if state.engine == message else replace(state, engine=message)
         case RunPreempted(why=why):
             return replace(state, preempted=why)
         case Logged():

@@ -30,10 +30,13 @@ _OPENBLAS_FUNCTIONS = tuple(
     f"{prefix}openblas_set_num_threads{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", "_64", "")
 )
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_HANDLES_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_RETHROWS = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+_ENDS_ALL_THE_SAME = "TORCH_NCCL_TEARDOWN_ON_TIMEOUT"
 _DEFAULTS = {
     "GLOO_SOCKET_IFNAME": _LOOPBACK,
     "NCCL_SOCKET_IFNAME": _LOOPBACK,
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    _HANDLES_ERRORS: "1",
     # With these rich draws its progress bars while they run, in colour: the panel is as good as a terminal.
     "TTY_COMPATIBLE": "1",
     "TTY_INTERACTIVE": "1",
@@ -44,10 +47,10 @@ _SESSION_DEFAULTS = {
     # may the watchdog and its monitor end a process whose variables the user wants to keep: because a
     # debugger's prompt waits, because a peer was interrupted, or over a CUDA error that the rank reports
     # itself.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    _HANDLES_ERRORS: "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    _RETHROWS: "0",
 }
 
 
@@ -61,8 +64,28 @@ def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     wanted = {name: value for name, _, value in sent if name not in AGENT_VARIABLES}
     # torchrun's rule: one thread each if there is more than one rank; a single rank has all cores.
     threads = {"OMP_NUM_THREADS": "1"} if agent.get("LOCAL_WORLD_SIZE") != "1" else {}
-    defaults = {**_DEFAULTS, **_SESSION_DEFAULTS} if keep else _DEFAULTS
+    defaults = {**_DEFAULTS, **_SESSION_DEFAULTS} if keep else dict(_DEFAULTS)
+    if wanted.get(_HANDLES_ERRORS, "0") != "0":
+        defaults.pop(_RETHROWS, None)  # see `unheard_timeouts`
     return {**defaults, **threads, **wanted, **agent}
+
+
+def unheard_timeouts() -> str:
+    """Return a warning where ProcessGroupNCCL aborts what has timed out and tells nobody, "" elsewhere.
+
+    With errors handled and not rethrown (pytorch#196187) the GPU goes on with what it has, which is wrong.
+    """
+    if (
+        os.environ.get(_RETHROWS) != "0"
+        or os.environ.get(_HANDLES_ERRORS) == "0"
+        or os.environ.get(_ENDS_ALL_THE_SAME) == "1"
+    ):
+        return ""
+    return (
+        f"with {_RETHROWS}=0 a collective that times out is aborted, nobody is told, "
+        "and its values are wrong. "
+        f"Leave it out, or add {_ENDS_ALL_THE_SAME}=1, which torch heeds since 2.15, or {_HANDLES_ERRORS}=0."
+    )
 
 
 def apply(prepare: Prepare, *, keep: bool) -> None:

@@ -32,9 +32,11 @@ _FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ENTRIES = "256"
 _FILE = "nccl_trace_rank_"
 _COALESCED = "coalesced"
+_NUMBER = "collective_seq_id"
 _TRANSFER = re.compile(r"(?P<what>\w+) \d+(?P<way>->|<-)(?P<other>\d+)")
-# ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are open count as one.
-_MARKS_BATCHES = "nccl"
+LEGACY = "nccl"
+"""ProcessGroupNCCL. ProcessGroupNCCL2 does not record which sends and receives are one batch: all that are
+open count as one."""
 # Ranks that disagreed in one collective may have begun a few more before they hang.
 _RECENT = 64
 # The answer takes milliseconds, unless some thread of this process holds CUDA's locks.
@@ -42,8 +44,12 @@ _ANSWER_SECONDS = 0.5
 
 _oldest_alive: dict[str, int] = {}
 """The number of the oldest group of each backend that may still be alive: each recorder counts for itself."""
-_buried = -1
-"""gloo's newest entry of what groups did before they were formed again in place, and count from the start."""
+_buried: dict[str, int] = {}
+"""Each backend's newest entry of what groups did before they were formed again in place."""
+_begun: dict[str, dict[int, int]] = {}
+"""What their groups had enqueued last by then."""
+_counted: dict[tuple[str, str], int] = {}
+"""Backend and name of a group -> its number then: gloo counts anew, NCCL goes on, each rank where it was."""
 _asking: threading.Thread | None = None
 
 
@@ -72,6 +78,7 @@ class Recorded:
 
     def count(self, backend: str, group: str, called: int | None) -> tuple[int | None, int | None]:
         """Return how many collectives of a group were called, and the number of the last that is recorded."""
+        called = called and called - _counted.get((backend, group), 0)
         if backend not in self.read or not called:
             return called, 0 if backend in self.read else None
         last = self.last.get((backend, group), 0)
@@ -166,10 +173,24 @@ def bury(backends: Iterable[str], *, but_the_newest: bool = False) -> None:
         _oldest_alive[backend] = max(_oldest_alive.get(backend, 0), oldest)
 
 
-def bury_entries() -> None:
-    """Ignore what gloo's groups have done so far: they go on under their numbers, and count anew."""
-    global _buried
-    _buried = max((int(each["record_id"]) for each in _entries(GLOO) or ()), default=_buried)
+def bury_entries(counts: Mapping[tuple[str, str], int | None]) -> None:
+    """Ignore what all groups have done so far: they go on, and count anew.
+
+    `counts` has how many operations they say they were called for, by their names and their backends.
+    """
+    for backend in {backend for _, backend in counts}:
+        newest = (int(each["record_id"]) for each in _entries(backend) or ())
+        _buried[backend] = max(newest, default=_buried.get(backend, -1))
+        _begun[backend] = {
+            number: enqueued for number, (enqueued, _) in (_all_statuses(backend) or {}).items()
+        }
+    count_from(counts)
+
+
+def count_from(counts: Mapping[tuple[str, str], int | None]) -> None:
+    """Take these numbers of operations for none: all other groups have begun to count with 0."""
+    _counted.clear()
+    _counted.update({(backend, group): number or 0 for (group, backend), number in counts.items()})
 
 
 def _dump(backend: str, **options: Any) -> dict[str, Any]:
@@ -198,6 +219,12 @@ def _statuses(backend: str) -> dict[int, tuple[int, int]] | None:
 
     None where there is no such recorder.
     """
+    found, begun = _all_statuses(backend), _begun.get(backend, {})
+    return found and {number: each for number, each in found.items() if begun.get(number) != each[0]}
+
+
+def _all_statuses(backend: str) -> dict[int, tuple[int, int]] | None:
+    """Return these of what groups did before they were formed again in place, too."""
     with contextlib.suppress(Exception):  # or an older one, with other words: no evidence
         status: dict[str, dict[str, str]] = _dump(backend, includeCollectives=False).get("pg_status", {})
         return {
@@ -233,9 +260,10 @@ def _entries_in_time(backend: str) -> list[dict[str, Any]] | None:
 
 
 def _alive(entries: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    oldest, after = _oldest_alive.get(backend, 0), (_buried if backend == GLOO else -1)
+    """Return the entries of living groups, with the numbers that all ranks have for them."""
+    oldest, after = _oldest_alive.get(backend, 0), _buried.get(backend, -1)
     return [
-        each
+        {**each, _NUMBER: int(each.get(_NUMBER, 0)) - _counted.get((backend, _name(each)), 0)}
         for each in entries
         if int(each.get("pg_id", 0)) >= oldest and int(each.get("record_id", 0)) > after
     ]
@@ -256,6 +284,10 @@ def _operation(entry: Mapping[str, Any]) -> str:
     return str(entry.get("profiling_name", "")).rpartition(":")[2]
 
 
+def _name(entry: Mapping[str, Any]) -> str:
+    return str((entry.get("process_group") or ("",))[0])
+
+
 def _completed(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
@@ -265,9 +297,9 @@ def _last(entries: list[dict[str, Any]], backend: str) -> dict[tuple[str, str], 
     newest: dict[tuple[str, str], tuple[int, int]] = {}
     for entry in entries:
         if not entry.get("is_p2p"):
-            key = backend, str((entry.get("process_group") or ("",))[0])
+            key = backend, _name(entry)
             # A group of this name that is gone has a lower number, and may have counted further.
-            number = int(entry.get("pg_id", 0)), int(entry.get("collective_seq_id", 0))
+            number = int(entry.get("pg_id", 0)), int(entry.get(_NUMBER, 0))
             newest[key] = max(newest.get(key, number), number)
     return {key: sequence for key, (_, sequence) in newest.items()}
 
@@ -283,7 +315,7 @@ def open_operations(
             continue
         if not entry.get("is_p2p"):
             found[entry.get("record_id")] = [entry]
-        elif backend != _MARKS_BATCHES:
+        elif backend != LEGACY:
             found.setdefault((entry.get("pg_id"),), []).append(entry)
         elif _batch(entry) not in ended:
             found.setdefault(_batch(entry), []).append(entry)
@@ -347,7 +379,7 @@ def _collective(entry: Mapping[str, Any], backend: str, members: Mapping[str, tu
     number, description = entry.get("process_group") or ("", "")
     return Collective(
         group=title(str(number), str(description)),
-        sequence=int(entry.get("collective_seq_id", 0)),
+        sequence=int(entry.get(_NUMBER, 0)),
         operation=_operation(entry),
         sizes=tuple(tuple(int(size) for size in sizes) for sizes in entry.get("input_sizes", ())),
         dtypes=tuple(str(dtype) for dtype in entry.get("input_dtypes", ())),

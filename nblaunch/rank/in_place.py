@@ -1,39 +1,64 @@
-"""Process groups that are formed again behind the same object, with gloo and torch 2.14 or later.
+"""Process groups that are formed again behind the same object, with gloo and NCCL and torch 2.14 or later.
 
 Whatever refers to such a group goes on: DDP, FSDP2, a `DeviceMesh`, the groups that the program made. torch
 calls this reconfiguring: a group is made with an option, connects its ranks only then, by handles that they
 tell each other, and can do so again. torch has no default for the option, so the function that makes every
 group is wrapped.
 
-torch does not offer it for a group of several backends (pytorch#187467), which that of a rank with a GPU is;
-a group of NCCL alone would refuse CPU tensors. A group in torch's debug mode DETAIL cannot do it either: its
-wrapper hides gloo.
+torch refuses to reconfigure a group of several backends (pytorch#187467), which that of a rank with a GPU is,
+but not each of the backends by itself. Of NCCL only ProcessGroupNCCL2 can. Its split has no option, so groups
+are made one by one instead of being split from the default one. A group in torch's debug mode DETAIL cannot
+do it: its wrapper hides the backends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gc
 import inspect
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import _composable_state, device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _OPTION = "enable_reconfigure"
+_BEGIN_DDP = "_ddp_init_helper"
+# torch registers "nccl" as one of two backends: who makes it tells which.
+_MAKERS = {"_create_gloo_process_group", "_create_nccl2_process_group"}
+# Above the numbers of all recoveries.
+_FIRST = 1_000_000_000
+# NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
+_CONNECT_SECONDS = 30.0
+_OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
+# NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
+_NO_LIMIT = timedelta(days=1)
 
 # By this torch makes all groups.
 _make: Callable[..., Any] = distributed_c10d._new_process_group_helper  # noqa: SLF001
+_split_source: Callable[..., Any] = distributed_c10d._get_split_source  # noqa: SLF001
+_split: Callable[..., Any] = distributed_c10d.split_group
+_begin_ddp: Callable[..., None] = getattr(DistributedDataParallel, _BEGIN_DDP)
 # Names of the groups that were made with the option by this module, and not by the program itself.
 _names: set[str] = set()
+_ddp_models = weakref.WeakSet[DistributedDataParallel]()
 
-OwnGroups = Mapping[str, tuple[Sequence[int], str]]
-"""What a rank tells the others of its groups, by name: their ranks, and its handle; empty if it cannot."""
+OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
+"""What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
+it cannot."""
+
+
+class NotInPlaceError(RuntimeError):
+    """Groups could be formed again in place, and some rank has failed to."""
 
 
 def torch_can() -> bool:
@@ -41,16 +66,22 @@ def torch_can() -> bool:
     return _OPTION in inspect.signature(_make).parameters
 
 
-def can(backend: str, *, detail: bool, torch: bool = True) -> bool:
-    """Return whether a group of this backend can be formed again in place, if `torch` can.
+def able() -> set[str]:
+    """Return the names of the registered backends of this torch that can."""
+    plugins = distributed_c10d.Backend._plugins.items()  # noqa: SLF001 - torch names the backends only
+    makers = {name.lower(): getattr(each.creator_fn, "__name__", "") for name, each in plugins}
+    return {name for name, maker in makers.items() if maker in _MAKERS and torch_can()}
+
+
+def can(backends: Iterable[str], able: Collection[str], *, detail: bool) -> bool:
+    """Return whether a group of these backends can be formed again in place, if those can that are `able`.
 
     `detail` is whether its debug mode is DETAIL.
 
-    >>> can("gloo", detail=False), can("cpu:gloo,cuda:nccl", detail=False)
-    (True, False)
+    >>> can(["gloo", "nccl"], {"gloo"}, detail=False), can(["gloo", "nccl"], {"gloo", "nccl"}, detail=False)
+    (False, True)
     """
-    backends = {each.rpartition(":")[2] for each in backend.lower().split(",")}
-    return torch and backends == {"gloo"} and not detail
+    return set(backends) <= set(able) and not detail
 
 
 def all_can(told: Sequence[OwnGroups]) -> bool:
@@ -69,8 +100,14 @@ def all_can(told: Sequence[OwnGroups]) -> bool:
 
 def accept_groups() -> None:
     """Have torch make groups from now on so that they can be formed again in place."""
-    if torch_can():
-        distributed_c10d._new_process_group_helper = _new_process_group  # noqa: SLF001 - as above
+    if not torch_can():
+        return
+    distributed_c10d._new_process_group_helper = _new_process_group  # noqa: SLF001 - as above
+    distributed_c10d._get_split_source = _get_split_source  # type: ignore[assignment]  # noqa: SLF001
+    # Both of these have imported it by name.
+    distributed_c10d.split_group = dist.split_group = device_mesh.split_group = _split_group
+    # The constructor calls it, and so does a copy that is unpickled.
+    setattr(DistributedDataParallel, _BEGIN_DDP, _note_ddp)
 
 
 @functools.wraps(_make)
@@ -78,45 +115,144 @@ def _new_process_group(*args: object, **keywords: object) -> Any:
     call = inspect.signature(_make).bind(*args, **keywords)
     name, asked = str(call.arguments["group_name"]), bool(call.arguments.get(_OPTION))
     _names.discard(name)
+    # This registers backends as well.
+    backends = distributed_c10d.BackendConfig(call.arguments["backend"]).get_device_backend_map().values()
     detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
-    if asked or not can(str(call.arguments["backend"]), detail=detail):
+    if asked or not can(backends, able(), detail=detail):
         return _make(*args, **keywords)
     call.arguments[_OPTION] = True
     group, store = made = _make(*call.args, **call.kwargs)
     # With a tag, torch returns the group that is there.
     if isinstance(group, dist.ProcessGroup) and group.group_name == name:
         _names.add(name)
-        rank = call.arguments["group_rank"]
-        store.set(f"handle/{rank}", _handle(group))
-        _connect(
-            group, 0, [store.get(f"handle/{each}").decode() for each in range(call.arguments["group_size"])]
-        )
+        rank, size = call.arguments["group_rank"], call.arguments["group_size"]
+        # A group of this name and store may have been made before, and destroyed.
+        made_here = store.add(f"made/{rank}", 1)
+        store.set(f"handles/{made_here}/{rank}", json.dumps(_handles(group)))
+        handles = [json.loads(store.get(f"handles/{made_here}/{each}")) for each in range(size)]
+        _connect(group, made_here * _FIRST, handles)
+        for backend in _of_nccl(group):
+            backend.set_timeout(max(call.arguments["timeout"], _NO_LIMIT))
+            _rename_setting()
     return made
+
+
+@functools.wraps(_split_source)
+def _get_split_source(group: Any, *args: Any) -> Any:
+    return None if str(group.group_name) in _names else _split_source(group, *args)
+
+
+@functools.wraps(_split)
+def _split_group(*args: object, **keywords: object) -> Any:
+    asked = inspect.signature(_split).bind(*args, **keywords).arguments
+    world = distributed_c10d._world  # noqa: SLF001 - as below
+    parent = asked.get("parent_pg") or dist.group.WORLD
+    if parent is None or str(parent.group_name) not in _names or not asked.get("split_ranks"):
+        return _split(*args, **keywords)
+    ranks = _in_order(world.pg_group_ranks[parent])
+    parts = [[ranks[each] for each in part] for part in asked["split_ranks"]]
+    own = [part for part in parts if dist.get_rank() in part]
+    if not own:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return dist.new_group(
+        own[0],
+        timeout=asked.get("timeout"),
+        backend=asked.get("backend") or world.pg_map[parent][0],
+        pg_options=asked.get("pg_options"),
+        group_desc=asked.get("group_desc"),
+        use_local_synchronization=True,  # the ranks outside the parent do not call it
+        sort_ranks=False,
+    )
+
+
+@functools.wraps(_begin_ddp)
+def _note_ddp(model: DistributedDataParallel, *args: object, **keywords: object) -> None:
+    _ddp_models.add(model)
+    _begin_ddp(model, *args, **keywords)
+
+
+def backends_of(group: Any) -> list[Any]:
+    """Return the backends of a group, that for CPU tensors first; the group itself if it is one.
+
+    That is what a backend written in Python is, and it has no device types.
+    """
+    found: list[Any] = []
+    for kind in sorted(getattr(group, "_device_types", ()), key=str):
+        with contextlib.suppress(RuntimeError):  # a kind of device that this group is not for
+            backend = group._get_backend(kind)  # noqa: SLF001 - torch has no public way
+            found += [] if backend in found else [backend]
+    return found or [group]
+
+
+def _rename_setting() -> None:
+    """Give ProcessGroupNCCL2 a setting by its new name: of the old one torch 2.15 warns on standard error.
+
+    ProcessGroupNCCL knows the old one alone.
+    """
+    if torch.__version__ >= "2.15" and _OLD in os.environ:
+        os.environ.setdefault(_NEW, os.environ.pop(_OLD))
+
+
+def _of_nccl(group: Any) -> list[Any]:
+    return [each for each in backends_of(group) if "nccl" in each.name()]
+
+
+def revoke() -> bool:
+    """Have NCCL end what is under way in all groups, which stay; return whether all can be formed again.
+
+    Otherwise nothing is done.
+    """
+    groups = list(distributed_c10d._world.pg_names)  # noqa: SLF001 - as below
+    if not groups or not _are_ours(groups):
+        return False
+    # Side by side: NCCL may wait for a kernel that is in a stream behind that of another group.
+    threads = [
+        threading.Thread(target=backend.abort, name="nblaunch-revoke", daemon=True)
+        for group in groups
+        for backend in _of_nccl(group)
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return True
 
 
 def form_again(
     store: dist.Store, number: int, rank: int, world_size: int, *, usable: bool
-) -> list[object] | None:
+) -> list[tuple[object, str]] | None:
     """Form all groups again, if all ranks can; `number` is that of the recovery, and `store` is for it alone.
 
     All ranks call it; where those of one rank are not `usable`, none does anything. Returns the models that
-    cannot forget a step that did not end, None where nothing was done.
+    cannot forget a step that did not end, and why; None where nothing was done. Raises `NotInPlaceError` on
+    all ranks if one fails.
     """
     store.set(f"groups/{rank}", json.dumps(_tell(world_size) if usable else {}))
     told: list[OwnGroups] = [json.loads(store.get(f"groups/{each}")) for each in range(world_size)]
     if not all_can(told):
         return None
+    if why := _connect_all(number, rank, told):
+        # The first has it: the others then wait for that one in vain.
+        store.compare_set("failed", "", f"rank {rank}: {why}")
+    store.set(f"ended/{rank}", "")
+    for each in range(world_size):
+        store.get(f"ended/{each}")
+    if store.check(["failed"]):
+        raise NotInPlaceError(store.get("failed").decode())
+    return [(part, why) for model in _models() if (why := _reset(model)) for part in _parts(model)]
+
+
+def _connect_all(number: int, rank: int, told: Sequence[OwnGroups]) -> str:
+    """Connect all groups; return the error, "" if there is none."""
     named = {str(name): group for group, name in distributed_c10d._world.pg_names.items()}  # noqa: SLF001
-    # Groups share ranks, so all take them in one order.
-    for name, (ranks, _) in sorted(told[rank].items()):
-        _connect(named[name], number, [told[each][name][1] for each in ranks])
-    stuck: list[object] = []
-    for model in _models():
-        try:
-            _reset(model)
-        except Exception:  # noqa: BLE001 - FSDP2 refuses where another model has queued its reduction
-            stuck += [model] if isinstance(model, DistributedDataParallel) else model._modules  # noqa: SLF001
-    return stuck
+    try:
+        # Groups share ranks, so all take them in one order.
+        for name, (ranks, _) in sorted(told[rank].items()):
+            handles = [told[each][name][1] for each in ranks]
+            _connect(named[name], number, handles, timedelta(seconds=_CONNECT_SECONDS))
+    except Exception as error:  # noqa: BLE001 - of torch, gloo or NCCL: all ranks then make new groups
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
 
 
 def _tell(world_size: int) -> OwnGroups:
@@ -125,9 +261,14 @@ def _tell(world_size: int) -> OwnGroups:
     world = distributed_c10d._world  # noqa: SLF001 - torch has no public way to its groups
     groups = {str(name): group for group, name in world.pg_names.items()}
     # A `new_group` that was interrupted has named its group, and has not said yet which ranks it has.
-    if not groups.keys() <= _names or not all(group in world.pg_group_ranks for group in groups.values()):
+    if not _are_ours(groups.values()) or not all(group in world.pg_group_ranks for group in groups.values()):
         return {}
-    return {name: (_in_order(world.pg_group_ranks[group]), _handle(group)) for name, group in groups.items()}
+    return {name: (_in_order(world.pg_group_ranks[group]), _handles(group)) for name, group in groups.items()}
+
+
+def _are_ours(groups: Iterable[Any]) -> bool:
+    names = distributed_c10d._world.pg_names  # noqa: SLF001 - as above
+    return {str(names.get(group)) for group in groups} <= _names
 
 
 def _in_order(numbers: Mapping[int, int]) -> list[int]:
@@ -135,39 +276,47 @@ def _in_order(numbers: Mapping[int, int]) -> list[int]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
-def _torch(name: str) -> Callable[..., Any]:
-    """Return a function that torch has from 2.14 on, and calls experimental."""
-    function: Callable[..., Any] = getattr(distributed_c10d, name)
-    return function
+def _handles(group: Any) -> list[str]:
+    return [str(each.get_reconfigure_handle()) for each in backends_of(group)]
 
 
-def _handle(group: Any) -> str:
-    return str(_torch("_get_reconfigure_handle")(group))
-
-
-def _connect(group: Any, number: int, handles: list[str]) -> None:
-    _torch("_reconfigure")(number, handles, group).wait()
+def _connect(
+    group: Any, number: int, handles: Sequence[Sequence[str]], timeout: timedelta | None = None
+) -> None:
+    """Connect each backend of a group; `handles` are those of each of its ranks."""
+    reconfigure: Callable[..., Any] = getattr(distributed_c10d, "_reconfigure")  # noqa: B009 - from 2.14 on
+    for backend, of_backend in zip(backends_of(group), zip(*handles, strict=True), strict=True):
+        reconfigure(number, list(of_backend), backend, timeout).wait()
 
 
 def _models() -> list[Any]:
-    """Return all DDP models, and what FSDP2 keeps of modules: variables may refer to them in any depth."""
-    state = getattr(sys.modules.get(_FSDP2), "FSDPState", None)
-    kinds = _with_subclasses(DistributedDataParallel) | (set() if state is None else _with_subclasses(state))
-    # An object refers to its type: Python would look at hundreds of thousands of objects three times as long.
-    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
+    """Return all DDP models, and what FSDP2 keeps of modules."""
+    kept = [each() for each in list(_composable_state._module_state_mapping.values())]  # noqa: SLF001
+    kind = getattr(sys.modules.get(_FSDP2), "FSDPState", ())
+    return [*_ddp_models, *(each for each in kept if isinstance(each, kind))]
 
 
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+def _parts(model: Any) -> Sequence[object]:
+    """Return what the program's variables may refer to."""
+    return [model] if isinstance(model, DistributedDataParallel) else list(model._modules)  # noqa: SLF001
 
 
-def _reset(model: Any) -> None:
-    """Have a model forget a step that did not end: its next one would wait for what is left of that."""
-    if isinstance(model, DistributedDataParallel):
-        # What torch itself calls with a group that has become smaller.
-        model._update_process_group(model.process_group)  # noqa: SLF001
-    elif model._is_root and not _is_idle(model):  # noqa: SLF001 - FSDP2's own is in the same private class
-        model._reset_iter_state()  # noqa: SLF001 - it drops gradients: an idle model keeps them
+def _reset(model: Any) -> str:
+    """Have a model forget a step that did not end: its next one would wait for what is left of that.
+
+    Returns why it cannot, "" if it can.
+    """
+    try:
+        if isinstance(model, DistributedDataParallel):
+            # What torch itself calls with a group that has become smaller.
+            model._update_process_group(model.process_group)  # noqa: SLF001
+        elif model._is_root and not _is_idle(model):  # noqa: SLF001 - FSDP2's own is in the same private class
+            model._reset_iter_state()  # noqa: SLF001 - it drops gradients: an idle model keeps them
+    except Exception as error:  # noqa: BLE001
+        # FSDP2 refuses (RuntimeError) where another model has queued its reduction. A model that is left in
+        # the middle of a step, by whatever error, must not be used: the user is told, with the error.
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
 
 
 def _is_idle(state: Any) -> bool:

@@ -13,8 +13,12 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from multiprocessing import forkserver, process, resource_tracker
 from typing import Any
 
@@ -24,6 +28,7 @@ from nblaunch._process_tree import become_subreaper, children, die_with_parent
 _LONGEST_SOCKET_DIRECTORY = 84
 LOOK_SECONDS = 0.25
 _UNREAD_SECONDS = 0.15
+_TEMPLATES = "torch.distributed.nn.jit.instantiator"
 
 _started: set[int] = set()
 _STARTERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -51,14 +56,42 @@ def isolate() -> None:
     reseed()
 
 
-def keep_sockets_in(directory: str) -> None:
-    """Have `multiprocessing` make its sockets in `directory`, which is removed with the run.
+def keep_files_in(directory: str) -> None:
+    """Have the sockets of `multiprocessing` and torch's templates in `directory`, which goes with the run.
 
     Otherwise they are in the temporary directory, and stay there when a rank is killed that has workers of a
     DataLoader, for example.
     """
+    sys.meta_path.insert(0, _InDirectory(directory))
     if len(os.fsencode(directory)) <= _LONGEST_SOCKET_DIRECTORY:
         process.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+class _InDirectory(MetaPathFinder):
+    """Has torch 2.8, as it imports DDP, make its directory of templates in `directory`.
+
+    It removes the directory at exit only, which a killed rank does not reach. Later versions make none.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load torch's module; leave every other module to the other finders."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == _TEMPLATES else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(self._load, loader.exec_module)
+        return spec
+
+    def _load(self, load: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
+        chosen, tempfile.tempdir = tempfile.tempdir, self.directory
+        try:
+            load(module)
+        finally:
+            tempfile.tempdir = chosen
 
 
 def _forget_inherited_servers() -> None:

@@ -90,7 +90,7 @@ from nblaunch.rank import (
     values,
 )
 from nblaunch.rank.control import Link
-from nblaunch.rank.isolate import isolate, keep_sockets_in, note_own_children
+from nblaunch.rank.isolate import isolate, keep_files_in, note_own_children
 from nblaunch.rank.modules import OwnModules
 from nblaunch.rank.namespace import Arrival, DeadVariables, Variables
 
@@ -126,7 +126,7 @@ def resume(orders: dict[str, Any]) -> NoReturn:
 
 
 def _live(orders: Orders) -> int:
-    keep_sockets_in(orders.spill)
+    keep_files_in(orders.spill)
     note_own_children()
     shell.prepare(orders.spill)
     script.leave_out_finalizers()
@@ -299,6 +299,8 @@ class Rank:
             in_place.accept_groups()
         if prepare.backend is not None:
             process_group.form(prepare.backend, self.device, prepare.timeout, joins=prepare.joins)
+            if process_group.rethrows_errors() and (warning := environment.unheard_timeouts()):
+                self._remark(warning)
         process_group.accept_user_calls()
         if self.orders.keep:
             self._give_names()
@@ -627,9 +629,10 @@ class Rank:
         try:
             if order.reform:
                 found = self.dead_variables.find()
-                kept = process_group.form_again(order.number, self.device, cut)
-                dead = self.dead_variables.bury(found, lost=kept)
-                answer = recovered(dead=dead, in_place=kept is not None)
+                formed = process_group.form_again(order.number, self.device, cut)
+                dead = self.dead_variables.bury(found, lost=formed.lost if formed.in_place else None)
+                why_not = formed.why_not[:_ERROR_CHARACTERS]
+                answer = recovered(dead=dead, in_place=formed.in_place, why_not=why_not)
                 if self.phase is Phase.PROCESS_GROUP:
                     self._enter(Phase.READY)
             else:

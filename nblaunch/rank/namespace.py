@@ -255,17 +255,19 @@ class DeadVariables:
                     found.append((DeadVariable(path, remedy), weakref.ref(thing)))
         return found
 
-    def bury(self, found: _Found, *, lost: Sequence[object] | None = None) -> tuple[DeadVariable, ...]:
+    def bury(
+        self, found: _Found, *, lost: Sequence[tuple[object, str]] | None = None
+    ) -> tuple[DeadVariable, ...]:
         """Note that these are dead now; have models raise when they are used.
 
         After groups were formed again in place only FSDP1 is, which cannot forget half a step, and what is
-        `lost`.
+        `lost`, with the reason.
         """
         if lost is not None:
             found = [
-                (dead, thing)
+                (DeadVariable(dead.name, f"{dead.remedy}; {why}" if why else dead.remedy), thing)
                 for dead, thing in found
-                if _is_wrapped_whole(thing()) or any(thing() is each for each in lost)
+                if (why := _why_lost(thing(), lost)) is not None
             ]
         for dead, reference in found:
             thing = reference()
@@ -358,6 +360,12 @@ def _members_of(value: object) -> Iterator[tuple[str, object]]:
 def _is_sharded(value: object) -> bool:
     # By name: importing FSDP takes time that only its users should pay.
     return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
+
+
+def _why_lost(thing: object, lost: Sequence[tuple[object, str]]) -> str | None:
+    """Return why a thing does not go on with the groups that it was made for; None if it does."""
+    why = next((f"it cannot forget its last step: {why}" for each, why in lost if each is thing), None)
+    return "" if why is None and _is_wrapped_whole(thing) else why
 
 
 def _is_wrapped_whole(value: object) -> bool:

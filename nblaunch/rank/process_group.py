@@ -15,7 +15,8 @@ import inspect
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -42,6 +43,18 @@ class AbortError(RuntimeError):
 
 class UnusableError(RuntimeError):
     """The CUDA context of this process is broken: every call of CUDA fails from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """How the groups were formed again."""
+
+    in_place: bool = False
+    """Whether they go on, and all that refers to them; without that they are gone but for the default one."""
+    lost: Sequence[tuple[object, str]] = ()
+    """Models that do not go on with them, and why."""
+    why_not: str = ""
+    """What went wrong in forming them in place, if that was tried."""
 
 
 class Groups:
@@ -106,7 +119,7 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
     collective it is in nor be freed. With it the first collective is recorded and can be aborted like any
     other, and an error of NCCL's ends the launch before the user's code begins. The price beside the time:
     torch makes other groups by splitting this one, so `new_group(use_local_synchronization=True)` waits for
-    all ranks.
+    all ranks, unless groups are formed again in place (`in_place`).
 
     With `joins` it is formed by `form_again`, with ranks that form theirs again.
     """
@@ -128,57 +141,65 @@ def form(backend: str, device: torch.device, timeout: float | None = None, *, jo
     _ours = dist.group.WORLD
 
 
-def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> list[object] | None:
-    """Form the groups, which may be broken, again in place if that can be done; return the models lost by it.
+def form_again(number: int, device: torch.device, cut: Callable[[], None]) -> Formed:
+    """Form the groups, which may be broken, again in place if that can be done.
 
-    Else return None, and replace the default group by a new one of the same kind: groups that the program
-    made itself (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old
-    groups. Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used
-    any more.
+    Else replace the default group by a new one of the same kind: groups that the program made itself
+    (`new_group`, `DeviceMesh`) are gone with the old one. `cut` cuts the connections of the old groups.
+    Raises `AbortError` if NCCL does not abort the old ones, `UnusableError` if CUDA cannot be used any more.
     """
-    global _aborted, _before, _cut_here, _ours
+    global _aborted, _cut_here, _ours
     check_context(device, wait=False)
     _end_nccl()
     # After the abort: to NCCL a broken connection is an error, which its watchdog answers with an abort().
     cut()
     check_context(device)
-    kept = _form_again_in_place(number)
-    if kept is not None:
-        flight_recorder.bury_entries()
-    else:
+    formed = _form_again_in_place(number)
+    if not formed.in_place:
         backends = {backend for _, backend in groups().counts()}
         leave()
         flight_recorder.bury(backends)
-        _aborted = _ours = None
+        _ours = None
+    _aborted = None
     _cut_here = False
     # No name is used again: a `DeviceMesh` that is gone looks its groups up by name, and would find others.
     distributed_c10d._world.group_count = number * _NAMES_PER_RECOVERY  # noqa: SLF001 - all ranks count alike
-    if kept is not None:
-        dist.barrier()
-        _before = Groups().counts()
-        return kept
+    if formed.in_place:
+        flight_recorder.bury_entries(Groups().counts())
+        _meet(device)
+        return formed
     # Exceptions hold the old group in cycles: its threads and connections stay until these are collected.
     gc.collect()
     if _formed_with is None:
-        return None
+        return formed
     arguments = {**_formed_with, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     _original(**arguments, store=_store("recovered", number))
     _know_all_ranks()
     _ours = dist.group.WORLD
-    dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+    _meet(device)
     # Groups are numbered in the order in which they are made, and the barrier is the last that is recorded.
-    _before = Groups().counts()
     flight_recorder.bury({backend for _, backend in _before}, but_the_newest=True)
-    return None
+    return formed
 
 
-def _form_again_in_place(number: int) -> list[object] | None:
+def _form_again_in_place(number: int) -> Formed:
     if not in_place.torch_can():
-        return None
+        return Formed()
     # The groups keep the store that they were made with: it may have been cut, or be the program's own.
     usable = _agent_store is not None
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return in_place.form_again(_store("in place", number), number, rank, world_size, usable=usable)
+    try:
+        lost = in_place.form_again(_store("in place", number), number, rank, world_size, usable=usable)
+    except in_place.NotInPlaceError as error:
+        return Formed(why_not=str(error))
+    return Formed() if lost is None else Formed(in_place=True, lost=lost)
+
+
+def _meet(device: torch.device) -> None:
+    """Wait until all ranks have formed their groups; what is called from now on counts."""
+    global _before
+    dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+    _before = Groups().counts()
 
 
 def note_cut() -> None:
@@ -214,6 +235,11 @@ def groups() -> Groups:
 def uses_nccl() -> bool:
     """Whether the default group uses NCCL, or did so until it was aborted; asks torch for nothing else."""
     return _aborted.uses_nccl if _aborted is not None else _uses_nccl()
+
+
+def rethrows_errors() -> bool:
+    """Whether it uses the NCCL of which TORCH_NCCL_RETHROW_CUDA_ERRORS decides; nccl2 does not ask for it."""
+    return _uses_nccl() and flight_recorder.LEGACY in _numbers(dist.group.WORLD)
 
 
 def has_open_operations() -> bool:
@@ -305,21 +331,14 @@ def _end_nccl() -> None:
 
 def _abort(then: Callable[[], None]) -> None:
     with contextlib.suppress(Exception):  # a group that is broken already cannot be aborted
-        distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
+        if not in_place.revoke():
+            distributed_c10d._abort_process_group()  # noqa: SLF001 - torch's only way to end a stuck NCCL call
     then()
 
 
 def _numbers(group: Any) -> dict[str, int | None]:
-    """Return the number of the last operation that each backend of a group was called for.
-
-    A backend that is written in Python is the group itself, and has no device types.
-    """
-    kinds = getattr(group, "_device_types", ())
-    found = []
-    for kind in kinds:
-        with contextlib.suppress(RuntimeError):  # a kind of device that this group is not for
-            found.append(group._get_backend(kind))  # noqa: SLF001 - torch has no public way
-    return {str(each.name()): _number_of(each) for each in found or [group]}
+    """Return the number of the last operation that each backend of a group was called for."""
+    return {str(each.name()): _number_of(each) for each in in_place.backends_of(group)}
 
 
 def _number_of(backend: Any) -> int | None:
@@ -342,9 +361,9 @@ def _know_all_ranks() -> None:
     default = dist.group.WORLD
     if not isinstance(default, dist.ProcessGroup):
         return
-    for kind in getattr(default, "_device_types", ()):
+    for backend in in_place.backends_of(default):
         with contextlib.suppress(Exception):  # a registered backend may have no such options
-            options = default._get_backend(kind).options  # noqa: SLF001
+            options = backend.options
             if not options.global_ranks_in_group:
                 options.global_ranks_in_group = list(range(default.size()))
 
@@ -384,6 +403,7 @@ def _init_process_group(*args: object, **keywords: object) -> None:
         _calls[where] += 1
     _original(*call.args, **call.kwargs)
     _aborted = None
+    flight_recorder.count_from({})
     _know_all_ranks()
     same = ("backend", "timeout", "pg_options", "device_id")
     _formed_with = {name: call.arguments[name] for name in same if name in call.arguments}

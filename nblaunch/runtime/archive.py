@@ -137,7 +137,8 @@ class Archive:
     @property
     def records(self) -> tuple[JobRecord, ...]:
         """The jobs, for a list of jobs."""
-        return tuple(past.record for past in self._jobs.values())
+        # A list first: it is made at once, and jobs end on another thread.
+        return tuple(past.record for past in list(self._jobs.values()))
 
     def get(self, number: int) -> PastJob | None:
         """Return a job of which more than the record is kept."""

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._peer import peer_of
 from nblaunch._registry import release_of_torch
+from nblaunch._version import __version__
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
     PROTOCOL,
@@ -193,7 +193,6 @@ class ClientConnection:
         known = self.introduced
         assert known is not None  # noqa: S101 - all who ask have one that was welcome
         return ClientRecord(
-            number=self.number,
             pid=known.pid,
             node=known.node,
             name=known.name,

@@ -95,7 +95,7 @@ class HeldNodes:
 
 def _nodes_wanted(options: LaunchOptions) -> tuple[object, ...]:
     of_engine = tuple(getattr(options, each.name) for each in OPTIONS if each.scope == "engine")
-    return (*of_engine, options.nodes, options.nproc_per_node, options.local_addr)
+    return (*of_engine, options.nodes, options.nproc_per_node, options.local_addr, options.ports)
 
 
 def _hold_nodes(
@@ -115,6 +115,7 @@ def _hold_nodes(
         backend=options.backend,
         here=options.here,
         local_addr=options.local_addr,
+        ports=options.ports,
         silence=options.node_timeout,
         join_timeout=rendezvous.join_seconds(options),
         env=tuple(options.env.items()),

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import logging
 import os
 import secrets
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from nblaunch._keeper import RUNTIME_LOG
 from nblaunch.elastic.forkserver import GivenServer, server_of_fork
@@ -26,6 +27,7 @@ _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 1 << 17
 _M_ARENA_MAX, _ARENAS = -8, 2
 # How often the entry in the registry is looked at.
 _KEEP_SECONDS = 60.0
+_LOG_BYTES = 1 << 18
 
 
 def live(link_fd: int, requests_fd: int, orders_fd: int, root: str, keeper: int) -> NoReturn:
@@ -67,10 +69,31 @@ def _keep_little_memory() -> None:
 
 
 def _print_to(log: Path) -> None:
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     for each in (1, 2):
         os.dup2(fd, each)
     os.close(fd)
+    logging.getLogger("nblaunch").addHandler(_ShortLog())
+
+
+class _ShortLog(logging.StreamHandler[TextIO]):
+    """Keeps the end of the file on standard error: one who is refused may come again for days."""
+
+    left_out = 0
+    _notice = b""
+
+    def flush(self) -> None:
+        """Leave out the older half of a file that is too long, and say how much that was."""
+        super().flush()
+        fd = sys.stderr.fileno()
+        size = os.fstat(fd).st_size
+        if size <= _LOG_BYTES:
+            return
+        kept = os.pread(fd, _LOG_BYTES // 2, size - _LOG_BYTES // 2).partition(b"\n")[2]
+        self.left_out += size - len(kept) - len(self._notice)
+        self._notice = b"(%d bytes before this were left out)\n" % self.left_out
+        os.ftruncate(fd, 0)
+        os.write(fd, self._notice + kept)
 
 
 def serve(link: socket.socket, root: Path, server: GivenServer) -> None:

@@ -6,6 +6,7 @@ All that is the caller's is in the request: this process has another environment
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,7 +59,7 @@ def _place_on_nodes(request: PlaceRun, environ: Mapping[str, str]) -> Placed:
     placement = Placement(least * each if isinstance(each, int) else least, backend, "cpu", 0)
     # Check only what holds on every machine: NCCL and GPUs depend on the nodes.
     anywhere = replace(options, numa_binding=None, virtual_local_rank=False)
-    without = replace(placement, backend=backend.replace("nccl", "gloo"))
+    without = replace(placement, backend=re.sub(r"nccl[\w-]*", "gloo", backend))
     check_process_options(anywhere, without, environ, request.backends)
     return Placed(placement=placement)
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from nblaunch import __version__, _registry
+from nblaunch import _registry
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._registry import Host, Owner, ProcessIdentity, RuntimeEntry
+from nblaunch._version import __version__
 from nblaunch.elastic.forkserver import GivenServer
 from nblaunch.protocol.client import PROTOCOL, ClientRecord
 

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from nblaunch import __version__
 from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
@@ -175,8 +174,6 @@ class RequestHandler:
         return wire.RuntimeWelcome(
             client=connection.number,
             pid=os.getpid(),
-            version=__version__,
-            root=str(self._local.directory.root()),
             token=self._token if owner else "",
         )
 
@@ -338,9 +335,9 @@ class RequestHandler:
     ) -> AnswerToClient:
         session.refuse_if_busy()
         if request.attempt is not None and request.attempt != session.group.attempt:
-            return wire.Stale(attempt=session.group.attempt)
+            return wire.Stale()
         if session.nodes is not None and decode_state(request.order.state).world_size != session.world_size:
-            return wire.Stale(attempt=session.group.attempt)
+            return wire.Stale()
         root = self._local.directory.root
         job = RunningJob(request.order, connection, connection.record, root, session.tenure)
         self.jobs.add(job)
@@ -396,11 +393,7 @@ class RequestHandler:
         if events is None:
             raise NblaunchError(_unknown(request.job))
 
-        def complete() -> AnswerToClient:
-            found = tuple(wire.EventRecord(each.json, each.timestamp) for each in events.all())
-            return wire.JobEvents(events=found)
-
-        return complete
+        return lambda: wire.JobEvents(events=events.all())
 
     def _late_of(self, _: ClientConnection, request: wire.LateOf) -> _Served:
         past = self._past(request.job)
@@ -545,7 +538,6 @@ class RequestHandler:
                 session=session.record(),
                 options=session.options,
                 names=tuple(session.group.names.values()),
-                jobs=session.job_records(),
                 held_by=held_by,
                 watches_only=connection.why_it_only_watches(session.name),
             )

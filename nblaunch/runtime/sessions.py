@@ -27,9 +27,9 @@ from nblaunch.protocol.client import (
     OpenSession,
     Placement,
     RankLogFiles,
-    RankRecord,
     RanksRenumbered,
     RanksReplaced,
+    RankStatus,
     RuntimeEvent,
     SessionEnded,
     SessionRecord,
@@ -208,33 +208,32 @@ class RuntimeSession:
         ranks = {} if running is None or running.end is not None else running.job.state.ranks
         open_questions = () if running is None else tuple(running.job.questions)
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
+        asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
+        doing = running.job.state.doing if running is not None and running.end is None else ""
         return SessionRecord(
             session=self.key,
             name=self.name,
             placement=self.placement,
             attempt=self.group.attempt,
             open=self.open,
-            ready=self.group.ready,
             detached=self.detached,
-            linger=self.linger,
             linger_left=self.linger_left,
             giver=None if giver is None else giver.record,
             running=None if running is None or running.order.internal else running.record,
             ranks=tuple(
-                RankRecord(
+                RankStatus(
                     rank=rank,
                     state=self._word(known.node, ranks.get(rank)),
                     pid=known.pid,
                     device=known.device,
                     memory=memory.get(rank),
-                    waiting=_waiting(ranks.get(rank)),
+                    waiting=_waiting(ranks.get(rank)) or asks.get(rank, doing),
                     asks=prompts.get(rank),
                     node=known.node,
                     cpu=self._cpu(rank, ranks.get(rank)),
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
-            doing=running.job.state.doing if running is not None and running.end is None else "",
             started=self.started,
             engine=self.group.engine,
             grace=self.grace,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch._results import Event
 from nblaunch.diagnose.failures import Alike, Blame, Reason, blame, without_ports
+from nblaunch.protocol.client import Event
 from nblaunch.protocol.messages import FailureRecord, FrameRecord
 from nblaunch.protocol.reports import HangReport, by_host, format_ranks, held_lines, plural, ranks_by_answer
 from nblaunch.protocol.state import AttemptState, RunState, hosts_of

@@ -131,7 +131,9 @@ def test_a_gpu_for_one_process_is_a_problem_once_the_kernel_uses_it(start_kernel
     kernel = start_kernel(CUDA_VISIBLE_DEVICES=VISIBLE, NBLAUNCH_DISPLAY="text")
     # With the fork server there: what the doctor measures loads torch, too, and has 4.4 s.
     kernel.ok("import os, torch, nblaunch; nblaunch.run(os.getpid, nproc=1)", timeout=60)
-    before = kernel.ok("%distributed doctor").result
+    deadline = time.monotonic() + 60
+    while "no answer" in (before := kernel.ok("%distributed doctor").result) and time.monotonic() < deadline:
+        pass  # a busy machine: torch takes longer than that to load
     assert re.search(r"^warning +compute mode +GPUs? 0", before, re.MULTILINE), before
     kernel.ok("mine = torch.ones(1, device='cuda')")
     after = kernel.ok("%distributed doctor").result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +34,23 @@ def test_each_attempt_has_gpus_and_an_nccl_group_that_work(kernel):
     total = GPUS * (GPUS + 1) / 2
     assert kernel.value("res.values") == [[[total] * 2, f"cuda:{index}"] for index in range(GPUS)]
     assert kernel.value("len(res.attempts)") == 3
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl-legacy", "nccl2"])
+def test_a_form_of_nccl_that_torch_has_not_loaded_yet_has_each_rank_on_its_gpu(kernel, backend):
+    if not dist.is_backend_available(backend.rpartition(":")[2]):
+        pytest.skip(f"this torch has no {backend}")
+    kernel.ok(
+        f"""
+        %%distributed --backend {backend} --out res
+        import torch.distributed as dist
+        total = torch.ones(1, device="cuda")
+        dist.all_reduce(total)
+        (total.item(), str(device), total.get_device(), dist.get_backend())
+        """
+    )
+    expected = [[float(GPUS), f"cuda:{index}", index, backend] for index in range(GPUS)]
+    assert kernel.value("res.values") == expected
 
 
 def test_a_rank_that_is_killed_in_a_collective_is_replaced_with_its_gpu(kernel):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from gpus import devices_of_ranks
 
 pytestmark = pytest.mark.gpu(2, shared=True)
 
-GPUS = torch.cuda.device_count()
+DEVICES = devices_of_ranks()
+RANKS = len(DEVICES)
 
 
 MESHES = """
@@ -41,7 +42,7 @@ def test_a_device_mesh_reduces_over_its_gpus(session):
     dist.all_reduce(total, group=line.get_group("all"))
     (total.item(), line.device_type)
     """
-    assert values(session, body) == [(float(GPUS), "cuda")] * GPUS
+    assert values(session, body) == [(float(RANKS), "cuda")] * RANKS
 
 
 @pytest.mark.gpu(4)
@@ -54,7 +55,7 @@ def test_a_mesh_of_two_dimensions_reduces_over_each(session):
         totals.append(total.item())
     totals
     """
-    half = GPUS // 2
+    half = RANKS // 2
     rows = [sum(range(row * half, (row + 1) * half)) for row in range(2)]
     expected = [[float(2 * (rank % half) + half), float(rows[rank // half])] for rank in range(half * 2)]
     assert values(session, body)[: half * 2] == expected
@@ -67,8 +68,8 @@ def test_a_dtensor_is_sharded_over_the_gpus_and_gathered(session):
     own, whole = (sharded + 1).to_local(), (sharded + 1).redistribute(placements=[Replicate()]).to_local()
     (own.tolist(), str(own.device), whole.tolist())
     """
-    whole = [number + 1.0 for number in range(2 * GPUS)]
-    expected = [(whole[2 * rank : 2 * rank + 2], f"cuda:{rank}", whole) for rank in range(GPUS)]
+    whole = [number + 1.0 for number in range(2 * RANKS)]
+    expected = [(whole[2 * rank : 2 * rank + 2], DEVICES[rank], whole) for rank in range(RANKS)]
     assert values(session, body) == expected
 
 
@@ -105,7 +106,7 @@ def test_fsdp2_trains_shards_as_the_cpu_trains_the_whole(session, mesh):
     close = [torch.allclose(a.cpu(), b, atol=1e-5) for a, b in zip(gathered, alone.parameters(), strict=True)]
     (type(next(model.parameters())).__name__, str(gathered[0].device), all(close))
     """
-    assert values(session, body) == [("DTensor", f"cuda:{rank}", True) for rank in range(GPUS)]
+    assert values(session, body) == [("DTensor", DEVICES[rank], True) for rank in range(RANKS)]
 
 
 def test_a_sharded_checkpoint_is_saved_from_gpus_and_loaded_onto_them(session, tmp_path):
@@ -119,6 +120,6 @@ def test_a_sharded_checkpoint_is_saved_from_gpus_and_loaded_onto_them(session, t
     local = state["sharded"].to_local()
     (local.tolist(), str(local.device))
     """
-    expected = [([2.0 * rank, 2.0 * rank + 1], f"cuda:{rank}") for rank in range(GPUS)]
+    expected = [([2.0 * rank, 2.0 * rank + 1], DEVICES[rank]) for rank in range(RANKS)]
     assert values(session, body) == expected
     assert (tmp_path / "saved" / ".metadata").exists()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpus import devices_of_ranks
 
 from nblaunch import RunFailedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.quick]
 
-GPUS = torch.cuda.device_count()
-DEVICES = [f"cuda:{index}" for index in range(GPUS)]
-TOTAL = GPUS * (GPUS + 1) / 2
+DEVICES = devices_of_ranks()
+RANKS = len(DEVICES)
+TOTAL = RANKS * (RANKS + 1) / 2
 
 
 @pytest.fixture
@@ -41,9 +42,9 @@ def test_push_takes_a_tensor_to_the_ranks_and_pull_brings_one_from_the_gpu_to_th
     session.push({"given": torch.arange(4.0)})
     values(session, "made = given.to(device) * (rank + 1)")
     pulled = session.pull("made")["made"]
-    assert [str(each.device) for each in pulled] == ["cpu"] * GPUS
+    assert [str(each.device) for each in pulled] == ["cpu"] * RANKS
     assert [each.tolist() for each in pulled] == [
-        [n * (rank + 1.0) for n in range(4)] for rank in range(GPUS)
+        [n * (rank + 1.0) for n in range(4)] for rank in range(RANKS)
     ]
 
 
@@ -66,7 +67,7 @@ def test_a_model_of_the_notebook_is_trained_over_cells_and_pulled_to_the_cpu(ses
         values(session, step)
     pulled = session.pull("trained")["trained"]
     assert {str(parameter.device) for each in pulled for parameter in each.parameters()} == {"cpu"}
-    expected = model.weight - 2 * 0.1 * 2 * GPUS  # each rank's gradient is 2, in each of two steps
+    expected = model.weight - 2 * 0.1 * 2 * RANKS  # each rank's gradient is 2, in each of two steps
     assert all(torch.allclose(each.weight, expected) for each in pulled)
 
 
@@ -75,15 +76,15 @@ def test_a_model_of_the_notebook_is_trained_over_cells_and_pulled_to_the_cpu(ses
 )
 def test_values_of_each_type_come_back_as_they_were(session, dtype):
     found = values(session, f"torch.tensor([0, 1, 1], device=device).to(torch.{dtype})")
-    assert [each.dtype for each in found] == [getattr(torch, dtype)] * GPUS
+    assert [each.dtype for each in found] == [getattr(torch, dtype)] * RANKS
     assert [
         each.to(torch.float32).tolist() if dtype != "complex64" else each.real.tolist() for each in found
-    ] == [[0.0, 1.0, 1.0]] * GPUS
+    ] == [[0.0, 1.0, 1.0]] * RANKS
 
 
 def test_tensors_without_elements_come_back_with_their_shape(session):
     found = values(session, "torch.empty(0, 3, device=device), torch.ones(2, 2, device=device)[:0]")
-    assert [[tuple(part.shape) for part in each] for each in found] == [[(0, 3), (0, 2)]] * GPUS
+    assert [[tuple(part.shape) for part in each] for each in found] == [[(0, 3), (0, 2)]] * RANKS
     assert {str(part.device) for each in found for part in each} == {"cpu"}
 
 
@@ -102,7 +103,7 @@ def test_an_exception_that_holds_a_tensor_of_a_gpu_is_raised_with_it_on_the_cpu(
     assert cause.rank == 0
     words, tensor = cause.exception.args
     assert (words, tensor.tolist(), str(tensor.device)) == ("this one", [3.0, 3.0], "cpu")
-    assert values(session, "rank") == list(range(GPUS))
+    assert values(session, "rank") == list(range(RANKS))
 
 
 @pytest.mark.gpu(2, shared=True)
@@ -115,7 +116,7 @@ def test_a_group_that_the_program_makes_works_in_later_cells(session):
         dist.all_reduce(total, group=alone[rank])
     total.item()
     """
-    assert values(session, body) == [2.0, 2.0, *[1.0] * (GPUS - 2)]
+    assert values(session, body) == [2.0, 2.0, *[1.0] * (RANKS - 2)]
 
 
 @pytest.mark.gpu(2, shared=True)
@@ -133,9 +134,9 @@ def test_collectives_on_objects_and_point_to_point_work(session):
         dist.recv(got, src=0)
     ([each["tensor"].item() for each in everyone], word[0], got.item())
     """
-    ranks = [float(rank) for rank in range(GPUS)]
+    ranks = [float(rank) for rank in range(RANKS)]
     assert values(session, body) == [
-        (ranks, "from rank 0", 7.0 if rank == 1 else 0.0) for rank in range(GPUS)
+        (ranks, "from rank 0", 7.0 if rank == 1 else 0.0) for rank in range(RANKS)
     ]
 
 
@@ -149,9 +150,9 @@ def test_reductions_of_each_type_are_right(session, dtype):
     dist.all_gather(gathered, torch.full((3,), rank, device=device, dtype=torch.{dtype}))
     (total.tolist(), most.tolist(), [each[0].item() for each in gathered])
     """
-    assert values(session, body) == [([TOTAL] * 3, [GPUS] * 3, list(range(GPUS)))] * GPUS
+    assert values(session, body) == [([TOTAL] * 3, [RANKS] * 3, list(range(RANKS)))] * RANKS
 
 
 def test_some_ranks_of_the_session_run_a_cell_on_their_gpus(session):
-    found = session.cell("str(torch.ones(1, device=device).device)", ranks=[GPUS - 1], namespace={})
+    found = session.cell("str(torch.ones(1, device=device).device)", ranks=[RANKS - 1], namespace={})
     assert list(found.values) == [DEVICES[-1]]

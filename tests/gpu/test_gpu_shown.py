@@ -68,7 +68,8 @@ def test_what_each_rank_uses_of_its_gpu_is_measured(gpu_session):
     for rank in gpu_session.status().ranks:
         used = meter.gpus.of(rank.pid, rank.device)
         assert used.memory >= (rank.rank + 1) * 256 * MEBIBYTE
-        assert used.percent == (rank.rank + 1) * 10  # each simulated GPU has a figure of its own
+        # Each simulated GPU has a figure of its own.
+        assert used.percent == (int(rank.device.rpartition(":")[2]) + 1) * 10
     meter.gpus.close()
     gpu_session.cell("del held; torch.cuda.empty_cache()", namespace={})
     assert torch.cuda.is_initialized() is False

@@ -228,13 +228,13 @@ def test_an_attempt_outlives_the_nccl_timeout_of_the_one_before(tmp_path):
 LATER_THAN_NCCL_WAITS = """
 import time
 from datetime import timedelta
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
 one = torch.ones(1, device=device)
-dist.all_reduce(one)
+dist.all_reduce(one, group=group)
 one.item()
 if rank == 1:
     time.sleep(5)
-dist.all_reduce(one)
+dist.all_reduce(one, group=group)
 one.item()
 """
 
@@ -243,7 +243,7 @@ one.item()
 def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
     """TORCH_NCCL_RETHROW_CUDA_ERRORS=0 silences timeouts, too (pytorch#196187): as a session wants it.
 
-    nccl2, torch 2.15's default, does not heed it: the next call raises what the watchdog saw, once.
+    nccl2, torch 2.15's default, does not heed it: there, groups have no limit of less than a day.
     """
     if backend != "nccl" and not dist.is_backend_available(backend):
         pytest.skip(f"this torch has no {backend}")
@@ -252,7 +252,29 @@ def test_nccls_own_time_limit_ends_no_rank_of_a_session(backend):
         session.cell("import os, torch, torch.distributed as dist\nkept = rank")
         before = session.cell(total, namespace={}).values
         assert session.cell(LATER_THAN_NCCL_WAITS, namespace={}).values == [4.0, 4.0]
-        if backend == "nccl" and dist.is_backend_available("nccl2"):
-            with pytest.raises(nblaunch.RunFailedError, match="NCCL operation timed out"):
-                session.cell(total, namespace={})
         assert session.cell(total, namespace={}).values == before
+
+
+UNHEARD = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+SAID = "TORCH_NCCL_RETHROW_CUDA_ERRORS=0 a collective that times out is aborted, nobody is told"
+
+
+@pytest.mark.parametrize(
+    ("backend", "more", "told"),
+    [("nccl-legacy", {}, 2), ("nccl-legacy", {"TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}, 0), ("nccl2", {}, 0)],
+    ids=["unheard", "torn down", "not heeded"],
+)
+def test_timeouts_that_nccl_would_keep_to_itself_are_warned_of(backend, more, told):
+    if not dist.is_backend_available(backend):
+        if backend == "nccl2":
+            pytest.skip(f"this torch has no {backend}")
+        backend = "nccl"
+    result = nblaunch.run(os.getpid, nproc=2, backend=f"cpu:gloo,cuda:{backend}", env=UNHEARD | more)
+    assert sum(SAID in each for each in result.warnings) == told
+
+
+def test_a_session_in_which_the_user_has_nccl_handle_errors_hears_of_them():
+    handled = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    with nblaunch.Session(2, env=handled) as session:
+        result = session.cell("import os\nos.environ.get('TORCH_NCCL_RETHROW_CUDA_ERRORS')")
+    assert (result.values, result.warnings) == ([None, None], ())

@@ -39,14 +39,14 @@ def values(kernel, body):
     return kernel.value("res.values")
 
 
-@pytest.mark.gpu(2, shared=True)
+@pytest.mark.gpu(2)
 def test_each_node_has_an_equal_part_of_the_gpus_and_its_rank_the_first(kernel, visible):
     seen = values(kernel, "(str(device), torch.cuda.device_count(), os.environ['CUDA_VISIBLE_DEVICES'])")
     gpus = visible.split(",")
     assert seen == [["cuda:0", PART, ",".join(gpus[place * PART : (place + 1) * PART])] for place in range(2)]
 
 
-@pytest.mark.gpu(2, shared=True)
+@pytest.mark.gpu(2)
 def test_the_gpus_that_the_options_choose_are_divided(visible):
     chosen = visible.split(",")[1::-1]
     env = {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
@@ -93,6 +93,6 @@ def test_a_lost_node_leaves_the_other_ones_tensors_on_its_gpu():
 
 
 def test_two_nodes_that_share_a_gpu_are_refused_by_name_for_nccl(visible):
-    env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[0]}
+    env = {"CUDA_VISIBLE_DEVICES": visible.split(",")[0], "NCCL_MULTI_RANK_GPU_ENABLE": "0"}
     with pytest.raises(nblaunch.LaunchError, match=f"{MACHINE}-1 and {MACHINE}-2 are on one machine"):
         nblaunch.Session(nproc=1, nnodes=2, on="process", env=env, backend="nccl")

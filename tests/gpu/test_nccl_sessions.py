@@ -11,17 +11,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
+from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
+from nblaunch.group import lifecycle
+from nblaunch.rank import in_place
 
 GPUS = torch.cuda.device_count()
+distributed_c10d.BackendConfig(distributed_c10d.Backend("cpu:gloo,cuda:nccl"))  # registers both
+IN_PLACE = in_place.can(["gloo", "nccl"], in_place.able(), detail=False)
 
 pytestmark = pytest.mark.gpu(2, shared=True)
 four_gpus = pytest.mark.gpu(4)
 
-REFORMED = (
-    "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
-)
+REFORMED = lifecycle.REFORMED_IN_PLACE if IN_PLACE else lifecycle.REFORMED
 POST = "dist.all_reduce(torch.ones(1, device=device))"
 DEAD = "made for a process group that is gone, with what revives each: "
 ANEW = "the ranks were started anew: all of their variables are gone"
@@ -241,6 +245,7 @@ for _ in range(100):
 # --- what is gone is named -------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(IN_PLACE, reason="groups are formed again in place: nothing dies")
 @pytest.mark.parametrize("waits", [False, True], ids=["posted", "stuck"])
 def test_variables_that_died_with_the_groups_are_named(session, waits):
     cell(
@@ -277,6 +282,60 @@ def test_variables_that_died_with_the_groups_are_named(session, waits):
     )
     assert revived.values == [(2.0, 2.0)] * 2
     cell(session, "del group, mesh, model, sharded")
+
+
+needs_in_place = pytest.mark.skipif(
+    not IN_PLACE, reason="NCCL forms no group again in place before torch 2.15"
+)
+
+
+@needs_in_place
+@pytest.mark.parametrize("failing", ["forward", "between", "backward"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
+    cell(session, STEPS)
+    run = cell(session, BEGUN.format(repr(kind)))
+    assert run.ok, run.failures
+    broken = cell(session, f"failing = {failing!r}; step(model, opt, 3); torch.cuda.synchronize()")
+    assert (broken.root_cause.message, broken.warnings) == ("a mistake", (REFORMED,))
+    finished = cell(session, FINISHED)
+    assert finished.values == [True, True], finished.failures
+
+
+@needs_in_place
+def test_groups_and_meshes_of_the_program_go_on(session):
+    """Also those that torch would split from the default one, which NCCL cannot form again."""
+    cell(
+        session,
+        """
+        world, group, split = dist.group.WORLD, dist.new_group([1, 0]), dist.split_group(split_ranks=[[0, 1]])
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("data",))
+        """,
+    )
+    for _ in range(2):
+        failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}; torch.cuda.synchronize()")
+        assert failed.warnings == (REFORMED,)
+        after = cell(
+            session,
+            "(world is dist.group.WORLD, [reduced(group=each) for each in (None, group, split, alone)],"
+            " reduced(on='cpu'), reduced(group=group, on='cpu'), over(mesh, 'data'))",
+        )
+        assert after.values == [(True, [2.0, 2.0, 2.0, 1.0], 2.0, 2.0, 2.0)] * 2, after.failures
+    cell(session, "del group, split, alone, mesh")
+
+
+@needs_in_place
+@pytest.mark.parametrize("end", ["", "; torch.cuda.synchronize()"], ids=["posted", "stuck"])
+def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told(end):
+    with nblaunch.Session(2, timeout=60) as session:
+        cell(session, f"{SETUP}reduced(); group = dist.new_group([0, 1])\n{REFUSED}")
+        failed = cell(session, f"if rank == 1: raise ValueError('x')\n{POST}{end}")
+        told = f"{lifecycle.NOT_IN_PLACE}rank 1: RuntimeError: no connection"
+        assert failed.warnings[:2] == (told, lifecycle.REFORMED)
+        after = cell(session, "reduced(), reduced(on='cpu'), reduced(group=dist.new_group([0, 1])), keep")
+        assert after.values == [(2.0, 2.0, 2.0, 123)] * 2
+        assert [each.stdout + each.stderr for each in (*failed.ranks, *after.ranks)] == [""] * 4
 
 
 @four_gpus

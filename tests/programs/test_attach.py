@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -519,3 +520,119 @@ def test_a_fork_that_outlives_the_notebook_does_not_keep_the_session_for_it(left
         eventually(lambda: directory.sessions()[0].client is None, "nobody has the session")
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+LINES = 300
+PRINTS = """
+import time, torch
+k = NUMBER
+for line in range(300):
+    print("line", line)
+    if line % 60 == 0:
+        time.sleep(0.02)
+torch.full((200_000,), float(k))
+"""
+TAKER = """
+import json, sys, time
+import nblaunch
+for line in sys.stdin:
+    time.sleep(float(line))
+    session = nblaunch.Session.attach("train", take=True)
+    job = session.jobs[-1].result(check=False)
+    found = {
+        "ok": job.ok,
+        "values": [float(each[-1]) for each in job.values if each is not None],
+        "lines": [len(each.stdout.splitlines()) for each in job.ranks],
+        "kept": session.cell("k", namespace={}).values,
+    }
+    print(json.dumps(found), flush=True)
+    del job
+"""
+GIVER = """
+import json, random, subprocess, sys
+import nblaunch
+PRINTS, TAKER, moments, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+chosen = random.Random(seed)
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+taker = subprocess.Popen([sys.executable, "-c", TAKER], **pipes, text=True)
+session = nblaunch.Session(2, name="train", detach=True, display=False)
+session.cell(PRINTS.replace("NUMBER", "-1"), namespace={})
+rounds = []
+for number in range(moments):
+    moment = chosen.uniform(0, 0.4)
+    print(moment, file=taker.stdin, flush=True)
+    own = {}
+    try:
+        job = session.cell(PRINTS.replace("NUMBER", str(number)), namespace={})
+        own["values"] = [float(each[-1]) for each in job.values]
+        own["lines"] = [len(each.stdout.splitlines()) for each in job.ranks]
+        del job
+    except nblaunch.NblaunchError as error:
+        own["error"] = str(error)
+    rounds.append((moment, own, json.loads(taker.stdout.readline())))
+    session = nblaunch.Session.attach("train", take=True)
+taker.communicate()
+session.close()
+print(json.dumps(rounds))
+"""
+
+
+@pytest.mark.parametrize(
+    ("moments", "seed"), [(5, SEED), pytest.param(100, SEED + 1, marks=pytest.mark.slow)]
+)
+@pytest.mark.usefixtures("detached_kernels")
+def test_both_have_the_whole_result_where_one_takes_the_session_at_any_moment_of_the_others_job(
+    moments, seed
+):
+    """Each round the one gives a job while the other takes the session; then the first takes it back."""
+    program = [sys.executable, "-c", GIVER, PRINTS, TAKER, str(moments), str(seed)]
+    ran = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True)
+    before = 0
+    for number, (moment, own, taken) in enumerate(json.loads(ran.stdout)):
+        story = f"round {number} of seed {seed}, taken after {moment:.3f} s: {own}, {taken}"
+        # Who takes the session before the job has begun has the one before, and the job is refused.
+        last = number - (taken["kept"] != [number] * 2)
+        before += last != number
+        if "error" in own:
+            assert " gives the session's jobs" in own["error"], story
+        else:
+            assert own == {"values": [number] * 2, "lines": [LINES] * 2}, story
+        assert taken["kept"] == [last] * 2, story
+        assert taken["ok"], story
+        assert taken["lines"] == [LINES] * 2, story
+        assert taken["values"] in ([number] * 2, [number - 1] * 2), story
+    print(f"{moments} moments, {before} of them before the job had begun")
+
+
+IDLE = """
+import json, statistics, sys
+import nblaunch, psutil
+from nblaunch.client import directory
+cells = int(sys.argv[1])
+session = nblaunch.Session(1, name="train", detach=True, display=False)
+session.cell("globals().update({f'variable_{number}': number for number in range(400)})", namespace={})
+runtime = psutil.Process(directory.find("train").runtime.pid)
+idle = nblaunch.Session.attach("train")
+used = []
+for number in range(cells):
+    session.cell(f"new_{number % 50} = {number}", namespace={})
+    if number >= cells // 3:
+        used.append(runtime.memory_info().rss / 1e6)
+part = len(used) // 4
+told = statistics.median(used[:part]), statistics.median(used[-part:])
+same = idle.pull("new_0") == session.pull("new_0")
+session.close()
+print(json.dumps([*told, same]))
+"""
+
+
+@pytest.mark.parametrize("cells", [300, pytest.param(2880, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("detached_kernels")
+def test_an_attached_client_that_reads_nothing_costs_the_runtime_no_memory_in_a_day_of_cells(cells):
+    """2,880 are a cell each half minute of a day; each binds a name, of which every client is told."""
+    program = [sys.executable, "-c", IDLE, str(cells)]
+    ran = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=True)
+    before, after, same = json.loads(ran.stdout)
+    print(f"{cells} cells: the runtime has {before:.1f} MB, then {after:.1f} MB")
+    assert same
+    assert after - before < 2

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.server
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,13 +22,17 @@ import cluster
 import msgspec
 import psutil
 import pytest
+from hosts import hosts
 from patience import eventually
 from wheels import add_wheel
 
+from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.bootstrap import FAILED
-from nblaunch.nodes.engine import NodeProgram
-from nblaunch.nodes.environment import made_before, name_of
+from nblaunch.nodes.engine import NodeProgram, Wish
+from nblaunch.nodes.environment import Wheels, made_before, name_of
+from nblaunch.nodes.process import ProcessEngine
 from nblaunch.protocol.client import NodeEnvironment
+from nblaunch.protocol.messages import EngineSaid
 
 KEY = b"a-key-that-only-the-program-gets\n"
 REPORT = "import sys, tiny; print(sys.prefix, tiny.VERSION, sys.stdin.read().strip(), *sys.argv[1:])"
@@ -259,7 +266,7 @@ def test_a_signal_while_uv_is_being_started_leaves_no_process(host):
             {"sources": ("--no-index", "--find-links /nowhere/at/all")},
             "Only the notebook's machine has /nowhere/at/all.",
         ),
-        ((), {"python": "3.11.99"}, "there is no environment of Python 3.11.99:"),
+        ((), {"python": "3.99.1"}, "there is no environment of Python 3.99:"),
         ((), {"platform": "darwin-arm64"}, "the notebook's packages are for darwin-arm64, and this is "),
     ],
 )
@@ -269,6 +276,65 @@ def test_what_cannot_be_made_is_named(host, requirements, more, said):
     assert (printed, started.returncode) == ("", FAILED)
     assert said in errors
     assert not [each for each in host.left() if not each.endswith(".lock")] if host.cache.exists() else True
+
+
+def test_any_patch_version_of_the_notebooks_python_will_do(host):
+    (host.programs / f"python{sys.version_info.major}.{sys.version_info.minor}").unlink()
+    wanted = host.wanted(python=f"{sys.version_info.major}.{sys.version_info.minor}.99")
+    assert host.run(wanted, UV_PYTHON_DOWNLOADS="never")[0].split()[1] == "1.0"
+
+
+@contextlib.contextmanager
+def index_of_this_machine(directory: Path) -> Iterator[str]:
+    """Serve a directory of wheels on the loopback address; give its URL."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(directory))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{served.server_port}/"
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+def test_a_host_without_a_network_to_an_index_gets_the_wheels_from_the_notebooks_machine(host, tmp_path):
+    began = tmp_path / "began"
+    does = f"import tiny, time; open({str(began)!r}, 'x').close(); time.sleep(100)"
+    program = NodeProgram(("-c", does), KEY)
+    ended: list[str] = []
+    with hosts(1) as made, index_of_this_machine(host.wheels) as url:
+        script = tmp_path / "python-of-hA"
+        script.write_text(
+            f'#!/bin/sh\nexec {shlex.join(made.command("hA", [cluster.plain_python()]))} "$@"\n'
+        )
+        script.chmod(0o700)
+        environ = {**host.environ, "UV_HTTP_RETRIES": "0", "UV_CACHE_DIR": str(tmp_path / "uv")}
+        wish = Wish(least=1, most=1, nproc=1, name="nb", environ=environ, cwd="/", python=str(script))
+        wanted = host.wanted(sources=("--no-index", f"--find-links {url}"))
+        private = tmp_path / "private"
+        private.mkdir()
+        wheels = Wheels(wanted, wish, private)
+        said: list[EngineSaid] = []
+        asking = Asking(
+            ProcessEngine,
+            wish,
+            lambda: made_before(program, wanted, wheels.files()),
+            said.append,
+            ended.append,
+            fetch=wheels.fetch,
+        )
+        asking.start()
+        try:
+            eventually(lambda: ended or began.exists(), "it runs", 60)
+            assert ended == []
+            assert any("packages that the notebook's machine fetches" in each.words for each in said)
+        finally:
+            asking.stop()
+            wheels.end()
+        assert list(private.iterdir()) == []
+    assert list(host.path(wanted).glob("lib/python*/site-packages/tiny.py"))
+    assert host.run(wanted)[0].split()[1] == "1.0", "the next one finds it, and is sent nothing"
 
 
 def test_a_host_without_uv_gets_that_of_the_notebook_or_says_so(host, uv):

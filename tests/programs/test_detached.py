@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -388,7 +389,7 @@ class Finder:
         return spec
 sys.meta_path.insert(0, Finder())
 import nblaunch
-nblaunch.__version__ = "9.9.9"
+nblaunch._version.__version__ = "9.9.9"
 from nblaunch.client import directory
 from nblaunch.client.local import local
 entry = directory.detached()["train"]
@@ -433,3 +434,53 @@ def test_a_client_of_another_protocol_is_refused_and_can_stop_the_session(
     assert "does not answer" in listed[-1]
     assert ended == "at once"
     assert left.found() == []
+
+
+STARTS = """
+import nblaunch, time
+nblaunch.Session(nproc=2, name="train", detach=True, linger="1m")
+print("open", flush=True)
+time.sleep(100)
+"""
+WHOLE_START = 4.0
+"""About as long as a start takes, in seconds, on two cores."""
+
+
+@pytest.mark.parametrize(
+    ("moments", "seed"),
+    [(2, 28), *(pytest.param(10, seed, marks=pytest.mark.slow) for seed in range(3))],
+)
+@pytest.mark.usefixtures("detached_kernels")
+def test_a_start_that_was_killed_at_any_moment_leaves_a_whole_session_or_nothing_within_two_seconds(
+    moments, seed, eventually
+):
+    """The first moment is when the fork server imports torch, which takes the longest."""
+    chosen = random.Random(seed)
+    for number in range(moments):
+        starter = subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True)
+        process = psutil.Process(starter.pid)
+        eventually(process.children, "the keeper is there", 60)
+        below = process.children(recursive=True)
+        moment = chosen.uniform(0, WHOLE_START) if number else 0.2
+        time.sleep(moment)
+        below += process.children(recursive=True)
+        starter.kill()
+        ended = time.monotonic()
+        starter.communicate()
+        while any(map(lives, below)) and not usable():
+            took = time.monotonic() - ended
+            assert took < GONE_SECONDS, f"killed {moment:.3f} s after its keeper began"
+            time.sleep(0.01)
+
+
+def usable() -> bool:
+    """Whether the session is there, and is stopped now. One that is listed may be about to end."""
+    if "train" not in directory.detached():
+        return False
+    try:
+        session = nblaunch.Session.attach("train")
+        assert session.cell("rank", namespace={}).values == [0, 1]
+    except nblaunch.NblaunchError:
+        return False
+    session.close()
+    return True

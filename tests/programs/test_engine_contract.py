@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import pty
 import re
 import signal
 import socket
@@ -303,6 +304,34 @@ def test_a_python_that_a_host_has_not_is_named(notebook):
     why = notebook(python="/nowhere/python", python_given=True).start().await_end()
     assert "/nowhere/python" in why
     assert re.match("the node on (alpha|beta) ended before it joined, with exit code ", why)
+
+
+@pytest.mark.full
+def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_path):
+    ask = f"-o UserKnownHostsFile={tmp_path}/known -o StrictHostKeyChecking=ask"
+    place = Place("ssh", "alpha", {"NBLAUNCH_SSH": f"{ssh_hosts.command} {ask}"})
+    refused = Notebook(place, place.wish(least=1, most=1))
+    try:
+        why = refused.start().await_end()
+    finally:
+        refused.close()
+    assert "Host key verification failed" in why
+    advice = why.rpartition("until it asks nothing any more: ")[2]
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal, os.fdopen(theirs, "wb") as end:
+        # A session of its own takes it as its terminal, of which ssh asks.
+        command = ["setsid", "--ctty", "--wait", "sh", "-c", advice]
+        asking = subprocess.Popen(command, stdin=end, stdout=end, stderr=end)
+        said = b""
+        while b"yes/no" not in said:
+            said += terminal.read(1024)
+        terminal.write(b"yes\n")
+        assert asking.wait(10) == 0, said
+    accepted = Notebook(place, place.wish(least=1, most=1))
+    try:
+        assert accepted.start().here(1)
+    finally:
+        accepted.close()
 
 
 @pytest.mark.slow_at("ssh", "slurm-inside")

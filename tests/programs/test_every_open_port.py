@@ -23,6 +23,7 @@ from strangers import Port, open_ports
 from test_nodes import meeting, once  # noqa: F401 - a fixture
 
 import nblaunch
+from nblaunch import LaunchError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -104,6 +105,22 @@ def ours() -> set[int]:
     return found
 
 
+def test_all_but_ranks_listen_on_the_ports_that_a_site_lets_through(two):
+    """The listener and the store of the ranks here; on each node two, one of them for a moment."""
+    options: dict[str, Any] = {"nproc": 1, "nnodes": 2, "on": "process", "grace": 1, "timeout": 100}
+    options |= {"node_python": str(two.python()), "local_addr": two.address}
+    with nblaunch.Session(**options, ports="30000-30001") as session:
+        ranks = set(session.cell("import os; os.getpid()", namespace={}).values)
+        found = open_ports(ours() - ranks)
+        assert {each.number for each in found} <= {30000, 30001}
+        addresses = {each.address for each in found}
+        assert addresses == {two.address, *(each.address for each in two)}
+        summed = "import torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+        assert session.cell(summed, namespace={}).values == [2.0, 2.0]
+        with pytest.raises(LaunchError, match=r"all ports from 30000 to 30001 are taken .*\(--ports\)"):
+            nblaunch.Session(**options, ports="30000-30001")
+
+
 @pytest.mark.slow
 def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp_path):
     bomb = tmp_path / "went-off"
@@ -140,6 +157,24 @@ def test_strangers_at_every_port_of_a_session_over_hosts_change_nothing(two, tmp
             )
             assert overwritten[ranks_store] > 0, overwritten
             assert session.cell(summed, namespace={}).values == [4.0] * 4
+    assert not bomb.exists()
+
+
+@pytest.mark.full
+def test_who_writes_to_the_store_of_ranks_on_one_machine_has_nothing_unpickled_and_ends_no_group(tmp_path):
+    """Another user of the machine can write there, as `.github/SECURITY.md` says: the store has no key."""
+    bomb = tmp_path / "went-off"
+    summed = "import torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    place = "import os\n':'.join(map(os.environ.get, ['MASTER_ADDR', 'MASTER_PORT']))"
+    with nblaunch.Session(nproc=2) as session:
+        session.cell("kept = 7", namespace={})
+        (ranks_store,) = set(session.cell(place, namespace={}).values)
+        assert store_stranger.overwrite(bomb, [ranks_store])[ranks_store] > 0
+        assert session.cell(summed, namespace={}).values == [2.0] * 2
+        assert session.pull("kept") == {"kept": [7, 7]}
+        # An attempt has a store of its own: what was written is not met again.
+        session.restart()
+        assert session.cell(summed, namespace={}).values == [2.0] * 2
     assert not bomb.exists()
 
 

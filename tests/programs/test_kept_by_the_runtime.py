@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import poked
 import pytest
+from lanes import full
 
 import nblaunch
 from nblaunch.client import directory
@@ -275,13 +277,14 @@ def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free)
         assert session.jobs[0].result().ok
 
 
-STOPPED_KEEPER = """
+IN_A_SECOND = """
 import sys
+import nblaunch
 from nblaunch import __main__
 from nblaunch.client import directory, local
-local._END_SECONDS = local._DESCRIBE_SECONDS = directory._STOP_SECONDS = 1
-sys.exit(__main__.main(["stop", "train"]))
+local._WELCOME_SECONDS = local._END_SECONDS = local._DESCRIBE_SECONDS = directory._STOP_SECONDS = 1
 """
+STOPPED_KEEPER = IN_A_SECOND + 'sys.exit(__main__.main(["stop", "train"]))'
 
 
 @pytest.mark.slow
@@ -299,3 +302,60 @@ def test_stop_fails_and_says_so_where_processes_are_left():
             os.kill(pid, signal.SIGCONT)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert f"its keeper (process {entry.keeper.pid}) has not ended within 1 s" in ran.stderr
+
+
+@pytest.mark.usefixtures("giver")
+def test_who_attaches_to_a_runtime_that_does_not_answer_is_told_which_process_that_is():
+    runtime = directory.detached()["train"].runtime.pid
+    os.kill(runtime, signal.SIGSTOP)
+    try:
+        attach = [sys.executable, "-c", f"{IN_A_SECOND}nblaunch.Session.attach('train')"]
+        ran = subprocess.run(attach, capture_output=True, text=True, check=False, timeout=60)
+    finally:
+        os.kill(runtime, signal.SIGCONT)
+    assert f"The runtime of session 'train' (process {runtime}) was asked for the session" in ran.stderr
+    assert f"has not answered within 1 s. If it is stopped: kill -CONT {runtime}." in ran.stderr
+
+
+KILLED = """
+import os, signal
+import nblaunch
+from nblaunch.client.local import local
+nblaunch.run(int, nproc=1)
+print(local().runtime.root, flush=True)
+if KILLED:
+    for pid in (local().runtime.keeper.pid, os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+input()
+"""
+
+
+@pytest.mark.parametrize("removes", list(map(full, ("nblaunch.sessions()", "nblaunch.run(int, nproc=1)"))))
+def test_what_a_kernel_left_that_was_killed_with_all_its_processes_is_removed_by_the_next_use(
+    eventually, removes
+):
+    with tempfile.TemporaryDirectory(prefix="t") as base:
+        environ = {**os.environ, "TMPDIR": base}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", KILLED.replace("KILLED", str(killed))],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for killed in (True, False)
+        ]
+        dead, lives = (Path(each.stdout.readline().strip()) for each in started)
+        started[0].communicate()
+        assert (dead.parent, lives.parent) == (Path(base), Path(base))
+        assert dead.exists()
+
+        def next_use():
+            subprocess.run([sys.executable, "-c", f"import nblaunch; {removes}"], env=environ, check=True)
+            return not dead.exists()
+
+        eventually(next_use, "it is removed, once the last of the ranks is gone", 60)
+        assert lives.exists()
+        started[1].communicate("\n")
+        assert list(Path(base).glob("nblaunch-*")) == []

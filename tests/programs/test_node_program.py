@@ -163,7 +163,7 @@ class Notebook:
         **changed: Any,
     ) -> None:
         """Have the node start its ranks as all of an attempt, and wait until these are ready."""
-        self.stores.append(host_store("127.0.0.1", 0))
+        self.stores.append(host_store("127.0.0.1", range(1)))
         meet = wire.Meet(
             group=group,
             attempt=attempt,
@@ -236,7 +236,7 @@ def family(pid: int) -> list[psutil.Process]:
 @pytest.fixture(scope="module", autouse=True)
 def torchs_store_was_used():
     """libuv keeps a pipe from the first store of a process on."""
-    host_store("127.0.0.1", 0)
+    host_store("127.0.0.1", range(1))
 
 
 @pytest.fixture

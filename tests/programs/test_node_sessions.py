@@ -669,8 +669,10 @@ def test_a_node_that_comes_late_joins_and_the_ranks_that_are_there_keep_their_va
     join()
     try:
         assert pending.finish(PATIENCE * 3).error is None
-        kernel.ok("%%distributed --out res\nimport os\nmine = os.getpid()\nmine")
+        kernel.ok("table = {'rate': 1}")
+        kernel.ok("%%distributed --out res\nimport os\nmine, rate = os.getpid(), table['rate']\nmine")
         (pid,) = kernel.value("res.values")
+        kernel.ok("table['rate'] = 2")
         began = time.monotonic()
         join()
         both = "%%distributed --out res\nglobals().get('mine')"
@@ -683,6 +685,14 @@ def test_a_node_that_comes_late_joins_and_the_ranks_that_are_there_keep_their_va
         assert kernel.value("res.values") == [pid, None]
         kernel.ok(f"%%distributed --out res\n{SUM}")
         assert kernel.value("res.values") == [3, 3]
+        kernel.ok("%%distributed --out res\ntable['rate']")
+        assert kernel.value("res.values") == [1, 2]
+        (notice,) = kernel.value("res.warnings")
+        assert notice.startswith("table differs between ranks")
+        assert "rank 0 an older value, rank 1 the notebook's" in notice
+        kernel.ok("%distributed push table")
+        kernel.ok("%%distributed --out res\ntable['rate']")
+        assert (kernel.value("res.values"), kernel.value("res.warnings")) == ([2, 2], [])
         kernel.ok("%distributed stop", timeout=PATIENCE * 3)
         assert [each.wait(PATIENCE) for each in programs] == [0, 0]
     finally:

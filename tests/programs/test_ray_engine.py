@@ -162,6 +162,22 @@ def test_a_head_that_does_not_answer_is_named(request_nodes):
     assert why == f"ray gives no nodes: nobody answers at {address}: Connection refused"
 
 
+@pytest.mark.slow
+def test_a_driver_that_ray_aborts_is_explained_by_rays_reason_without_frames(hosts, request_nodes):
+    """As on a machine that is no part of the cluster: Ray finds no raylet's socket, and aborts in C++."""
+    sockets = list(hosts.directory.rglob("sockets/raylet*"))
+    for each in sockets:
+        each.rename(each.with_name(f"away-{each.name}"))
+    try:
+        why = request_nodes().await_end(60)
+    finally:
+        for each in sockets:
+            each.with_name(f"away-{each.name}").rename(each)
+    assert "Failed to connect to socket at address" in why
+    assert "ray start --head" in why
+    assert not re.search(r"\+0x|StackTrace", why)
+
+
 # A Python of the notebook's that is not the cluster's.
 ANOTHER_PYTHON = """
 import collections, sys

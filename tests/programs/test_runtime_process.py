@@ -171,7 +171,7 @@ def test_each_process_has_its_own_descriptors_alone(start):
 def test_the_private_directory_and_its_socket_are_open_to_nobody_else(start):
     tree = start(live="")
     welcome = line(tree.link).welcome
-    assert (welcome.root, psutil.Process(welcome.pid).ppid()) == (str(tree.root), tree.keeper)
+    assert psutil.Process(welcome.pid).ppid() == tree.keeper
     assert stat.S_IMODE(tree.root.stat().st_mode) == 0o700
     found = {each.name: stat.S_IMODE(each.stat().st_mode) & 0o077 for each in tree.root.iterdir()}
     assert {"client", "notes", "hub", "runtime.log"} < found.keys()
@@ -529,3 +529,17 @@ def test_a_runtime_that_cannot_start_says_why(start, eventually, tmp_path, what,
     assert tree.lines.readline() == ""
     eventually(tree.gone, "all is gone", GONE_SECONDS)
     assert what in tree.ask_owner("booted.last_words()")
+
+
+def test_the_log_of_a_runtime_is_bounded_and_says_how_much_it_has_left_out(start):
+    """Who is refused may come again for days."""
+    tree = start(live=PUPPET)
+    logged = tree.ask(
+        "[__import__('logging').getLogger('nblaunch').warning('refused: %06d', number)"
+        " for number in range(30_000)] and 30_000"
+    )
+    text = (tree.root / "runtime.log").read_text()
+    first, *lines = text.splitlines()
+    assert len(text) < 300_000
+    assert lines == [f"refused: {number:06}" for number in range(logged - len(lines), logged)]
+    assert first == f"({(logged - len(lines)) * len(lines[0] + ' ')} bytes before this were left out)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_a_run_is_on_hosts_that_know_each_other_by_address(two):
     result = nblaunch.run(where, args=(torch.ones(4 * MB),), **on(two))
     assert list(result.values) == [("hA", 2, 4.0 * MB), ("hB", 2, 4.0 * MB)]
     assert [each.node for each in result.ranks] == [ONE, TWO]
+
+
+def test_a_host_without_the_users_home_and_directory_runs_where_temporary_files_are(tmp_path, monkeypatch):
+    project, home = tmp_path / "project", tmp_path / "home"
+    project.mkdir()
+    home.mkdir()
+    (project / "mine.py").write_text("import os\ndef where(): return os.getcwd()\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    with hosts(1) as made:
+        made.private("hA", tmp_path)
+        with nblaunch.Session(**on(made)) as session:
+            result = session.cell("import mine; mine.where()", namespace={})
+    assert list(result.values) == [tempfile.gettempdir()]
 
 
 def test_an_interrupt_overtakes_a_payload_and_the_next_cell_does_not_wait_for_it(two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +13,16 @@ from collections.abc import Callable, Iterator
 import cluster
 import pytest
 
+from nblaunch._errors import OptionError
+from nblaunch.nodes import slurm
 from nblaunch.nodes.asking import Asking
-from nblaunch.nodes.engine import NodeProgram, Wish
+from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, refuse_contradictions, wish_of
 from nblaunch.nodes.slurm import SlurmEngine
+from nblaunch.options.line import parse_line
 from nblaunch.protocol.messages import EngineSaid, EngineState
 from nblaunch.protocol.reports import awaited_nodes
 
+SLEEP = "import time; time.sleep(1000)"
 SOON, NAMED, WITHDRAWN = 2.0, 5.0, 0.5
 """Seconds: until the reason for the wait is known, until an end is, and until a request is withdrawn."""
 
@@ -36,18 +41,20 @@ def hosts(started) -> cluster.SlurmCluster:
 
 
 class Request:
-    """A request for nodes that run `sleep`."""
+    """A request for nodes that run a program, by default `sleep`."""
 
-    def __init__(self, hosts: cluster.SlurmCluster, **given) -> None:
+    def __init__(
+        self, hosts: cluster.SlurmCluster, *, source: str = SLEEP, wish: Wish | None = None, **given
+    ) -> None:
         fields = {"least": 2, "most": 2, "nproc": 1, "name": f"nblaunch-{os.urandom(4).hex()}", "cwd": "/"}
         environ = {**os.environ, **hosts.environ}
-        self.wish = Wish(**{**fields, "environ": environ, "python": sys.executable, **given})
+        self.wish = wish or Wish(**{**fields, "environ": environ, "python": sys.executable, **given})
         SlurmEngine.check(self.wish)
         self.said: list[EngineSaid] = []
         self.ended: list[str] = []
-        sleep = NodeProgram(("-c", "import time; time.sleep(1000)"), b"key\n")
+        program = NodeProgram(("-c", source), b"key\n")
         self.began = time.monotonic()
-        self.asking = Asking(SlurmEngine, self.wish, lambda: sleep, self.said.append, self.ended.append)
+        self.asking = Asking(SlurmEngine, self.wish, lambda: program, self.said.append, self.ended.append)
         self.asking.start()
 
     def until(self, condition: Callable[[EngineSaid], object], what: str, seconds: float) -> float:
@@ -57,9 +64,14 @@ class Request:
         )
         return time.monotonic() - self.began
 
+    def fates(self) -> tuple[NodeFate, ...]:
+        """Return what has become of the programs."""
+        assert self.asking._allocation is not None
+        return self.asking._allocation.fates()
+
     def run(self) -> None:
         self.until(lambda said: said.state is EngineState.STARTING, "the nodes are granted", 10)
-        for place in range(2):
+        for place in range(self.wish.most):
             self.asking.joined(place)
         self.until(lambda said: said.state is EngineState.RUNNING, "the nodes run", 10)
 
@@ -142,7 +154,7 @@ def test_what_slurm_refuses_is_said_in_its_words(request_nodes):
     assert "Invalid partition name specified" in why
 
 
-def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tmp_path):
+def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tmp_path, monkeypatch):
     """Only the nodes say then whether they are there."""
     slow = tmp_path / "squeue"
     real = cluster.program("squeue", "slurm-client")
@@ -151,6 +163,7 @@ def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tm
     environ = {**os.environ, **hosts.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     held = request_nodes(environ=environ)
     held.run()
+    monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 1.0)
     (tmp_path / "down").touch()
     held.asking.look()
     held.until(lambda said: "does not answer" in said.reason, "squeue does not answer", 10)
@@ -158,6 +171,151 @@ def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tm
     held.asking.look()
     held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue answers", 10)
     assert held.ended == []
+
+
+def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(hosts, request_nodes, tmp_path):
+    slow = tmp_path / "squeue"
+    slow.write_text(f'#!/bin/sh\nsleep 1.2\nexec {cluster.program("squeue", "slurm-client")} "$@"\n')
+    slow.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    held = request_nodes(environ={**os.environ, **hosts.environ, "PATH": path})
+    held.run()
+    began = time.monotonic()
+    held.asking.look()
+    held.asking.stop()
+    assert time.monotonic() - began <= WITHDRAWN, "although squeue is at work"
+    assert held.ended == []
+
+
+def test_a_request_that_waits_longer_than_it_may_is_withdrawn_and_says_what_it_waited_for(
+    hosts, full_cluster, request_nodes
+):
+    waiting = request_nodes(longest_wait=2.0, words=("-t", "1"))
+    waiting.until(lambda said: said.state is EngineState.WAITING, "it waits", SOON)
+    number = waiting.said[-1].id
+    cluster.eventually(lambda: waiting.ended, "it is given up", 10)
+    (why,) = waiting.ended
+    said = rf"the nodes were not granted within 2 s \(--queue-timeout\).*job {number} PENDING \(Resources\)"
+    assert re.match(said, why), why
+    cluster.eventually(lambda: hosts.jobs() == [f"{full_cluster} RUNNING"], "it is withdrawn", WITHDRAWN)
+
+
+def test_nodes_that_have_been_granted_are_kept_however_long_they_may_wait_in_a_queue(request_nodes):
+    held = request_nodes(longest_wait=0.5)
+    held.run()
+    held.asking.look()
+    held.until(lambda _: time.monotonic() > held.began + 1, "its longest wait is over", 10)
+    assert (held.ended, held.said[-1].state) == ([], EngineState.RUNNING)
+
+
+# --- what ends one node ends no other ------------------------------------------------------------------
+
+ONE_ENDS = """
+import os, pathlib, time
+if os.environ["SLURM_NODEID"] == "0":
+    time.sleep(4)  # twice the site's WaitTime
+    pathlib.Path({file!r}).touch()
+    time.sleep(1000)
+raise SystemExit(3)
+"""
+
+
+def test_a_node_that_ends_leaves_the_others_at_a_site_with_a_wait_time(hosts, request_nodes, tmp_path):
+    assert "WaitTime=2" in hosts.conf.read_text()
+    file = tmp_path / "lives"
+    held = request_nodes(least=1, source=ONE_ENDS.format(file=str(file)))
+    held.run()
+    cluster.eventually(lambda: [each.running for each in held.fates()] == [True, False], "one has ended")
+    cluster.eventually(file.exists, "the other one lives on")
+    assert held.ended == []
+
+
+@pytest.fixture
+def broken_host(hosts) -> Iterator[Callable[[], None]]:
+    """Give what has Slurm take the host beta for broken."""
+    yield lambda: hosts.run("scontrol", "update", "NodeName=beta", "State=DOWN", "Reason=tests")
+    hosts.run("scontrol", "update", "NodeName=beta", "State=IDLE")
+
+
+def test_a_host_that_fails_leaves_the_others_the_job_where_they_are_enough(hosts, request_nodes, broken_host):
+    held = request_nodes(least=1)
+    held.run()
+    number = held.said[-1].id
+    broken_host()
+    cluster.eventually(lambda: [each.running for each in held.fates()] == [True, False], "its node has ended")
+    assert hosts.jobs() == [f"{number} RUNNING"]
+    assert held.ended == []
+
+
+# --- inside of a job -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def batch(hosts, tmp_path) -> Iterator[Callable[..., str]]:
+    """Give `batch(*words, script=...)`, which submits a job and returns its number."""
+    submitted: list[str] = []
+
+    def submit(*words: str, script: str = "sleep 1000") -> str:
+        path = tmp_path / "job.sh"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        number: str = hosts.run("sbatch", "--parsable", "-o", "/dev/null", *words, str(path)).strip()
+        submitted.append(number)
+        cluster.eventually(lambda: f"{number} RUNNING" in hosts.jobs(by="%A"), "the job runs")
+        return number
+
+    yield submit
+    hosts.run("scancel", *submitted)
+
+
+def inside(hosts: cluster.SlurmCluster, number: str, nodes: int, **more: str) -> dict[str, str]:
+    of_job = {"SLURM_JOB_ID": number, "SLURM_JOB_NUM_NODES": str(nodes)}
+    return {**os.environ, **hosts.environ, **of_job, **more}
+
+
+def test_a_task_of_an_array_has_a_state_of_its_own(hosts, batch, request_nodes):
+    """The last one has the array's number, under which squeue lists all of them."""
+    array = batch("--array=0-2", "-n1", script="test $SLURM_ARRAY_TASK_ID = 2 || exit 0; sleep 1000")
+    states = "squeue", "-h", "-t", "all", "-j", array, "-o", "%T"
+    cluster.eventually(
+        lambda: sorted(hosts.run(*states).split()) == ["COMPLETED", "COMPLETED", "RUNNING"], "one runs"
+    )
+    held = request_nodes(environ=inside(hosts, array, 1), least=1, most=1)
+    held.run()
+    assert held.ended == []
+
+
+def test_a_heterogeneous_job_gives_the_nodes_of_its_first_component(hosts, batch, request_nodes):
+    script = "#SBATCH -N1 -n1 -w alpha\n#SBATCH hetjob\n#SBATCH -N1 -n1 -w beta\nsleep 1000"
+    number = batch(script=script)
+    held = request_nodes(environ=inside(hosts, number, 1, SLURM_HET_SIZE="2"), least=1, most=1)
+    held.run()
+    assert held.said[-1].hosts == ("alpha",)
+    assert [each.running for each in held.fates()] == [True]
+
+
+def of(line: str, environ: dict[str, str]) -> Wish:
+    options = parse_line(line).options
+    refuse_contradictions(options, environ)
+    return wish_of(options, environ, "/")
+
+
+def test_the_host_of_a_notebook_inside_an_allocation_is_one_node_with_here(hosts, batch, request_nodes):
+    environ = inside(hosts, batch("-N2"), 2, SLURMD_NODENAME="alpha")
+    held = request_nodes(wish=of("-n 1 --on slurm --here", environ))
+    held.run()
+    assert held.said[-1].hosts == ("beta",)
+
+
+def test_a_notebook_inside_a_job_of_one_node_asks_for_more(hosts, batch, request_nodes):
+    number = batch("-N1", "-n1")
+    environ = inside(hosts, number, 1, SLURMD_NODENAME="alpha")
+    with pytest.raises(OptionError, match="a new job: --slurm"):
+        of("-n 1 --on slurm --nnodes 2", environ)
+    held = request_nodes(wish=of("-n 1 --on slurm --nnodes 2 --slurm '-t 1'", environ))
+    held.run()
+    assert held.said[-1].hosts == ("alpha", "beta")
+    held.asking.stop()
+    cluster.eventually(lambda: hosts.jobs() == [f"{number} RUNNING"], "its own job is left alone")
 
 
 HOLD = """

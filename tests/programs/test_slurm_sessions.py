@@ -10,6 +10,8 @@ import json
 import os
 import re
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -255,6 +257,130 @@ def test_a_link_that_is_down_is_named_after_the_nodes_timeout(start, two, tmp_pa
         print(f"the node that is cut off has ended by itself after {time.monotonic() - began:.1f} s")
     finally:
         subprocess.run(["ip", "link", "set", link, "up"], check=True)
+
+
+# --- a notebook that is no more -------------------------------------------------------------------------
+
+HOLDS = """
+import json, sys
+import nblaunch
+session = nblaunch.Session(**json.loads(sys.argv[1]))
+print("begun", flush=True)
+for line in sys.stdin:
+    try:
+        print(list(session.cell(line, namespace={}).values), flush=True)
+    except nblaunch.NblaunchError as error:
+        print(str(error).splitlines()[0], flush=True)
+session.close()
+"""
+
+
+def kill_all(program: psutil.Process) -> None:
+    """Kill a program and all of its processes, as the system does that ends all of a user's."""
+    everything = [program, *program.children(recursive=True)] if program.is_running() else []
+    for each in everything:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.suspend()  # none acts on the end of another
+    for each in everything:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+@pytest.fixture
+def holder(slurm, two) -> Iterator[Callable[..., subprocess.Popen[str]]]:  # noqa: ARG001 - it is there
+    """Give `holder(**options)`: a program with a session, which may leave files where it is killed."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nbh-", dir="/tmp") as temporary,
+        contextlib.ExitStack() as ending,
+    ):
+
+        def begin(**options: Any) -> subprocess.Popen[str]:
+            program = subprocess.Popen(
+                [sys.executable, "-c", HOLDS, json.dumps(on(two, **options))],
+                env={**os.environ, "TMPDIR": temporary},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            ending.callback(program.communicate)
+            ending.callback(kill_all, psutil.Process(program.pid))
+            return program
+
+        yield begin
+
+
+def said(program: subprocess.Popen[str], cell: str = "") -> str:
+    """Return the next line that the program prints: the values of a cell, if it is given one."""
+    assert program.stdin is not None
+    assert program.stdout is not None
+    if cell:
+        print(cell, file=program.stdin, flush=True)
+    return program.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("nnodes", [pytest.param(2, marks=pytest.mark.slow), "1:2"])
+def test_the_nodes_are_given_back_where_all_of_a_users_processes_are_killed_at_once(
+    slurm, two, holder, nnodes
+):
+    program = holder(nnodes=nnodes)
+    assert said(program) == "begun"
+    assert [each.split()[1] for each in slurm.jobs()] == ["RUNNING"]
+    began = time.monotonic()
+    kill_all(psutil.Process(program.pid))
+    eventually(lambda: not slurm.jobs(), "the job has ended", 3 * PATIENCE)
+    print(f"all killed: the nodes were given back after {time.monotonic() - began:.1f} s")
+    eventually(lambda: not any(of_ours(two, each.name) for each in two), "nothing is left on the hosts")
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_with_all_that_runs_there_leaves_a_session_its_variables(slurm, two, holder):
+    """Slurm learns of it after SlurmdTimeout, and would end the job."""
+    program = holder(nnodes="1:2")
+    assert said(program) == "begun"
+    assert said(program, "x = 7; x") == "[7, 7]"
+    there = [psutil.Process(pid) for pid in two.processes("hB")]
+    (slurmd,) = [each for each in there if each.name() == "slurmd"]
+    slurmd.suspend()
+    try:
+        for each in there:
+            if each != slurmd:
+                each.kill()
+        down = "sinfo", "-h", "-t", "down", "-o", "%n"
+        eventually(lambda: slurm.run(*down).split() == ["hB"], "Slurm takes it for lost", 90)
+        assert [each.split()[1] for each in slurm.jobs()] == ["RUNNING"]
+        assert said(program, "x") == "[7]"
+        program.communicate(timeout=30)
+    finally:
+        slurmd.resume()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_is_named_before_slurm_says_so(slurm, holder, tmp_path, monkeypatch):
+    """Its nodes end at the latest by SIGKILL; squeue takes longer."""
+    squeue, real = tmp_path / "squeue", cluster.program("squeue", "slurm-client")
+    squeue.write_text(f'#!/bin/sh\ntest -e {tmp_path}/busy && sleep 20\nexec {real} "$@"\n')
+    squeue.chmod(0o755)
+    with monkeypatch.context() as site:
+        site.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        program = holder(nnodes="1:2")
+    assert said(program) == "begun"
+    (number,) = [each.split()[0] for each in slurm.jobs()]
+    (tmp_path / "busy").touch()
+    slurm.run("scancel", number)
+    eventually(lambda: not slurm.jobs(), "the job has ended", 3 * PATIENCE)
+    end = rf"session 'default' has ended: node h[AB] .*\(slurm job {number}\)"
+    assert re.match(end, last := said(program, "1")) or re.match(end, last := said(program, "1")), last
+
+
+@pytest.mark.slow
+def test_a_request_that_waits_is_gone_once_all_of_its_users_processes_are_killed(slurm, holder):
+    """Slurm itself gives nothing to a salloc that is no more."""
+    others = slurm.hold("-N2", "--exclusive", "-t", "3", "-J", "others")
+    program = holder()
+    eventually(lambda: any("PENDING" in each for each in slurm.jobs()), "it waits", 3 * PATIENCE)
+    kill_all(psutil.Process(program.pid))
+    slurm.run("scancel", others)
+    eventually(lambda: not slurm.jobs(), "no job is left", 3 * PATIENCE)
 
 
 # --- a notebook that waits -------------------------------------------------------------------------------

@@ -588,3 +588,19 @@ def test_an_uncaught_failure_of_a_script_shows_the_ranks_traceback(script):
     assert done.returncode == 1
     assert "rank 1 of 2 failed: ValueError: in a script" in done.stderr
     assert 'raise ValueError("in a script")' in done.stderr
+
+
+def test_a_killed_rank_leaves_no_directory_of_torchs():
+    """torch 2.8 makes one for templates with the first DDP; a later torch makes none."""
+
+    def die():
+        from torch.distributed.nn.jit import instantiator
+
+        sys.stdout.write(getattr(instantiator, "INSTANTIATED_TEMPLATE_DIR_PATH", ""))
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    result = nblaunch.run(die, nproc=1, check=False)
+    assert result.root_cause.signal == "SIGKILL"
+    made = result.ranks[0].stdout
+    assert not made or not pathlib.Path(made).exists()

@@ -4,69 +4,25 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
-from nblaunch.group.lifecycle import REFORMED_IN_PLACE
+from nblaunch.group.lifecycle import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE
 from nblaunch.rank import in_place
 
 pytestmark = pytest.mark.skipif(
     not in_place.torch_can(), reason="torch before 2.14 forms no group again in place"
 )
 
-SETUP = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-
-class Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x): return x.clone()
-    @staticmethod
-    def backward(ctx, grad):
-        if failing == "backward" and rank == 1: raise ValueError("a mistake")
-        return grad
-
-class Layers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = (torch.nn.Linear(8, 8) for _ in range(3))
-    def forward(self, x):
-        x = self.second(self.first(x).relu())
-        if failing == "forward" and rank == 1: raise ValueError("a mistake")
-        return self.third(Fail.apply(x))
-
-def made(kind):
-    torch.manual_seed(7)
-    model = Layers()
-    if kind == "ddp":
-        model = DDP(model, bucket_cap_mb=1e-6)
-    elif kind == "fsdp":
-        mesh = init_device_mesh("cpu", (2,))
-        for each in (model.first, model.second, model.third, model):
-            fully_shard(each, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
-
-def step(model, opt, number):
-    torch.manual_seed(100 * number + rank)
-    opt.zero_grad()
-    loss = model(torch.randn(16, 8)).square().mean()
-    if failing == "between" and rank == 1: raise ValueError("a mistake")
-    loss.backward()
-    opt.step()
-
-def held(model):
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in model.parameters()]
-    return [each.detach().clone() for each in local]
-
+SETUP = f"""
+{STEPS}
 def reduced(group=None):
     t = torch.ones(1)
     dist.all_reduce(t, group=group)
     return t.item()
-
-failing = ""
 """
 
 
@@ -84,28 +40,26 @@ def cell(session: nblaunch.Session, source: str) -> nblaunch.RunResult:
 @pytest.mark.parametrize("failing", ["forward", "between", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_model_trains_on_as_if_a_mistake_within_a_step_had_not_been(session, kind, failing):
-    run = cell(
-        session,
-        f"""
-        undisturbed, other = made({kind!r})
-        model, opt = made({kind!r})
-        for number in range(6): step(undisturbed, other, number)
-        for number in range(3): step(model, opt, number)
-        """,
-    )
+    run = cell(session, BEGUN.format(repr(kind)))
     assert run.ok, run.failures
     broken = cell(session, f"failing = {failing!r}; step(model, opt, 3)")
     assert broken.root_cause.message == "a mistake"
     assert broken.warnings == (REFORMED_IN_PLACE,)
-    finished = cell(
-        session,
-        """
-        failing = ""
-        for number in range(3, 6): step(model, opt, number)
-        all(map(torch.equal, held(model), held(undisturbed)))
-        """,
-    )
+    finished = cell(session, FINISHED)
     assert finished.values == [True, True], finished.failures
+
+
+def test_a_copy_of_a_model_trains_on_too(session):
+    """It is made without the constructor."""
+    cell(
+        session,
+        "import copy\nmodel, _ = made('ddp'); model = copy.deepcopy(model); given = model(torch.ones(1, 8))",
+    )
+    assert cell(
+        session, "given.sum().backward()\nif rank == 1: raise ValueError('a mistake')\nreduced()"
+    ).warnings
+    trained = cell(session, "model.zero_grad(); model(torch.ones(1, 8)).sum().backward()")
+    assert trained.ok, trained.failures
 
 
 def test_groups_and_meshes_of_the_program_go_on(session):
@@ -132,3 +86,116 @@ def test_an_unmatched_collective_leaves_nothing_to_the_next_one(session):
     after = cell(session, "reduced(), reduced()")
     assert after.values == [(2.0, 2.0)] * 2, after.failures
     assert cell(session, "reduced()\n1 / 0").warnings == (), "the group is sound and is not formed again"
+
+
+TIMED = """
+import time
+from nblaunch.rank.main import Rank
+recover, took = Rank._recover, []
+def timed(*order):
+    begun = time.perf_counter()
+    recover(*order)
+    took.append(time.perf_counter() - begun)
+Rank._recover = timed
+heap = [[[] for _ in range(1_000)] for _ in range(500)]
+model, _ = made("ddp")
+sharded, _ = made("fsdp")
+"""
+
+
+@pytest.mark.full
+def test_a_heal_takes_less_than_50_ms_however_many_objects_there_are(session):
+    """Counted on the rank that comes last to it: the others wait for that one."""
+    assert cell(session, TIMED).ok
+    for _ in range(5):
+        assert cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()").warnings
+    took = cell(session, "Rank._recover = recover; del heap; took").values
+    assert min(map(min, zip(*took, strict=True))) < 0.05, took
+
+
+@pytest.mark.full
+def test_where_a_rank_cannot_form_its_groups_again_all_get_new_ones_and_the_reason_is_told():
+    with nblaunch.Session(2, grace=0.5) as session:
+        cell(session, f"{SETUP}group = dist.new_group([0, 1])\n{REFUSED}")
+        broken = cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()")
+        assert broken.warnings[:2] == (f"{NOT_IN_PLACE}rank 1: RuntimeError: no connection", REFORMED)
+        assert "group (group = dist.new_group(ranks=[0, 1]))" in broken.warnings[2]
+        assert cell(session, "reduced(), reduced(dist.new_group([0, 1]))").values == [(2.0, 2.0)] * 2
+
+
+@pytest.fixture(scope="module")
+def quad() -> Iterator[nblaunch.Session]:
+    with nblaunch.Session(4, grace=0.5) as session:
+        session.cell(SETUP, namespace={})
+        yield session
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "made",
+    [
+        "'ddp'",
+        "'ddp', process_group=mesh.get_group('shard')",
+        "'fsdp', mesh=mesh['shard']",
+        "'fsdp', mesh=mesh",
+    ],
+    ids=["ddp", "ddp in a part of a mesh", "fsdp in a part of a mesh", "hsdp"],
+)
+def test_four_ranks_train_on_in_the_groups_of_a_mesh(quad, made):
+    cell(quad, "mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))")
+    run = cell(quad, BEGUN.format(made))
+    assert run.ok, run.failures
+    broken = cell(quad, "failing = 'backward'; step(model, opt, 3)")
+    assert (broken.root_cause.message, broken.warnings) == ("a mistake", (REFORMED_IN_PLACE,))
+    finished = cell(quad, FINISHED)
+    assert finished.values == [True] * 4, finished.failures
+
+
+@pytest.mark.full
+def test_a_group_of_some_ranks_goes_on_with_its_ranks_in_their_order(quad):
+    """Rank 1 is in no such group, and what it has left unmatched is in the default one."""
+    cell(quad, "three = dist.new_group([3, 0, 2]); pair = dist.split_group(split_ranks=[[2, 0], [1, 3]])")
+    for _ in range(2):
+        broken = cell(quad, "if rank == 1: raise ValueError('a mistake')\nreduced()")
+        assert broken.warnings == (REFORMED_IN_PLACE,)
+        gathered = cell(
+            quad,
+            """
+            ranks = [None] * 2
+            dist.all_gather_object(ranks, rank, group=pair)
+            reduced(), reduced(three) if rank != 1 else 0.0, reduced(pair), ranks
+            """,
+        )
+        assert gathered.values == [
+            (4.0, 0.0 if rank == 1 else 3.0, 2.0, [2, 0] if rank % 2 == 0 else [1, 3]) for rank in range(4)
+        ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_model_trains_on_as_if_an_interrupt_within_a_collective_had_not_been(
+    kernel, tmp_path, eventually, kind
+):
+    """Rank 0 waits for the gradients of rank 1, which does not come to them."""
+    waits = tmp_path / "waits"
+    kernel.ok("%distributed start -n 2 --grace 2")
+    kernel.ok(f"%%distributed\n{STEPS}")
+    kernel.ok(f"%%distributed\n{BEGUN.format(repr(kind))}")
+    pending = kernel.submit(
+        f"""
+        %%distributed
+        import pathlib, time
+        def fail():
+            pathlib.Path({str(waits)!r}).touch()
+            time.sleep(1000)
+        failing = "backward"
+        step(model, opt, 3)
+        """
+    )
+    eventually(Path(waits).exists, "rank 1 is within its backward", 60)
+    kernel.interrupt()
+    interrupted = pending.finish()
+    assert interrupted.error.ename == "KeyboardInterrupt"
+    assert REFORMED_IN_PLACE in interrupted.text + interrupted.error.evalue + interrupted.error.traceback
+    assert "ranks 0-1: True" in kernel.ok(f"%%distributed\n{FINISHED}").text
+    kernel.ok("%distributed stop")

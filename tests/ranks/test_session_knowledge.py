@@ -268,6 +268,30 @@ def test_a_change_in_place_is_noticed_until_it_is_pushed(notebook, made, changed
     assert notebook.ranks("it; None").warnings == ()
 
 
+def test_ranks_that_got_a_variable_at_different_times_are_named_when_it_was_changed_between(notebook):
+    notebook("cfg, other = {'lr': 0.1}, (1, [2])\ndef reads(): return cfg['lr'], other[1][0]")
+    notebook.ranks("reads()", ranks=[0])
+    notebook("cfg['lr'] = 0.01; other[1][0] = 3")
+    cell = notebook.ranks("reads()")
+    assert list(cell.values) == [(0.1, 2), (0.01, 3)]
+    why = "differs between ranks, as it was changed in the notebook after some got it"
+    told = "To give all ranks the notebook's: %distributed push"
+    assert list(cell.warnings) == [
+        f"{name} {why}: rank 0 an older value, rank 1 the notebook's. {told} {name}"
+        for name in ("cfg", "other")
+    ]
+    notebook("cfg['lr'] = 0.001")
+    older = "rank 0 an older value, rank 1 another older value"
+    assert f"cfg {why}: {older}. {told} cfg" in notebook.ranks("reads()").warnings
+    notebook.session.push({"cfg": notebook.variables["cfg"], "other": notebook.variables["other"]})
+    cell = notebook.ranks("reads()")
+    assert (list(cell.values), cell.warnings) == ([(0.001, 3)] * 2, ())
+    # The same older value on all of them is told as such, however they got it.
+    notebook("cfg['lr'] = 1.0")
+    (notice,) = notebook.ranks("reads()").warnings
+    assert "the ranks use what they have" in notice
+
+
 @pytest.mark.parametrize("made", ["It()", "It().step"], ids=["an object", "a bound method"])
 def test_looking_for_changes_runs_no_code_of_the_users_but_pickles_own_hooks(notebook, monkeypatch, made):
     # In a module, which goes by reference: a list of the notebook would be sent, and be changed by that.

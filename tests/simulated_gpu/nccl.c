@@ -168,6 +168,14 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 
+#ifdef NCCL_REVOKE_DEFAULT
+// Ends what is under way as an abort does, and frees nothing: ProcessGroupNCCL2 aborts it afterwards. nccl.h allows splits
+// and shrinks of a revoked communicator, which are not here.
+ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
+  return flags == NCCL_REVOKE_DEFAULT ? ncclCommAbort(comm) : ncclInvalidArgument;
+}
+#endif
+
 // Not freed: the watchdog of ProcessGroupNCCL may still ask.
 ncclResult_t ncclCommDestroy(ncclComm_t comm) { return ncclSuccess; }
 
@@ -388,6 +396,7 @@ static void work(void *argument) {
 
 static ncclResult_t post(job what, cudaStream_t where) {
   struct ncclComm *comm = what.comm;
+  if (comm->aborted) return ncclInvalidUsage;
   if ((what.what == REDUCE || what.what == SCATTER) && !can_reduce(what.type)) return ncclInvalidArgument;
   job *made = malloc(sizeof *made);
   *made = what;

@@ -38,7 +38,7 @@ KIB = 1024
 LARGE = 300 * KIB
 """Bytes of a value that is in a memory file, not in the state."""
 NOBODY = cast("Any", object())
-CLIENT = ClientRecord(number=1, pid=1, node="here", name="a test")
+CLIENT = ClientRecord(pid=1, node="here", name="a test")
 
 
 @pytest.fixture
@@ -154,6 +154,27 @@ def test_values_have_a_share_of_the_memory():
 
 
 # --- jobs and states -------------------------------------------------------------------------------
+
+
+def test_the_jobs_can_be_listed_while_another_one_ends(archives):
+    """Clients are answered on other threads than that on which jobs end."""
+    archive = archives()
+
+    class Ending:
+        def __init__(self, number):
+            self.number = number
+
+        @property
+        def record(self):
+            archive._jobs.setdefault(self.number + 1, Ending(self.number + 1))
+            return self.number
+
+        def close(self):
+            pass
+
+    archive._jobs[1] = Ending(1)
+    assert archive.records == (1,)
+    assert archive.records == (1, 2)
 
 
 def test_jobs_beyond_the_bound_are_forgotten(archives, ended, tmp_path):

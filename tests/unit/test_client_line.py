@@ -25,12 +25,11 @@ import pytest
 
 from nblaunch._errors import LaunchError, OptionError
 from nblaunch.client import line as line_module
-from nblaunch.client.line import ClientLine, connect, deferring_interrupts
+from nblaunch.client.line import ClientLine, connect, deferring_interrupts, noting_interrupts
 from nblaunch.group.hub import Hub
 from nblaunch.protocol.client import (
-    Bye,
-    DescribeSessions,
     Done,
+    InterruptSession,
     Introduce,
     ReleaseJob,
     Remark,
@@ -74,7 +73,7 @@ class Runtime:
 
     def welcome(self, connection, introduce):
         self.welcomed.append(introduce)
-        return RuntimeWelcome(client=connection.number, pid=os.getpid(), version="1", root="/")
+        return RuntimeWelcome(client=connection.number, pid=os.getpid())
 
     def handle(self, connection, number, request):
         self.asked.append(request)
@@ -164,15 +163,15 @@ def plain(runtime):
 
 
 def test_a_request_is_answered(runtime, line):
-    assert line.ask(DescribeSessions(session="a"), 10) == Done()
-    assert runtime.asked == [DescribeSessions(session="a")]
+    assert line.ask(InterruptSession(session="a"), 10) == Done()
+    assert runtime.asked == [InterruptSession(session="a")]
     assert (runtime.client().introduced.name, runtime.client().number) == ("test", line.welcome.client)
 
 
 def test_a_request_may_be_sent_before_the_welcome_is_read(new_line):
     line = new_line()
-    assert line.ask(DescribeSessions(), 10) == Done()
-    assert line.welcome.root == "/"
+    assert line.ask(InterruptSession(session=""), 10) == Done()
+    assert line.welcome.pid == os.getpid()
 
 
 def test_events_that_come_before_an_answer_are_kept(runtime, line):
@@ -181,14 +180,14 @@ def test_events_that_come_before_an_answer_are_kept(runtime, line):
         connection.folded(7, b"raw")
         connection.answer(number + 1000, Done())
         connection.answer(number, Done())
-        connection.event(Bye(reason="last"))
+        connection.event(Remark(text="last"))
 
-    runtime.handlers[DescribeSessions] = events_first
-    assert line.ask(DescribeSessions(), 10) == Done()
+    runtime.handlers[InterruptSession] = events_first
+    assert line.ask(InterruptSession(session=""), 10) == Done()
     assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="first"))
     line.decode_folded = bytes.upper
     assert line.next(10) == (FrameKind.FOLDED, 7, b"RAW")
-    assert line.next(10) == (FrameKind.EVENT, 0, Bye(reason="last"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="last"))
     assert line.next(0) is None
 
 
@@ -201,9 +200,9 @@ def test_nothing_comes_within_the_time_given(line):
 
 def test_a_request_without_an_answer_ends_after_its_time_and_the_line_goes_on(runtime, line):
     late = []
-    runtime.handlers[DescribeSessions] = lambda _connection, number, _request: late.append(number)
-    with pytest.raises(TimeoutError, match=r"DescribeSessions within 0\.05 s"):
-        line.ask(DescribeSessions(), 0.05)
+    runtime.handlers[InterruptSession] = lambda _connection, number, _request: late.append(number)
+    with pytest.raises(TimeoutError, match=r"InterruptSession within 0\.05 s"):
+        line.ask(InterruptSession(session=""), 0.05)
     runtime.on_hub(lambda: runtime.client().answer(late[0], Done()))
     assert line.next(0.1) is None
     assert line.ask(Stop(), 10) == Done()
@@ -236,19 +235,19 @@ def test_what_the_runtime_raises_is_raised_here(runtime, line, caplog):
     def refuse(*_):
         raise OptionError("there is no session 'b'")
 
-    runtime.handlers[DescribeSessions] = refuse
+    runtime.handlers[InterruptSession] = refuse
     with pytest.raises(OptionError, match="no session 'b'"):
-        line.ask(DescribeSessions(session="b"), 10)
-    assert "DescribeSessions of client 1" in caplog.text
+        line.ask(InterruptSession(session="b"), 10)
+    assert "InterruptSession of client 1" in caplog.text
     assert line.ask(Stop(), 10) == Done()
 
 
 def test_large_requests_and_answers_arrive_whole(runtime, line):
     text = "x" * (20 << 20)
-    runtime.handlers[DescribeSessions] = lambda connection, _, request: connection.event(
+    runtime.handlers[InterruptSession] = lambda connection, _, request: connection.event(
         Remark(text=request.session)
     )
-    line.send(DescribeSessions(session=text))
+    line.send(InterruptSession(session=text))
     _, _, remark = line.next(30)
     assert remark.text == text
     assert not runtime.client().behind
@@ -266,11 +265,11 @@ def test_requests_wait_for_a_runtime_that_starts(runtime):
     """The link is there before the process that serves it."""
     ours, theirs = socket.socketpair()
     line = ClientLine(ours, introduction(), EndedError)
-    number = line.send(Stop())
+    line.send(Stop())
     assert line.next(0.05) is None
     runtime.on_hub(lambda: runtime.connections.adopt(theirs))
     assert line.welcome.pid == os.getpid()
-    assert (runtime.asked, number) == ([Stop()], 1)
+    assert runtime.asked == [Stop()]
     line.close()
 
 
@@ -387,17 +386,17 @@ def test_who_does_not_introduce_itself_in_time_is_refused(runtime, monkeypatch):
 )
 def test_a_client_that_breaks_the_protocol_is_ended(runtime, plain, caplog, eventually, data):
     plain.sendall(framed(introduction()) + data + framed(Stop(), 2))
-    assert rest_of(plain).endswith(b"/\xa5token\xa0")  # the welcome is all
+    assert rest_of(plain).endswith(b"\xa5token\xa0")  # the welcome is all
     assert "refused: client 1" in caplog.text
     assert runtime.asked == []
     eventually(lambda: [client.number for client in runtime.lost] == [1], "its end is reported")
 
 
 def test_half_a_request_did_not_happen(runtime, plain, eventually):
-    plain.sendall(framed(introduction()) + framed(DescribeSessions(), 1) + framed(Stop(), 2)[:-1])
+    plain.sendall(framed(introduction()) + framed(InterruptSession(session=""), 1) + framed(Stop(), 2)[:-1])
     plain.close()
     eventually(lambda: runtime.lost, "its end is noticed")
-    assert runtime.asked == [DescribeSessions()]
+    assert runtime.asked == [InterruptSession(session="")]
 
 
 def test_tokens_are_shown_nowhere(runtime, line):
@@ -532,18 +531,18 @@ def test_a_client_that_closes_is_lost(runtime, line, eventually):
     line.close()
     eventually(lambda: runtime.lost, "its end is noticed")
     assert list(runtime.connections) == []
-    runtime.lost[0].event(Bye(reason="nobody gets it"))
+    runtime.lost[0].event(Remark(text="nobody gets it"))
 
 
 def test_a_client_that_the_runtime_closes_gets_what_was_sent_before(runtime, line):
     def end(connection, number, _request):
         connection.answer(number, Done())
-        connection.event(Bye(reason="stopped"))
+        connection.event(Remark(text="stopped"))
         connection.close()
 
     runtime.handlers[Stop] = end
     assert line.ask(Stop(), 10) == Done()
-    assert line.next(10) == (FrameKind.EVENT, 0, Bye(reason="stopped"))
+    assert line.next(10) == (FrameKind.EVENT, 0, Remark(text="stopped"))
     with pytest.raises(EndedError):
         line.next(10)
     assert runtime.lost == []
@@ -596,7 +595,11 @@ def next_texts(line, last):
     return found
 
 
-def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(runtime, line, eventually):
+def test_a_client_that_stops_reading_misses_folded_messages_and_catches_up_once(
+    runtime, line, eventually, monkeypatch
+):
+    # Here the bytes decide: this thread may get no turn for seconds.
+    monkeypatch.setattr(connections_module, "_BEHIND_SECONDS", 60)
     client, count, batch = runtime.client(), 1_000_000, 20_000
 
     def send(first):
@@ -667,7 +670,7 @@ def test_a_runtime_that_does_not_read_is_an_error(monkeypatch):
     with theirs:
         line = ClientLine(ours, introduction(), EndedError)
         with pytest.raises(LaunchError, match="has read nothing for") as stuck:
-            line.ask(DescribeSessions(session="x" * (4 << 20)))
+            line.ask(InterruptSession(session="x" * (4 << 20)))
         assert (stuck.value.phase, line.broken, line.closed) == ("runtime", True, True)
 
 
@@ -703,7 +706,7 @@ class Interrupted(Wrapped):
 def interrupted_conversation(runtime, at):
     """Ask five times, with an interrupt at that read or write; return what came, and how often it came."""
     runtime.asked.clear()
-    questions = [DescribeSessions(session=f"{number}" * 400_000) for number in range(5)]
+    questions = [InterruptSession(session=f"{number}" * 400_000) for number in range(5)]
     wrapped: Any = Interrupted(connect(runtime.path), at)
     found, interrupts = [], 0
     line = ClientLine(wrapped.real, introduction(), EndedError)
@@ -733,7 +736,7 @@ def test_an_interrupt_at_any_read_or_write_loses_nothing(runtime):
         connection.answer(number, Done())
         connection.event(Remark(text=request.session[0]))
 
-    runtime.handlers[DescribeSessions] = answer
+    runtime.handlers[InterruptSession] = answer
     handler = signal.getsignal(signal.SIGINT)
     expected, none, _ = interrupted_conversation(runtime, -1)
     assert (none, len(expected)) == (0, 20)
@@ -787,7 +790,8 @@ def test_deferred_interrupts_come_after_an_error(handled):
     assert len(handled) == 1
 
 
-def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
+@pytest.mark.parametrize("holding", [deferring_interrupts, lambda: noting_interrupts(print)])
+def test_an_error_of_another_signals_handler_leaves_the_handler(handled, holding):
     def fail(*_):
         raise ZeroDivisionError
 
@@ -798,7 +802,7 @@ def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
             with contextlib.suppress(ZeroDivisionError):
                 timer.start()
                 while True:
-                    with deferring_interrupts():
+                    with holding():
                         pass
             timer.join()
     finally:
@@ -806,11 +810,35 @@ def test_an_error_of_another_signals_handler_leaves_the_handler(handled):
     assert handled == []
 
 
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_an_interrupt_is_noted_also_where_python_drops_its_exception(interrupted, monkeypatch):
+    class Dropped:
+        def __del__(self):
+            if interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+    before, noted, dropped = signal.getsignal(signal.SIGINT), [], []
+    monkeypatch.setattr(sys, "unraisablehook", lambda each: dropped.append(each.exc_type))
+    with noting_interrupts(lambda: noted.append(1)):
+        del_me = Dropped()
+        del del_me
+        assert len(noted) == len(dropped) == interrupted
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_that_raises_nothing_has_decided_that_nobody_is_interrupted(handled):
+    noted = []
+    with noting_interrupts(lambda: noted.append(1)):
+        signal.raise_signal(signal.SIGINT)
+    assert (len(handled), noted) == (1, [])
+
+
+@pytest.mark.parametrize("holding", [deferring_interrupts, lambda: noting_interrupts(print)])
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_handler_that_is_no_python_function_is_left_alone(handler):
+def test_a_handler_that_is_no_python_function_is_left_alone(handler, holding):
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with deferring_interrupts():
+        with holding():
             assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,9 +20,12 @@ from nblaunch.protocol.client import (
     AnswerToClient,
     ClientNote,
     ClientRequest,
+    Done,
     ErrorRecord,
+    PlaceRun,
     RequestFailed,
     RuntimeEvent,
+    Stop,
     decode_answer,
     decode_event,
     decode_note,
@@ -29,10 +33,26 @@ from nblaunch.protocol.client import (
 )
 from nblaunch.protocol.messages import ProtocolError, encode
 
-UNIONS = {
+
+def answers_of(request: Any) -> tuple[type[AnswerToClient], ...]:
+    """Return what may answer a request, besides its failure."""
+    ((answer,),) = (typing.get_args(base) for base in request.__orig_bases__)
+    return typing.get_args(answer) or (() if answer is typing.Never else (answer,))
+
+
+def decode_answer_to(request: Any, data: bytes, sender: str) -> Any:
+    return decode_answer(data, request, sender)
+
+
+UNIONS: dict[type, Callable[[bytes, str], Any]] = {
     **dict.fromkeys(typing.get_args(ClientRequest), decode_request),
     **dict.fromkeys(typing.get_args(ClientNote), decode_note),
-    **dict.fromkeys(typing.get_args(AnswerToClient), decode_answer),
+    **{
+        cast("type", answer): functools.partial(decode_answer_to, request)
+        for request in typing.get_args(ClientRequest)
+        for answer in answers_of(request)
+    },
+    RequestFailed: functools.partial(decode_answer_to, Stop),
     **dict.fromkeys(typing.get_args(RuntimeEvent), decode_event),
 }
 """Every message, and what decodes it."""
@@ -107,13 +127,20 @@ def test_every_message_is_in_one_union():
         and each.__struct_config__.tag is not None
         and not each.__name__.startswith("_")
     }
-    assert tagged == UNIONS.keys()
-    assert len(UNIONS) == sum(
-        len(typing.get_args(each)) for each in (ClientRequest, ClientNote, AnswerToClient, RuntimeEvent)
-    )
+    assert tagged - {client.Request, AnswerToClient} == UNIONS.keys()
+    unions = [set(typing.get_args(each)) for each in (ClientRequest, ClientNote, RuntimeEvent)]
+    answers = set(AnswerToClient.__subclasses__())
+    assert len(UNIONS) == sum(map(len, (*unions, answers)))
 
 
-@pytest.mark.parametrize("decode", [decode_request, decode_note, decode_answer, decode_event])
+def test_an_answer_to_another_request_is_refused():
+    with pytest.raises(ProtocolError, match="the runtime"):
+        decode_answer(encode(Done()), PlaceRun, "the runtime")
+
+
+@pytest.mark.parametrize(
+    "decode", [decode_request, decode_note, functools.partial(decode_answer_to, Stop), decode_event]
+)
 @pytest.mark.parametrize("data", [b"", b"\xc1", encode(RequestFailed(error=ErrorRecord("a.b", "c")))[:-1]])
 def test_bytes_that_are_no_message_are_refused_by_the_senders_name(decode, data):
     with pytest.raises(ProtocolError, match="client 7"):
@@ -140,7 +167,7 @@ MADE_WITH: dict[type, dict[str, Any]] = {
 
 def sent(error: BaseException) -> BaseException:
     """Return an error as it is on the other side."""
-    answer = decode_answer(encode(RequestFailed(error=ErrorRecord.of(error))), "the runtime")
+    answer = decode_answer(encode(RequestFailed(error=ErrorRecord.of(error))), Stop, "the runtime")
     assert isinstance(answer, RequestFailed)
     return answer.error.error()
 

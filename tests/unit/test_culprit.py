@@ -405,6 +405,7 @@ class HostileMeta(type):
 @pytest.mark.parametrize(
     ("make", "step"),
     [
+        (lambda: notebook("class v: odd, held = hostile, lock", hostile=Hostile(1))["v"], ".held"),
         (lambda: Hostile(LOCK), ".held"),
         (lambda: HostileDict({"a": LOCK}), "['a']"),
         (lambda: HostileList([1, LOCK]), "[1]"),

@@ -9,6 +9,7 @@ import math
 import random
 import threading
 from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,6 +88,14 @@ def model(change=0.0):
     return net
 
 
+def tied(head=None):
+    torch.manual_seed(1)
+    net = nn.Module()
+    net.first = nn.Linear(2, 2)
+    net.head = net.first if head is None else head
+    return net
+
+
 def generator(seed):
     made = torch.Generator()
     made.manual_seed(seed)
@@ -117,6 +126,11 @@ OBJECTS = {
     ),
     "a set": (lambda: {"a", "b", 3, (1, 2)}, lambda: {"b", (1, 2), "a", 4}, None),
     "a dataclass": (Config, lambda: Config(layers=[1, 5]), "x.layers[1]"),
+    "attributes that are no names": (
+        lambda: SimpleNamespace(**{"a": 1, "b c": 2}),
+        lambda: SimpleNamespace(**{"a": 1, "b c": 3}),
+        "x.__dict__['b c']",
+    ),
     "slots": (lambda: Slotted(1, [2]), lambda: Slotted(1, [3]), "x.b[0]"),
     "an enum": (lambda: (Colour.RED,), lambda: (Colour.BLUE,), "x[0]"),
     "a cycle": (lambda: cyclic(1), lambda: cyclic(2), "x[1]['last']"),
@@ -149,6 +163,7 @@ OBJECTS = {
     ),
     "a scalar of NumPy": (lambda: [np.float32(1)], lambda: [np.float32(2)], "x[0]"),
     "a model": (model, lambda: model(0.5), "x.2.0.weight[1, 3]"),
+    "a layer under two names": (tied, lambda: tied(nn.Linear(2, 2)), "x.head.weight[0, 0]"),
     "training": (model, lambda: model().eval(), "x.0.training"),
     "what has a state": (lambda: Stateful(1), lambda: Stateful(2), "x.state_dict()['momentum'][1]"),
     "a dtype": (lambda: [torch.float32], lambda: [torch.float64], "x[0]"),

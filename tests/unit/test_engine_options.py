@@ -13,6 +13,8 @@ from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line, torchrun_command
 
 INSIDE = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
+ON_A_NODE = {**INSIDE, "SLURMD_NODENAME": "hA"}
+ALONE = {**ON_A_NODE, "SLURM_JOB_NUM_NODES": "1"}
 
 
 @pytest.mark.parametrize(
@@ -33,8 +35,10 @@ INSIDE = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "2"}
         ("--on process --slurm '-p gpu'", {}, "--slurm was given, but --on process places the nodes"),
         ("--on ssh=a,b --nnodes 3", {}, "--on names 2 hosts. Leave nnodes out"),
         ("--on ssh=a,b --nnodes 2 --here", {}, "--on names 2 hosts and this machine"),
-        ("--on slurm --slurm '-p gpu'", INSIDE, "inside Slurm's job 17"),
-        ("--on slurm --nnodes 3", INSIDE, "inside Slurm's job 17, which has 2 nodes"),
+        ("--queue-timeout 3", {}, "--queue-timeout was given, but no engine"),
+        ("--on slurm --nnodes 3", INSIDE, "inside Slurm's job 17, which has 2 nodes. .* a new job: --slurm"),
+        ("--on slurm --here --nnodes 3", ON_A_NODE, "inside Slurm's job 17, which has 2 nodes"),
+        ("--on slurm --here", ALONE, "inside Slurm's job 17, whose only node is this machine"),
         ("--on process --local-addr 0.0.0.0", {}, "--local-addr 0.0.0.0 is every address of this machine"),
         ("--on process --local-addr ::", {}, "--local-addr :: is every address of this machine"),
         ("--on process --local-addr 0", {}, "--local-addr 0 is every address of this machine"),
@@ -62,6 +66,11 @@ def test_what_contradicts_is_refused_by_name(line, environ, said):
         ("--on slurm", INSIDE, (2, 2), (2, 2)),
         ("--on slurm --here", INSIDE, (3, 3), (2, 2)),
         ("--on slurm --here --nnodes 3", INSIDE, (3, 3), (2, 2)),
+        ("--on slurm", ON_A_NODE, (2, 2), (2, 2)),
+        ("--on slurm --here", ON_A_NODE, (2, 2), (1, 1)),
+        ("--on slurm --here --nnodes 2", ON_A_NODE, (2, 2), (1, 1)),
+        ("--on slurm --nnodes 3 --slurm '-t 30'", ALONE, (3, 3), (3, 3)),
+        ("--on slurm --here --slurm '-t 30'", ALONE, (2, 2), (1, 1)),
         ("--on process --rdzv-conf join_timeout=5 --local-addr 10.0.0.1", {}, (1, 1), (1, 1)),
         ("--on ray --nnodes 2 --sync-env", {}, (2, 2), (2, 2)),
     ],

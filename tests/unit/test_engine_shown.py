@@ -12,7 +12,6 @@ import pytest
 from nblaunch._results import (
     RankFailure,
     RankResults,
-    RankStatus,
     RunResult,
     SessionInfo,
     SessionStatus,
@@ -24,6 +23,7 @@ from nblaunch.client.result import describe
 from nblaunch.diagnose import hang
 from nblaunch.diagnose.failures import blame
 from nblaunch.options.launch import LaunchOptions
+from nblaunch.protocol.client import RankStatus
 from nblaunch.protocol.messages import (
     DEFAULT_GROUP,
     Collective,

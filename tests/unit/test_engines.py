@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import stat
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import pytest
 from patience import eventually
 
 from nblaunch._errors import OptionError
-from nblaunch.nodes import process
+from nblaunch.nodes import join, process
 from nblaunch.nodes.asking import _why_ended, _why_lost
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, own_address, place_of
@@ -276,3 +278,19 @@ def test_why_no_more_nodes_come():
         engine="slurm", state=EngineState.ENDED, words="error: Invalid partition name specified"
     )
     assert _why_ended(said) == "slurm gives no nodes: error: Invalid partition name specified"
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["reachable", "gone"])
+def test_a_node_gives_its_allocation_back_only_where_its_runtime_is_certainly_gone(
+    listens, tmp_path, monkeypatch
+):
+    """A node alone may be cut off: the others then go on with the notebook."""
+    given_back = tmp_path / "given-back"
+    monkeypatch.setenv("NBLAUNCH_NODE_AT_END", shlex.join(["touch", str(given_back)]))
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        join._give_back(f"127.0.0.1:{port}")
+    assert given_back.exists() is not listens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import linecache
 import math
 import shlex
 import subprocess
@@ -22,7 +23,7 @@ from nblaunch.export.expressions import UnknownError, gives
 from nblaunch.export.files import how_to_load
 from nblaunch.export.imports import Import, as_statements
 from nblaunch.export.literals import LiteralWriter, NoLiteralError
-from nblaunch.export.source import indented
+from nblaunch.export.source import NotebookSource, indented
 from nblaunch.export.writer import Cell, Setting, export
 from nblaunch.options.launch import OPTIONS, LaunchOptions
 from nblaunch.options.line import torchrun_command
@@ -274,6 +275,22 @@ def test_a_name_that_only_ranks_have_is_told() -> None:
             directory="",
             elsewhere={"x": 2, "y": 1},
         )
+
+
+def test_a_class_whose_property_got_its_setter_later_is_not_what_its_statement_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cells = {
+        1: "class Box:\n    @property\n    def size(self):\n        return 1",
+        2: "def put(self, value):\n    pass\nBox.size = Box.size.setter(put)",
+    }
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for number, text in cells.items():
+        name = f"<cell {number}>"
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
+        exec(compile(text, name, "exec"), namespace)  # noqa: S102 - as a notebook does
+        source = NotebookSource(dict(list(cells.items())[:number]))
+        assert (source.definition("Box", namespace["Box"]) is None) == (number > 1)
 
 
 # torchrun's command

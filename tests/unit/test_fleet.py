@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import socket
 import sys
 import threading
 import time
@@ -822,6 +823,19 @@ def test_a_failure_begins_again_with_the_same_nodes(fleets):
     assert [message.attempt for message, _ in events.of("message")] == [1]
 
 
+def test_of_a_connection_that_ends_its_own_node_is_asked_and_no_other(fleets):
+    """A stranger who comes and goes would have all of 4,096 nodes asked for a second."""
+    events = fleets.group(fleets.fleet(1, 2), keep=True)
+    first, second = fleets.run_two(events)
+    host, _, port = fleets.program()[0].rpartition(":")
+    for _ in range(3):
+        socket.create_connection((host, int(port))).close()
+    second.die()
+    wait_until(lambda: events.of("leaves"), "the end of its connection came after those of the strangers")
+    first.wait_for(wire.AdoptRanks)
+    assert [each for each in first.got if isinstance(each, wire.Ping)] == []
+
+
 def test_a_kept_rank_that_dies_has_all_replaced(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
@@ -947,7 +961,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     events = fleets.group(fleets.fleet(), keep=True)
     nodes = fleets.run_two(events)
     nodes[1].send(wire.Notice(seconds=30, words="got SIGUSR1"))
-    assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1", 30)]
+    assert wait_until(lambda: events.of("preempted")) == [("node hB got SIGUSR1 (played job 7)", 30)]
     nodes[1].send(wire.Notice(seconds=30, words="got SIGTERM", leaves=True))
     nodes[1].send(wire.Leaving())
     nodes[1].wait_for(wire.Finish)
@@ -957,7 +971,7 @@ def test_a_node_that_is_about_to_be_ended_has_all_ranks_save(fleets):
     nodes[0].end()
     assert events.ended.wait(SECONDS)
     assert isinstance(events.error, RunPreemptedError)
-    assert str(events.error) == "node hB left"
+    assert str(events.error) == "node hB left (played job 7)"
 
 
 def test_of_a_range_a_node_that_is_about_to_be_ended_is_let_go(fleets):

@@ -79,6 +79,13 @@ def test_the_wheel_is_installed_with_the_oldest_and_the_newest_of_all_by_each_py
     assert lanes == named - {"3.11"}, "3.11 has all other lanes"
 
 
+def test_the_files_that_other_versions_of_torch_are_tried_with_are_there():
+    script = (ROOT / "tests" / "torch_versions" / "lane").read_text()
+    named = re.search(r"^PART=\(([^)]+)\)", script, re.MULTILINE)
+    assert named is not None
+    assert [each for each in named[1].split() if not (ROOT / f"tests/ranks/test_{each}.py").exists()] == []
+
+
 def test_the_site_is_built_there_as_its_settings_say_and_with_the_rights_it_needs():
     workflow = loaded(GITHUB / "workflows" / "docs.yml")
     (command,) = re.findall(r"`(sphinx-build [^`]+)`", (ROOT / "notebooks" / "conf.py").read_text())

@@ -9,28 +9,26 @@ import pytest
 
 from nblaunch.rank import in_place
 
-DEFAULT, PAIR = ([0, 1, 2], "address"), ([0, 2], "address")
+DEFAULT, PAIR = ([0, 1, 2], ["address"]), ([0, 2], ["address"])
 BOTH = {"0": DEFAULT, "1": PAIR}
 
 
 @pytest.mark.parametrize(
-    ("torch", "backend", "detail", "can"),
+    ("backends", "able", "detail", "can"),
     [
-        (True, "gloo", False, True),
-        (True, "cpu:gloo", False, True),
-        (True, "cpu:gloo,cuda:gloo", False, True),
-        (False, "gloo", False, False),
-        (True, "gloo", True, False),
-        (True, "cpu:gloo,cuda:nccl", False, False),
-        (True, "nccl", False, False),
-        (True, "nccl2", False, False),
-        (True, "xccl", False, False),
-        (True, "mpi", False, False),
-        (True, "one_of_the_users", False, False),
+        (["gloo"], {"gloo"}, False, True),
+        (["gloo", "gloo"], {"gloo"}, False, True),
+        (["gloo", "nccl"], {"gloo", "nccl"}, False, True),
+        (["gloo", "nccl"], {"gloo"}, False, False),
+        (["nccl2"], {"gloo", "nccl", "nccl2"}, False, True),
+        (["nccl-lazy"], {"gloo", "nccl", "nccl2"}, False, False),
+        (["gloo"], set(), False, False),
+        (["gloo"], {"gloo"}, True, False),
+        (["one_of_the_users"], {"gloo"}, False, False),
     ],
 )
-def test_a_group_is_made_for_it_where_torch_can_and_gloo_is_alone(torch, backend, detail, can):
-    assert in_place.can(backend, detail=detail, torch=torch) is can
+def test_a_group_is_made_for_it_where_all_of_its_backends_can(backends, able, detail, can):
+    assert in_place.can(backends, able, detail=detail) is can
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def test_a_group_is_made_for_it_where_torch_can_and_gloo_is_alone(torch, backend
         ([{"0": DEFAULT}, {"0": DEFAULT}, {}], False),
         ([{}, {}, {}], False),
         ([{"0": DEFAULT}] * 2, False),
-        ([BOTH, {"0": DEFAULT}, {"0": DEFAULT, "1": ([2, 0], "address")}], False),
+        ([BOTH, {"0": DEFAULT}, {"0": DEFAULT, "1": ([2, 0], ["address"])}], False),
     ],
     ids=[
         "the default group",
@@ -77,11 +75,12 @@ found.append(in_place._is_idle(state))
 told = lambda number: in_place.form_again(dist.HashStore(), number, 0, 1, usable=True)
 found.append(told(1) == [])
 
-def refuses(model):
-    raise AssertionError
+def refuses():
+    raise RuntimeError("another model has queued its reduction")
 
-in_place._reset = refuses
-found.append(told(2) == [model])
+model(torch.ones(1, 2)).sum()
+state._reset_iter_state = refuses
+found.append(told(2) == [(model, "RuntimeError: another model has queued its reduction")])
 found.append(in_place.form_again(dist.HashStore(), 3, 0, 1, usable=False) is None)
 print(found)
 dist.destroy_process_group()

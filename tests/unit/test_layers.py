@@ -75,9 +75,6 @@ A_LIST = 3
 STATE_OF_THE_KERNEL = {"nblaunch.client.local", "nblaunch.magic.sessions", "nblaunch.magic.auto"}
 """What a client has once, a notebook's sessions, and its switch: the modules that keep what changes."""
 
-STATE_OF_A_RUNTIME = {"nblaunch.group.runtime"}
-"""What a process has once to run ranks."""
-
 OTHER_STATE = {
     "nblaunch.capture.arrays": "what stands for the memory of an array, while the array is there",
     "nblaunch.capture.recipes": "which recipe a class has, looked for once",
@@ -175,8 +172,6 @@ def imported_by(node: ast.ImportFrom, package: str) -> Iterator[str]:
         parts = package.split(".")
         base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
     for alias in node.names:
-        if (base, alias.name) == ("nblaunch", "__version__"):
-            continue  # a word that is there before any module is loaded
         inner = f"{base}.{alias.name}"
         yield inner if base.split(".")[0] == "nblaunch" and exists(inner) else base
 
@@ -201,17 +196,15 @@ def test_no_module_imports_upwards():
         str(each)
         for each in OURS
         if LAYERS.index(layer_of(each.imported)) > LAYERS.index(layer_of(each.importer))
-        # Errors carry results, whose types only annotations name.
-        and not (each.only_types and each.importer == "nblaunch._errors")
     ]
     assert upwards == []
 
 
 def test_no_modules_import_one_another():
-    """So every folder has an order, too, in which its modules can be read."""
+    """So every folder has an order, too, in which its modules can be read; a type or a late import counts."""
     loads: dict[str, set[str]] = {}
     for each in OURS:
-        if not each.only_types and each.imported not in {each.importer, "nblaunch"}:
+        if each.imported != each.importer:
             loads.setdefault(each.importer, set()).add(each.imported)
     graphlib.TopologicalSorter(loads).prepare()  # raises CycleError, which names the circle
 
@@ -550,7 +543,7 @@ KERNEL = {
 
 def test_modules_keep_state_in_few_places_and_for_a_reason():
     keeping = {module for module, tree in KERNEL.items() if set(state_of(tree))}
-    assert keeping == STATE_OF_THE_KERNEL | STATE_OF_A_RUNTIME | OTHER_STATE.keys()
+    assert keeping == STATE_OF_THE_KERNEL | OTHER_STATE.keys()
 
 
 @pytest.mark.parametrize(
@@ -631,7 +624,7 @@ def may_change(value: ast.expr) -> bool:
 
 
 def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
-    """One on either side: there the order is decided in which things end; a rank's own hook is in `rank`.
+    """There the order is decided in which things end; a rank's own hook is in `rank`.
 
     The doctor waits for a check that is loading torch: Python would end while that is half loaded.
     """
@@ -645,8 +638,6 @@ def test_one_module_acts_at_the_end_of_the_process_and_in_its_forks():
         ("nblaunch.checks.doctor", "atexit.register"),
         ("nblaunch.client.local", "atexit.register"),
         ("nblaunch.client.local", "os.register_at_fork"),
-        ("nblaunch.group.runtime", "atexit.register"),
-        ("nblaunch.group.runtime", "os.register_at_fork"),
     ]
 
 

@@ -51,8 +51,9 @@ from nblaunch.protocol.messages import (
     Tally,
     ToRank,
     Where,
+    encode,
 )
-from nblaunch.protocol.state import RunState, State
+from nblaunch.protocol.state import RunState, State, advance
 
 GRACE = 5.0
 PREPARE = Prepare(environ=(), cwd=b"/", path=())
@@ -276,6 +277,23 @@ def test_what_an_engine_says_is_the_jobs_and_that_of_each_later_one():
     group.feed(Started(rank=0, time=1.0), Started(rank=1, time=1.0), returned(0), returned(1))
     group.give()
     assert group.state.engine == group.state.at_work.engine == GRANTED
+
+
+def test_names_of_hosts_travel_once_however_many_nodes_arrive():
+    count = 4096
+    granted = msgspec.structs.replace(WAITING, hosts=tuple(f"gpu-node-{each:05}" for each in range(count)))
+    group, size, told = Group(kept=True), 0, RunState.fresh(2)
+    group.give()
+    for joined in range(count + 1):
+        said = msgspec.structs.replace(granted, joined=joined)
+        group.state, actions = step(group.state, life.Observed(said), group.now)
+        for each in actions:
+            if isinstance(each, life.Publish):
+                size += len(encode(each.message))
+                told = advance(told, each.message)
+    print(f"{count} nodes arrive: a client is sent {size / 1e6:.2f} MB")
+    assert size < 1_000_000
+    assert told.engine == group.state.engine == msgspec.structs.replace(granted, joined=count)
 
 
 def test_a_job_for_a_rank_that_no_attempt_has_any_more_ends():

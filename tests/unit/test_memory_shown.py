@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -182,6 +183,11 @@ def test_a_view_and_its_base_are_one_and_the_first_name_counts():
     rows = found(part=base[:10], base=base)
     assert rows["part"].size == 40_000_000
     assert "base" not in rows
+
+
+def test_a_window_onto_an_array_holds_all_of_it():
+    windows = np.lib.stride_tricks.sliding_window_view(np.zeros(2_000_000), 3)
+    assert found(windows=windows)["windows"].size == 16_000_000
 
 
 def test_a_tensor_that_no_variable_leads_to_is_found_too():

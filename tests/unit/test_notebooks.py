@@ -36,3 +36,8 @@ def test_a_saved_notebook_shows_its_runs_without_a_kernel(notebook):
 def test_a_saved_notebook_holds_nothing_of_the_machine_it_was_run_on(notebook):
     outputs = json.dumps([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
     assert re.findall(r"/(?:home|root|tmp|Users)/[^\s\"]*|site-packages", outputs) == []
+
+
+def test_a_saved_notebooks_text_has_lines_and_no_escapes_of_them(notebook):
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    assert [text for text in texts if "\\n" in text] == []

@@ -90,8 +90,9 @@ def test_a_place_on_nodes_is_provisional_and_needs_nothing_of_this_machine(local
     on_nodes = {"on": "process", "nnodes": "2:3"}
     placed = place(asked(no_gpu, **on_nodes), local)
     assert placed == Placed(placement=Placement(4, "gloo", "cpu", 0))
-    placed = place(asked(no_gpu, **on_nodes, backend="nccl", numa_binding="node"), local)
-    assert placed.placement.backend == "nccl"
+    for backend in ("nccl", "cpu:gloo,cuda:nccl-legacy"):
+        placed = place(asked(no_gpu, **on_nodes, backend=backend, numa_binding="node"), local)
+        assert placed.placement.backend == backend
     assert local.server.pid is None
     with pytest.raises(nblaunch.OptionError, match="backend 'tin'"):
         place(asked(backend="tin", **on_nodes), local)

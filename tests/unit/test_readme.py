@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from nblaunch.magic.commands import COMMANDS
 from nblaunch.options.launch import OPTIONS
-from nblaunch.options.table import grouped, markdown_table
+from nblaunch.options.table import Option, grouped
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -29,7 +30,7 @@ MOVED = (
     "Leaving",
 )
 """What stands in the documentation, so that the README stays short."""
-INTERNAL = {"NBLAUNCH_NODE_HERE", "NBLAUNCH_NODE_PLACE"}
+INTERNAL = {"NBLAUNCH_NODE_AT_END", "NBLAUNCH_NODE_HERE", "NBLAUNCH_NODE_PLACE"}
 """Variables by which nblaunch tells its own processes something."""
 
 
@@ -43,6 +44,22 @@ def with_tables(text: str) -> str:
     _, _, after = rest.partition(END)
     tables = [f"## {title}\n\n{markdown_table(rows).strip()}\n" for title, rows in grouped(OPTIONS).items()]
     return f"{before}{BEGIN}\n{chr(10).join(tables)}{END}{after}"
+
+
+def markdown_table(options: Iterable[Option]) -> str:
+    """Return a table: one row for each option."""
+    rows = ["| Option | Meaning | Default | Keyword, variable |", "|---|---|---|---|"]
+    for each in options:
+        keywords = [f"{keyword}=" for keyword in each.keywords] if each.scope != "notebook" else []
+        variables = [each.variable] if each.variable else []
+        flags, default, python = map(_as_code, (each.flags, [each.shown_default], keywords + variables))
+        cells = [flags, each.help, default, python]
+        rows.append(" | ".join(["", *(cell.replace("|", "\\|") for cell in cells), ""]).strip())
+    return "\n".join(rows)
+
+
+def _as_code(texts: Iterable[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
 
 
 def prose(text: str) -> str:
@@ -112,6 +129,16 @@ def test_the_limits_say_what_ends_a_detached_session_beside_its_user():
 def test_the_tables_of_options_are_those_in_the_code():
     text = OPTIONS_PAGE.read_text()
     assert text == with_tables(text), "run: python tests/unit/test_readme.py"
+
+
+def test_the_table_names_every_option():
+    table = markdown_table(OPTIONS).splitlines()
+    assert len(table) == len(OPTIONS) + 2
+    assert {line.count("|") for line in table} == {5}
+    for option, line in zip(OPTIONS, table[2:], strict=True):
+        assert option.help in line
+        assert f"`{option.flags[0]}`" in line
+        assert option.variable is None or f"`{option.variable}`" in line
 
 
 def test_the_page_of_options_has_every_variable_that_is_read():

@@ -90,11 +90,13 @@ OF_THE_GROUP = {
     "master_addr": "--master-addr host",
     "master_port": "--master-port 29500",
     "local_addr": "--local-addr host",
+    "ports": "--ports 50000-50100",
     "on": "--on slurm",
     "slurm": "--slurm '-p gpu'",
     "here": "--here",
     "node_python": "--node-python python3",
     "sync_env": "--sync-env",
+    "queue_timeout": "--queue-timeout 5m",
     "node_timeout": "--node-timeout 5",
 }
 

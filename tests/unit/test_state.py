@@ -37,6 +37,7 @@ from nblaunch.protocol.messages import (
     Logged,
     Measured,
     Names,
+    NodesJoined,
     Noticed,
     Offsets,
     Payload,
@@ -164,6 +165,7 @@ STRATEGIES: dict[type, st.SearchStrategy[Message]] = {
     JobSent: st.builds(JobSent, ranks=st.lists(RANKS, max_size=3).map(tuple)),
     LocatedAll: st.builds(LocatedAll, report=REPORTS),
     EngineSaid: ENGINE_SAYS,
+    NodesJoined: st.builds(NodesJoined, state=st.sampled_from(EngineState), joined=st.integers(0, 2)),
     Measured: st.builds(Measured, usages=st.dictionaries(RANKS, USAGES, max_size=3)),
     Noticed: st.builds(Noticed, text=TEXTS),
     Waiting: st.builds(Waiting, ranks=st.dictionaries(RANKS, TEXTS, max_size=3)),
@@ -405,6 +407,8 @@ def test_what_an_engine_said_last_is_kept_over_attempts():
     assert state.engine == waiting
     assert state.where == "ranks 0-2 phase 'fork'", "the ranks are there"
     here = msgspec.structs.replace(waiting, state=EngineState.RUNNING, joined=2)
+    assert advance(state, NodesJoined(state=EngineState.RUNNING, joined=2)).engine == here
+    assert advance(RunState.fresh(1), NodesJoined(state=EngineState.RUNNING, joined=2)).engine is None
     assert advance(RunState.fresh(1), here).where == "rank 0 phase 'fork'"
 
 
@@ -752,7 +756,7 @@ def test_what_a_full_disk_did_not_take_is_one_warning_that_names_the_ranks():
 def test_measuring_ranks_is_not_hearing_from_them_and_whatever_else_changes_a_state_is(messages, message):
     before = folded(messages)[-1]
     after = advance(before, message)
-    if isinstance(message, Measured | EngineSaid):
+    if isinstance(message, Measured | EngineSaid | NodesJoined):
         assert silent_between(before, after)
     elif after != before:
         assert not silent_between(before, after)

@@ -21,7 +21,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore, _composable_state, distributed_c10d
 from torch.distributed.elastic import events as torch_events
 from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
@@ -234,6 +234,10 @@ def a_typed_storage():
         (a_typed_storage(), "_untyped_storage"),
         (distributed_c10d, "_abort_process_group"),
         (distributed_c10d, "_new_process_group_helper"),
+        (distributed_c10d, "_get_split_source"),
+        (distributed_c10d.Backend, "_plugins"),
+        (_composable_state, "_module_state_mapping"),
+        (torch.nn.parallel.DistributedDataParallel, "_ddp_init_helper"),
         (torch.nn.parallel.DistributedDataParallel, "_update_process_group"),
         (torch._C._distributed_c10d, "_dump_fr_trace_json"),
         (torch._C._distributed_c10d.Reducer, "_remove_autograd_hooks"),
@@ -285,8 +289,10 @@ def test_torch_can_still_be_asked_what_a_collective_reduces_with():
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (distributed_c10d, "_get_reconfigure_handle"),
         (distributed_c10d, "_reconfigure"),
+        (torch._C._distributed_c10d.Backend, "get_reconfigure_handle"),
+        (torch._C._distributed_c10d.Backend, "reconfigure"),
+        (torch._C._distributed_c10d.Backend, "set_timeout"),
         (_fsdp_state.FSDPState, "_reset_iter_state"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",

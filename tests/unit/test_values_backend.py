@@ -6,6 +6,7 @@ import importlib.metadata
 import sys
 
 import pytest
+import torch.distributed
 
 import nblaunch
 from nblaunch.elastic import placement
@@ -35,3 +36,16 @@ def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
     placement.check_backend("tin", {})
     with pytest.raises(nblaunch.OptionError):
         placement.check_backend("tin", {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_forms_of_nccl_that_torch_has_not_loaded_yet_are_known_where_it_has_nccl(monkeypatch, built):
+    late = importlib.metadata.EntryPoint("nccl-late", "torch.distributed:load", "torch.distributed.backends")
+    found = importlib.metadata.entry_points
+
+    def entry_points(**wanted):
+        return [late] if wanted == {"group": late.group} else found(**wanted)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
+    assert ("nccl-late" in placement.known_backends()) is built

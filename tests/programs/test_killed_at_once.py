@@ -1,0 +1,54 @@
+"""What is left when all processes of a run are killed at once, as Slurm ends a step."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from patience import eventually
+
+pytestmark = pytest.mark.timeout(180)
+
+RUNS = """
+import nblaunch, sys
+session = nblaunch.Session(nproc=1, display=False)
+print(session.cell("1", namespace={}).values, flush=True)
+sys.stdin.read()
+session.close()
+"""
+
+
+def test_directories_of_processes_that_were_all_killed_go_with_the_next_start(tmp_path):
+    environ = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+
+    def begun() -> subprocess.Popen[bytes]:
+        command, pipe = [sys.executable, "-c", RUNS], subprocess.PIPE
+        started = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe)
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"[1]\n"
+        return started
+
+    def directories() -> set[Path]:
+        return set(tmp_path.glob("nblaunch-*"))
+
+    first = begun()
+    (lives,) = directories()
+    second = begun()
+    (killed,) = directories() - {lives}
+    all_of_it = [*psutil.Process(second.pid).children(recursive=True), psutil.Process(second.pid)]
+    for stop in (psutil.Process.suspend, psutil.Process.kill):
+        for each in all_of_it:
+            stop(each)
+    second.communicate()
+    assert directories() == {lives, killed}
+    third = begun()
+    eventually(lambda: killed not in directories(), "it is removed")
+    assert lives in directories()
+    for each in (first, third):
+        each.communicate()
+        assert each.returncode == 0
+    assert directories() == set()
