@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from nblaunch.group.group import WorkerGroup
 from nblaunch.group.job import Job
@@ -25,44 +25,45 @@ _Pending = tuple[_Operation, ...]
 
 
 class HangWatch:
-    """Asks where the ranks are after a silence, and reports each hang once.
+    """Says when to ask where the ranks are, after a silence, and which answers show another hang.
+
+    It reads no clock (`now` is monotonic) and asks nobody.
 
     A rank with no message and no output does not hang for that (it may compute); one that is still in the
     collective in which it was `seconds` ago does.
     """
 
-    def __init__(self, seconds: float | None, ask: Callable[[], HangReport]) -> None:
+    def __init__(self, seconds: float | None) -> None:
         """With `seconds` None nothing is watched."""
         self._seconds = seconds
-        self._ask = ask
         self._state: RunState | None = None
-        self._silent_since = time.monotonic()
+        self._silent_since = 0.0
         self._before: Mapping[int, _Pending] = {}
         self._reported: set[_Operation] = set()
 
-    def look(self, state: RunState) -> HangReport | None:
-        """Return a report if the run hangs where it did not hang before."""
+    def due(self, state: RunState, now: float) -> bool:
+        """Return whether the run has been silent for so long that its ranks are to be asked."""
         if self._seconds is None:
-            return None
-        now = time.monotonic()
+            return False
         if self._state is None or not silent_between(self._state, state):
             self._state, self._silent_since, self._before = state, now, {}
-            return None
-        if now - self._silent_since < (self._seconds if self._before else self._seconds / 2):
-            return None
-        report = self._ask()
+            return False
+        return now - self._silent_since >= (self._seconds if self._before else self._seconds / 2)
+
+    def hangs(self, report: HangReport, now: float) -> bool:
+        """Return whether the run hangs where it did not hang before; `now` is when the ranks were asked."""
         here = {rank: pending for rank, known in report.collectives.items() if (pending := _pending(known))}
         still = (pending for rank, pending in here.items() if self._before.get(rank) == pending)
         stuck = {operation for pending in still for operation in pending}
         first_look, self._before = not self._before, here
         if first_look:
-            return None
+            return False
         self._silent_since = now
         # Fewer than before are no other hang: to nccl2 (torch 2.15) what has ended is open for a second.
         if stuck <= self._reported:
-            return None
+            return False
         self._reported |= stuck
-        return report
+        return True
 
 
 def _pending(collectives: tuple[Collective, ...]) -> _Pending:
@@ -161,7 +162,7 @@ class Ending:
         self._group = group
         self._job = job
         self._options = options
-        self._hang_watch = HangWatch(options.hang_after, group.where)
+        self._hang_watch = HangWatch(options.hang_after)
         self._late = LateRanks(group)
         self._woken = threading.Event()
         self._interrupts = 0
@@ -183,7 +184,7 @@ class Ending:
             if self._job.questions or self._awaits_nodes:
                 # The time that the user takes to type, or a request waits in a queue, counts for no limit.
                 deadline += now - before
-                self._hang_watch = HangWatch(self._options.hang_after, self._group.where)
+                self._hang_watch = HangWatch(self._options.hang_after)
             if now > deadline:
                 return self._timed_out()
             self._late.look()
@@ -197,8 +198,11 @@ class Ending:
         return state.engine is not None and state.engine.state.early and not state.begun
 
     def _look_for_hang(self) -> None:
-        hanging = self._hang_watch.look(self._job.state)
-        if hanging is not None:
+        now = time.monotonic()
+        if not self._hang_watch.due(self._job.state, now):
+            return
+        hanging = self._group.where()
+        if self._hang_watch.hangs(hanging, now):
             self._group.looked_at(hanging)
             text = f"nothing heard for {self._options.hang_after:g} s\n{hanging}"
             self._group.post(Observed(Noticed(text=text)))

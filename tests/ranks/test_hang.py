@@ -301,13 +301,13 @@ def test_hang_after_reports_once_and_lets_the_run_go_on(nproc, tmp_path, poke):
     poke(f"""
 from pathlib import Path
 from nblaunch.group.ending import HangWatch
-original = HangWatch.look
-def look(self, state):
-    told = original(self, state)
-    if told is not None:
+original = HangWatch.hangs
+def hangs(self, report, now):
+    told = original(self, report, now)
+    if told:
         Path({str(flag)!r}).touch()
     return told
-HangWatch.look = look
+HangWatch.hangs = hangs
 """)
     result = nblaunch.run(job, nproc=nproc, hang_after=0.5)
     assert result.values == ["done"] * nproc
@@ -333,13 +333,15 @@ HangWatch.look = look
 def test_a_hang_is_told_once_also_where_less_of_it_is_left(looks, told):
     answers = iter(looks)
 
-    def ask():
+    def hangs(look):
+        if not watch.due(state, float(look)):
+            return False
         open_now = tuple(Collective("0", number, "all_reduce") for number in sorted(next(answers)))
-        return HangReport((), {0: open_now})
+        return watch.hangs(HangReport((), {0: open_now}), float(look))
 
-    watch, state = HangWatch(0.0, ask), RunState.fresh(1, time=0.0)
-    watch.look(state)  # from here on it is silent
-    assert [look for look, _ in enumerate(looks) if watch.look(state) is not None] == told
+    watch, state = HangWatch(0.0), RunState.fresh(1, time=0.0)
+    watch.due(state, 0.0)  # from here on it is silent
+    assert [look for look, _ in enumerate(looks) if hangs(look)] == told
 
 
 def compute_for_long():
