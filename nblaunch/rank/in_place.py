@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -34,12 +35,15 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _OPTION = "enable_reconfigure"
 _BEGIN_DDP = "_ddp_init_helper"
 # torch registers "nccl" as one of two backends: who makes it tells which.
-_MAKERS = {"_create_gloo_process_group", "_create_nccl2_process_group"}
+_MAKES_GLOO, _MAKES_NCCL = "_create_gloo_process_group", "_create_nccl2_process_group"
+_NCCL_REVOKES = (2, 28)
 # Above the numbers of all recoveries.
 _FIRST = 1_000_000_000
 # NCCL takes up to 6 s on many machines. Ranks that are not ready after a minute are replaced.
 _CONNECT_SECONDS = 30.0
 _OLD, _NEW = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_ON_TIMEOUT"
+# Ranks rebuild buckets after their first backward. One that failed before that has others than its peers.
+_OTHER_BUCKETS = "its ranks were in different steps, before and after DDP had arranged its buckets"
 # NCCL would revoke what takes longer: the GPU goes on with wrong values, and only the next call raises.
 _NO_LIMIT = timedelta(days=1)
 
@@ -50,7 +54,9 @@ _split: Callable[..., Any] = distributed_c10d.split_group
 _begin_ddp: Callable[..., None] = getattr(DistributedDataParallel, _BEGIN_DDP)
 # Names of the groups that were made with the option by this module, and not by the program itself.
 _names: set[str] = set()
-_ddp_models = weakref.WeakSet[DistributedDataParallel]()
+_ddp_models = weakref.WeakKeyDictionary[DistributedDataParallel, int]()
+"""DDP models, and their numbers in the order in which they were made."""
+_made = itertools.count()
 
 OwnGroups = Mapping[str, tuple[Sequence[int], Sequence[str]]]
 """What a rank tells the others of its groups, by name: their ranks, and the handles of its backends; empty if
@@ -70,7 +76,16 @@ def able() -> set[str]:
     """Return the names of the registered backends of this torch that can."""
     plugins = distributed_c10d.Backend._plugins.items()  # noqa: SLF001 - torch names the backends only
     makers = {name.lower(): getattr(each.creator_fn, "__name__", "") for name, each in plugins}
-    return {name for name, maker in makers.items() if maker in _MAKERS and torch_can()}
+    return {name for name, maker in makers.items() if maker in _makers()}
+
+
+@functools.cache
+def _makers() -> frozenset[str]:
+    if not torch_can():
+        return frozenset()
+    # AMD's library, and NCCL before 2.28, cannot revoke what is under way.
+    nccl = torch.version.cuda is not None and torch.cuda.nccl.version() >= _NCCL_REVOKES
+    return frozenset({_MAKES_GLOO, _MAKES_NCCL} if nccl else {_MAKES_GLOO})
 
 
 def can(backends: Iterable[str], able: Collection[str], *, detail: bool) -> bool:
@@ -153,6 +168,8 @@ def _split_group(*args: object, **keywords: object) -> Any:
     parts = [[ranks[each] for each in part] for part in asked["split_ranks"]]
     own = [part for part in parts if dist.get_rank() in part]
     if not own:
+        # Names count the groups: ranks that take no part count this one, too, as in torch's own.
+        distributed_c10d._process_group_name(parts[0], use_hashed_name=True)  # noqa: SLF001 - as above
         return dist.GroupMember.NON_GROUP_MEMBER
     return dist.new_group(
         own[0],
@@ -167,7 +184,7 @@ def _split_group(*args: object, **keywords: object) -> Any:
 
 @functools.wraps(_begin_ddp)
 def _note_ddp(model: DistributedDataParallel, *args: object, **keywords: object) -> None:
-    _ddp_models.add(model)
+    _ddp_models.setdefault(model, next(_made))
     _begin_ddp(model, *args, **keywords)
 
 
@@ -205,9 +222,17 @@ def revoke() -> bool:
     groups = list(distributed_c10d._world.pg_names)  # noqa: SLF001 - as below
     if not groups or not _are_ours(groups):
         return False
+    failed: list[Exception] = []
+
+    def end(backend: Any) -> None:
+        try:
+            backend.abort()
+        except Exception as error:  # noqa: BLE001 - then all groups are aborted in torch's own way
+            failed.append(error)
+
     # Side by side: NCCL may wait for a kernel that is in a stream behind that of another group.
     threads = [
-        threading.Thread(target=backend.abort, name="nblaunch-revoke", daemon=True)
+        threading.Thread(target=end, args=(backend,), name="nblaunch-revoke", daemon=True)
         for group in groups
         for backend in _of_nccl(group)
     ]
@@ -215,7 +240,7 @@ def revoke() -> bool:
         each.start()
     for each in threads:
         each.join()
-    return True
+    return not failed
 
 
 def form_again(
@@ -234,12 +259,36 @@ def form_again(
     if why := _connect_all(number, rank, told):
         # The first has it: the others then wait for that one in vain.
         store.compare_set("failed", "", f"rank {rank}: {why}")
-    store.set(f"ended/{rank}", "")
-    for each in range(world_size):
-        store.get(f"ended/{each}")
+    models, roots = list(_ddp_models.items()), _fsdp_roots()
+    rebuilt = {made: bool(model._has_rebuilt_buckets) for model, made in models}  # noqa: SLF001 - torch's own
+    store.set(f"ended/{rank}", json.dumps([rebuilt, [_is_within_step(root) for root in roots]]))
+    steps = [json.loads(store.get(f"ended/{each}")) for each in range(world_size)]
     if store.check(["failed"]):
         raise NotInPlaceError(store.get("failed").decode())
-    return [(part, why) for model in _models() if (why := _reset(model)) for part in _parts(model)]
+    lost: list[tuple[object, str]] = []
+    for model, made in models:
+        alike = len({each[0][str(made)] for each in steps if str(made) in each[0]}) == 1
+        if why := _forgotten(model, _forget_reduction) if alike else _OTHER_BUCKETS:
+            lost.append((model, why))
+    # A rank that is not in the step, too, drops gradients: shards of one model must be of the same steps.
+    for root, begun in zip(roots, begun_on_some([each[1] for each in steps], rank), strict=True):
+        if begun and (why := _forgotten(root, _forget_step)):
+            lost += [(module, why) for module in root._modules]  # noqa: SLF001 - FSDP2's own
+    return lost
+
+
+def begun_on_some(told: Sequence[Sequence[bool]], rank: int) -> list[bool]:
+    """Return for each model of a rank whether some rank is within a step of it.
+
+    Ranks tell of their models in the order in which these were made. Where they have different numbers of
+    them, all are taken together.
+
+    >>> begun_on_some([[True, False], [False, False]], 0), begun_on_some([[False], [True, False]], 0)
+    ([True, False], [True])
+    """
+    if len({len(each) for each in told}) == 1:
+        return [any(each) for each in zip(*told, strict=True)]
+    return [any(map(any, told))] * len(told[rank])
 
 
 def _connect_all(number: int, rank: int, told: Sequence[OwnGroups]) -> str:
@@ -289,34 +338,41 @@ def _connect(
         reconfigure(number, list(of_backend), backend, timeout).wait()
 
 
-def _models() -> list[Any]:
-    """Return all DDP models, and what FSDP2 keeps of modules."""
+def _fsdp_roots() -> list[Any]:
+    """Return what FSDP2 keeps of its models, in the order in which these were made."""
     kept = [each() for each in list(_composable_state._module_state_mapping.values())]  # noqa: SLF001
     kind = getattr(sys.modules.get(_FSDP2), "FSDPState", ())
-    return [*_ddp_models, *(each for each in kept if isinstance(each, kind))]
+    return [each for each in kept if isinstance(each, kind) and each._is_root]  # noqa: SLF001
 
 
-def _parts(model: Any) -> Sequence[object]:
-    """Return what the program's variables may refer to."""
-    return [model] if isinstance(model, DistributedDataParallel) else list(model._modules)  # noqa: SLF001
-
-
-def _reset(model: Any) -> str:
+def _forgotten(model: Any, forget: Callable[[Any], None]) -> str:
     """Have a model forget a step that did not end: its next one would wait for what is left of that.
 
     Returns why it cannot, "" if it can.
     """
     try:
-        if isinstance(model, DistributedDataParallel):
-            # What torch itself calls with a group that has become smaller.
-            model._update_process_group(model.process_group)  # noqa: SLF001
-        elif model._is_root and not _is_idle(model):  # noqa: SLF001 - FSDP2's own is in the same private class
-            model._reset_iter_state()  # noqa: SLF001 - it drops gradients: an idle model keeps them
+        forget(model)
     except Exception as error:  # noqa: BLE001
         # FSDP2 refuses (RuntimeError) where another model has queued its reduction. A model that is left in
         # the middle of a step, by whatever error, must not be used: the user is told, with the error.
         return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
+
+
+def _forget_reduction(model: DistributedDataParallel) -> None:
+    # What torch itself calls with a group that has become smaller.
+    model._update_process_group(model.process_group)  # noqa: SLF001
+
+
+def _forget_step(root: Any) -> None:
+    root._reset_iter_state()  # noqa: SLF001 - FSDP2's own; it drops the gradients
+
+
+def _is_within_step(root: Any) -> bool:
+    try:
+        return not _is_idle(root)
+    except Exception:  # noqa: BLE001 - what is not known is taken to be within one, on all ranks
+        return True
 
 
 def _is_idle(state: Any) -> bool:

@@ -198,7 +198,9 @@ def _form_again_in_place(number: int) -> Formed:
 def _meet(device: torch.device) -> None:
     """Wait until all ranks have formed their groups; what is called from now on counts."""
     global _before
-    dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
+    # The program may have formed a default group without GPUs.
+    on_gpu = device.type == "cuda" and _uses_nccl()
+    dist.barrier(device_ids=[device.index or 0] if on_gpu else None)
     _before = Groups().counts()
 
 
@@ -323,7 +325,7 @@ def _end_nccl() -> None:
     if not end_abort():
         msg = f"NCCL did not abort the old one within {_ABORT_SECONDS:g} s"
         raise AbortError(msg)
-    if _uses_nccl():
+    if _uses_nccl() and _aborted is not None and _aborted.default is not dist.group.WORLD:
         # The abort that was waited for was of a group that the program has replaced since.
         begin_abort()
         end_abort()

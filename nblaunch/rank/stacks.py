@@ -22,7 +22,7 @@ from nblaunch.protocol.messages import DUMP_SIGNAL, Connection, FrameRecord, Whe
 from nblaunch.protocol.reports import is_import, is_ours
 from nblaunch.rank import failure, flight_recorder, process_group, waits
 
-_FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group"})
+_FORMING = frozenset({"init_process_group", "new_group", "new_subgroups", "split_group", "form_again"})
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _FRAMES = 200
 _WAITS = re.compile(r"\.wait\(")

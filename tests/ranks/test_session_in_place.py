@@ -62,6 +62,18 @@ def test_a_copy_of_a_model_trains_on_too(session):
     assert trained.ok, trained.failures
 
 
+def test_gradients_of_earlier_parts_of_a_step_are_gone_on_all_ranks_or_on_none(session):
+    """Shards of one model are of the same steps: rank 1 fails before the forward that rank 0 is in."""
+    cell(session, "model, opt = made('fsdp'); failing = ''; part = lambda: model(torch.ones(4, 8)).sum()")
+    cell(session, "part().backward()")
+    broken = cell(session, "if rank == 1: raise ValueError('a mistake')\npart().backward()")
+    assert broken.warnings == (REFORMED_IN_PLACE,)
+    assert cell(session, "{each.grad is None for each in model.parameters()}").values == [{True}] * 2
+    cell(session, "part().backward()")
+    broken = cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()")
+    assert cell(session, "{each.grad is None for each in model.parameters()}").values == [{False}] * 2
+
+
 def test_groups_and_meshes_of_the_program_go_on(session):
     cell(
         session,
@@ -152,6 +164,18 @@ def test_four_ranks_train_on_in_the_groups_of_a_mesh(quad, made):
 
 
 @pytest.mark.full
+def test_ranks_that_are_in_no_part_of_a_split_name_later_groups_as_the_others_do(quad):
+    made = cell(
+        quad,
+        """
+        part = dist.split_group(split_ranks=[[0, 1]])
+        every = dist.new_group([0, 1, 2, 3])
+        (reduced(part) if rank < 2 else None, reduced(every))
+        """,
+    )
+    assert made.values == [(2.0, 4.0), (2.0, 4.0), (None, 4.0), (None, 4.0)], made.failures
+
+
 def test_a_group_of_some_ranks_goes_on_with_its_ranks_in_their_order(quad):
     """Rank 1 is in no such group, and what it has left unmatched is in the default one."""
     cell(quad, "three = dist.new_group([3, 0, 2]); pair = dist.split_group(split_ranks=[[2, 0], [1, 3]])")

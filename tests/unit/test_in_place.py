@@ -56,6 +56,20 @@ def test_groups_go_on_where_each_is_there_on_all_of_its_ranks(told, can):
     assert in_place.all_can(told) is can
 
 
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ([[True, False], [True, True]], [True, True]),
+        ([[True, False], [False, False]], [True, False]),
+        ([[], []], []),
+        ([[False, False], [True]], [True, True]),
+        ([[False, False], [False]], [False, False]),
+    ],
+)
+def test_a_model_forgets_a_step_in_which_some_rank_is(told, found):
+    assert in_place.begun_on_some(told, 0) == found
+
+
 HALF_A_STEP = """
 import torch
 import torch.distributed as dist
@@ -69,7 +83,7 @@ state = model._get_fsdp_state()
 model(torch.ones(1, 2)).sum().backward()
 found = [in_place._is_idle(state)]
 loss = model(torch.ones(1, 2)).sum()
-found += [in_place._is_idle(state), model in in_place._models() or state in in_place._models()]
+found += [in_place._is_idle(state), state in in_place._fsdp_roots()]
 loss.backward()
 found.append(in_place._is_idle(state))
 told = lambda number: in_place.form_again(dist.HashStore(), number, 0, 1, usable=True)
