@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import secrets
 import shlex
 import socket
@@ -68,7 +67,7 @@ class Wish:
     cwd: str
     python: str
     """The nodes' Python."""
-    longest_wait: float = math.inf
+    longest_wait: float | None = None
     """For how many seconds the engine may leave the request in its queue."""
     python_given: bool = False
     """Whether `--node-python` named it; else it is the notebook's."""
@@ -232,7 +231,7 @@ def wish_of(options: LaunchOptions, environ: Mapping[str, str], cwd: str) -> Wis
         argument=_argument(options),
         words=tuple(shlex.split(options.slurm)),
         spared=_spared(options, environ),
-        longest_wait=math.inf if options.queue_timeout is None else options.queue_timeout,
+        longest_wait=options.queue_timeout,
         environ=environ,
         cwd=cwd,
         # With --sync-env this Python only makes the nodes' environment.

@@ -119,6 +119,7 @@ def join(arguments: Sequence[str]) -> int:
         status = _run(order, handled.union(NOTICES if endpoint else ()))
         if status == CUT_OFF:
             _give_back(endpoint)
+            status = 1
     except OptionError as error:
         return failed(str(error), 2)
     except NblaunchError as error:

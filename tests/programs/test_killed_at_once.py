@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -22,8 +24,15 @@ session.close()
 """
 
 
-def test_directories_of_processes_that_were_all_killed_go_with_the_next_start(tmp_path):
-    environ = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Make a directory with a short path: sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="w-") as made:
+        yield Path(made)
+
+
+def test_directories_of_processes_that_were_all_killed_go_with_the_next_start(temporary):
+    environ = {**os.environ, "TMPDIR": str(temporary), "CUDA_VISIBLE_DEVICES": ""}
 
     def begun() -> subprocess.Popen[bytes]:
         command, pipe = [sys.executable, "-c", RUNS], subprocess.PIPE
@@ -33,7 +42,7 @@ def test_directories_of_processes_that_were_all_killed_go_with_the_next_start(tm
         return started
 
     def directories() -> set[Path]:
-        return set(tmp_path.glob("nblaunch-*"))
+        return set(temporary.glob("nblaunch-*"))
 
     first = begun()
     (lives,) = directories()

@@ -26,7 +26,7 @@ import sys
 
 def test_loads_nothing():
     ours = {name for name in sys.modules if name.partition(".")[0] == "nblaunch"}
-    assert ours == {"nblaunch", "nblaunch._pytest"}
+    assert ours == {"nblaunch", "nblaunch._pytest", "nblaunch._version"}
 """
 QUICK = """\
 class Scale:
@@ -383,6 +383,6 @@ def test_files_are_found_however_pytest_imports_them(tmp_path, options):
     assert sorted(kinds) == ["passed", "passed", "skipped"], report.output
 
 
-def test_without_a_mark_pytest_loads_two_small_modules(tmp_path):
+def test_without_a_mark_pytest_loads_three_small_modules(tmp_path):
     report = run_pytest(tmp_path, WITHOUT_TORCH)
     assert report.outcomes == {"test_loads_nothing": ("passed", "")}, report.output
