@@ -70,15 +70,23 @@ def for_rank(entries: Iterable[bytes], *, keep: bool) -> dict[str, str]:
     return {**defaults, **threads, **wanted, **agent}
 
 
+def _is_off(value: str) -> bool:
+    return value.lower() in {"n", "no", "f", "false", "0"}  # the words of torch's getCvarBool
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in {"y", "yes", "t", "true", "1"}
+
+
 def unheard_timeouts() -> str:
     """Return a warning where ProcessGroupNCCL aborts what has timed out and tells nobody, "" elsewhere.
 
     With errors handled and not rethrown (pytorch#196187) the GPU goes on with what it has, which is wrong.
     """
     if (
-        os.environ.get(_RETHROWS) != "0"
+        not _is_off(os.environ.get(_RETHROWS, "1"))
         or os.environ.get(_HANDLES_ERRORS) == "0"
-        or os.environ.get(_ENDS_ALL_THE_SAME) == "1"
+        or (_is_on(os.environ.get(_ENDS_ALL_THE_SAME, "0")) and torch.__version__ >= "2.15")
     ):
         return ""
     return (
