@@ -111,6 +111,7 @@ REFORMED = (
     "process group re-formed; variables kept; groups you made yourself (new_group, DeviceMesh) are gone"
 )
 NOT_IN_PLACE = "the process groups could not be formed again in place: "
+UNUSABLE_IN_PLACE = "cannot be used any more, although the groups go on"
 REFORMED_IN_PLACE = "process group re-formed in place; variables, models and groups go on"
 RESTARTED = "the ranks were started anew: all of their variables are gone"
 _NEVER = float("inf")
@@ -1066,7 +1067,8 @@ class _Step:
                 self.note(f"{NOT_IN_PLACE}{outcome.why_not}")
             self.note(REFORMED_IN_PLACE if outcome.in_place else REFORMED)
         if outcome.dead:
-            self.note(f"made for a process group that is gone, with what revives each: {outcome.dead}")
+            made = UNUSABLE_IN_PLACE if outcome.in_place else "made for a process group that is gone"
+            self.note(f"{made}, with what revives each: {outcome.dead}")
         if job is None or job.dispatched:
             self.finish()
         elif job.run.doing:

@@ -199,14 +199,14 @@ class DeadModelError(RuntimeError):
 class _Refusal:
     """A forward pre-hook that raises: a dead model would blame a peer in its error, or wait for one."""
 
-    def __init__(self, remedy: str) -> None:
-        self._remedy = remedy
+    def __init__(self, remedy: str, *, in_place: bool) -> None:
+        self._remedy, self._in_place = remedy, in_place
 
     def __call__(self, *_: object) -> None:
-        msg = (
-            "this model's process group is gone: it was formed again after an interrupt or a failure. "
-            f"Its parameters are kept. To revive it: {self._remedy}"
-        )
+        why = "process group is gone: it was formed again after an interrupt or a failure"
+        if self._in_place:
+            why = "last step was ended by an interrupt or a failure, and it cannot go on from there"
+        msg = f"this model's {why}. Its parameters are kept. To revive it: {self._remedy}"
         raise DeadModelError(msg)
 
 
@@ -239,6 +239,8 @@ class DeadVariables:
         self._hidden = frozenset(shell.namespace())
         """IPython's own names."""
         self._dead: _Found = []
+        self._refusing = weakref.WeakSet[torch.nn.Module]()
+        """The models that raise when they are used."""
 
     def find(self) -> _Found:
         """Return the variables that are alive, with what will revive each; the groups must still exist."""
@@ -269,10 +271,25 @@ class DeadVariables:
                 for dead, thing in found
                 if (why := _why_lost(thing(), lost)) is not None
             ]
+            named = [thing() for _, thing in found]
+            # No variable leads to these, and they refuse all the same.
+            found += [
+                (
+                    DeadVariable(f"a {type(part).__name__}", f"make it again; {_UNFORGOTTEN}{why}"),
+                    weakref.ref(part),
+                )
+                for part, why in lost
+                if isinstance(part, torch.nn.Module)
+                and part not in self._refusing
+                and not any(each is part for each in named)
+            ]
         for dead, reference in found:
             thing = reference()
             if isinstance(thing, torch.nn.Module):
-                thing.register_forward_pre_hook(_Refusal(dead.remedy), prepend=True)
+                self._refusing.add(thing)
+                thing.register_forward_pre_hook(
+                    _Refusal(dead.remedy, in_place=lost is not None), prepend=True
+                )
             if isinstance(thing, DistributedDataParallel):
                 _Successor(thing)
         self._dead += found
@@ -362,9 +379,12 @@ def _is_sharded(value: object) -> bool:
     return any(kind.__name__ in {"FullyShardedDataParallel", "FSDPModule"} for kind in type(value).__mro__)
 
 
+_UNFORGOTTEN = "it cannot forget its last step: "
+
+
 def _why_lost(thing: object, lost: Sequence[tuple[object, str]]) -> str | None:
     """Return why a thing does not go on with the groups that it was made for; None if it does."""
-    why = next((f"it cannot forget its last step: {why}" for each, why in lost if each is thing), None)
+    why = next((f"{_UNFORGOTTEN}{why}" for each, why in lost if each is thing), None)
     return "" if why is None and _is_wrapped_whole(thing) else why
 
 

@@ -10,7 +10,7 @@ import pytest
 from training import BEGUN, FINISHED, REFUSED, STEPS
 
 import nblaunch
-from nblaunch.group.lifecycle import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE
+from nblaunch.group.lifecycle import NOT_IN_PLACE, REFORMED, REFORMED_IN_PLACE, UNUSABLE_IN_PLACE
 from nblaunch.rank import in_place
 
 pytestmark = pytest.mark.skipif(
@@ -72,6 +72,25 @@ def test_gradients_of_earlier_parts_of_a_step_are_gone_on_all_ranks_or_on_none(s
     cell(session, "part().backward()")
     broken = cell(session, "if rank == 1: raise ValueError('a mistake')\nreduced()")
     assert cell(session, "{each.grad is None for each in model.parameters()}").values == [{False}] * 2
+
+
+def test_a_model_that_cannot_forget_its_step_refuses_also_where_no_variable_leads_to_it(session):
+    cell(
+        session,
+        """
+        deep = {"a": {"b": {"c": made("fsdp")[0]}}}
+        def refuse(): raise RuntimeError("another model has queued its reduction")
+        deep["a"]["b"]["c"]._get_fsdp_state()._reset_iter_state = refuse
+        """,
+    )
+    broken = cell(
+        session,
+        "_ = deep['a']['b']['c'](torch.ones(4, 8))\nif rank == 1: raise ValueError('a mistake')\nreduced()",
+    )
+    assert broken.warnings[1].startswith(f"{UNUSABLE_IN_PLACE}, with what revives each: a FSDPLayers (")
+    refused = cell(session, "deep['a']['b']['c'](torch.ones(4, 8))")
+    assert "it cannot go on from there" in refused.root_cause.message
+    cell(session, "del deep")
 
 
 def test_groups_and_meshes_of_the_program_go_on(session):
