@@ -57,6 +57,10 @@ class Asking:
         self._engine, self._wish, self._program = engine, wish, program
         self._tell, self._ended, self._limit, self._remark = tell, ended, limit, remark
         self._prepare, self._fetch = prepare, fetch
+        self._not_fetched = ""
+        """Why the packages cannot be fetched."""
+        self._brought: set[int] = set()
+        """The places of programs that were started with fetched packages."""
         self._said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=wish.least)
         self._allocation: Allocation | None = None
         self._started = self._failed = False
@@ -141,8 +145,9 @@ class Asking:
                 step = _step(said, now - asked)
                 due = now + (min(step, _STEP) if self._engine.reports else step)
             before, fates = fates, self._fates(allocation)
-            begin = not self._started or self._free_again(fates) or self._brings_packages(fates)
-            if said.state is EngineState.GRANTED and begin:
+            if said.state is EngineState.GRANTED and (
+                not self._started or self._free_again(fates) or self._brings_packages(fates)
+            ):
                 self._start(allocation, said)
                 said, fates = allocation.status(), self._fates(allocation)
             if sum(each.running for each in before) > sum(each.running for each in fates):
@@ -155,17 +160,28 @@ class Asking:
 
     def _fates(self, allocation: Allocation) -> tuple[NodeFate, ...]:
         """Return the state of each program; one that lacks packages waits for them."""
-        fates = allocation.fates()
-        if self._fetch is None:
-            return fates
-        return tuple(
-            each if each.exitcode != LACKING else NodeFate(each.host, each.place, running=True, words=_LACKS)
-            for each in fates
-        )
+        return tuple(self._waiting(each) if each.exitcode == LACKING else each for each in allocation.fates())
+
+    def _waiting(self, fate: NodeFate) -> NodeFate:
+        """Return the fate of a program that lacks packages; if none can be brought, it has ended."""
+        if self._fetch is not None and fate.place not in self._brought:
+            return NodeFate(fate.host, fate.place, running=True, words=_LACKS)
+        words = self._not_fetched or fate.words
+        return NodeFate(fate.host, fate.place, running=False, exitcode=LACKING, words=words)
 
     def _brings_packages(self, fates: tuple[NodeFate, ...]) -> bool:
-        lacks = any(each.running and each.words == _LACKS for each in fates)
-        return lacks and self._fetch is not None and self._fetch()
+        lacking = {each.place for each in fates if each.running and each.words == _LACKS}
+        if not lacking or self._fetch is None:
+            return False
+        try:
+            brings = self._fetch()
+        except (NblaunchError, OSError) as error:
+            # The other nodes may do without these programs: `_judge` decides.
+            self._fetch, self._not_fetched = None, str(error)
+            return False
+        if brings:
+            self._brought |= lacking
+        return brings
 
     def _free_again(self, fates: tuple[NodeFate, ...]) -> bool:
         """Return whether a lost node can be replaced now; from then on, the replacement is awaited."""
