@@ -27,7 +27,7 @@ class RuntimeDirectory:
     def __init__(self, root: Path | None = None) -> None:
         """`root`: the one that another process has made, which this one shares."""
         self._lock = threading.Lock()
-        self._root = root
+        self._root, self._shared = root, root is not None
 
     def root(self) -> Path:
         """Return its path (mode 0700, whatever the umask).
@@ -37,6 +37,9 @@ class RuntimeDirectory:
         """
         with self._lock:
             if self._root is None or not (_is_private(self._root) or _made_again(self._root)):
+                if self._shared:
+                    msg = f"The private directory {self._root} is gone, and cannot be made again."
+                    raise LaunchError(msg, phase="runtime", kind=FailureKind.NOT_WRITABLE)
                 self._root = _make()
             return self._root
 

@@ -5,6 +5,7 @@ A lock is seen by all containers of a machine, and goes with its process, also i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -32,7 +33,8 @@ def hold(root: str) -> tuple[int, ...]:
         os.write(fd, _boot_id())
         new.rename(Path(root, LOCK))
     except OSError:
-        new.unlink()
+        with contextlib.suppress(OSError):  # a cleaner has removed the directory
+            new.unlink()
     return (fd,)
 
 

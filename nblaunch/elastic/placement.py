@@ -69,10 +69,9 @@ def known_backends(backends: Sequence[str] = ()) -> tuple[str, ...]:
     absent = tuple(
         name for name in _TORCHS_BACKENDS if not getattr(distributed, f"is_{name}_available", lambda: True)()
     )
-    # Without NCCL there is none of its other forms either.
-    return tuple(
-        name for name in dict.fromkeys(registered) if name != "undefined" and not name.startswith(absent)
-    )
+    # Without NCCL there is none of its other forms, which plugins of torch's own name.
+    without = {*absent, *(name for name in named if "nccl" in absent and name.startswith("nccl"))}
+    return tuple(name for name in dict.fromkeys(registered) if name != "undefined" and name not in without)
 
 
 def place_ranks(

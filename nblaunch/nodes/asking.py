@@ -218,7 +218,8 @@ class Asking:
     def _look_at_queue(self, waited: float) -> None:
         """End a request that the engine has left in its queue for too long."""
         said, limit = self._said, self._wish.longest_wait
-        if limit is not None and waited > limit and said.state in _QUEUED and said.joined < said.wanted:
+        late = limit is not None and not self._started and waited > limit
+        if late and said.state in _QUEUED and said.joined < said.wanted:
             self._end(
                 f"the nodes were not granted within {limit:g} s (--queue-timeout), and the request is "
                 f"withdrawn. It was {awaited_nodes(said)}. Wait longer, or ask for what is free sooner."

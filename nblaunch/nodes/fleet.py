@@ -139,8 +139,6 @@ class NodeFleet:
         """
         self.hub, self.conf, self.directory = hub, conf, directory
         self.said = EngineSaid(engine=engine.name, state=EngineState.ASKED, wanted=conf.least)
-        self.followers: list[Callable[[EngineSaid], None]] = []
-        """The hub's thread calls it."""
         self.engine, self.wish = engine, wish
         self._remark, self._at_end = remark, at_end
         self._key = secrets.token_hex(32)
@@ -425,8 +423,6 @@ class NodeFleet:
         if said == self.said:
             return
         self.said = said
-        for follower in self.followers:
-            follower(said)
         for group in list(self._groups.values()):
             group.events.said(said)
             if self._expected != expected:

@@ -104,7 +104,10 @@ class ProgramOrder:
 
 
 def join(arguments: Sequence[str]) -> int:
-    """Join, and return the exit status: 0 if the run succeeded, 1 if not, 2 for a wrong option."""
+    """Join, and return the exit status: 0 if the run succeeded, 1 if not, 2 for a wrong option.
+
+    3 if the machines of other nodes are out of reach.
+    """
     try:
         words = [word for word in arguments if word != _KEY_STDIN]
         endpoint = words.pop(0) if words and not words[0].startswith("-") else ""
@@ -261,10 +264,21 @@ def _give_back(endpoint: str) -> None:
         return
     while (listens := _listens(endpoint)) is None:
         time.sleep(_TRY_AGAIN_SECONDS)
-    if not listens:
-        # The first node does it, unless it is lost too; then the others have no job any more.
-        time.sleep(min(max(place_of(os.environ), 0) * _LATER_SECONDS, _MOST_LATER_SECONDS))
-        subprocess.run(command, check=False)  # noqa: S603 - the engine's own
+    if listens:
+        return
+    # The first node does it, unless it is lost too; then the others have no job any more.
+    time.sleep(min(max(place_of(os.environ), 0) * _LATER_SECONDS, _MOST_LATER_SECONDS))
+    # The engine may be starting again, as the machine of its notebook is.
+    while not _listens(endpoint) and _fails(command):
+        time.sleep(_TRY_AGAIN_SECONDS)
+
+
+def _fails(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, check=False).returncode != 0  # noqa: S603 - the engine's own
+    except OSError as error:
+        failed(f"the allocation could not be given back: {error}", 1)
+        return False
 
 
 def _listens(endpoint: str) -> bool | None:

@@ -186,7 +186,8 @@ class Listener:
     def refuse(self, node: bytes, why: str) -> None:
         """Refuse a node that has the key: send it the reason, and ignore it from now on."""
         self.send(node, Refused(why))
-        self._connections.pop(node, None)
+        if node not in self._known:  # the end of a known one is reported, as that of any other
+            self._connections.pop(node, None)
         if node not in self._refused:
             self._refused.add(node)
             _log.warning("refused: %s", why)

@@ -39,6 +39,9 @@ _WITHDRAW_SECONDS, _CANCEL_SECONDS = 0.25, 0.2
 _SCANCEL_SECONDS, _SCANCEL_AGAIN_SECONDS = 30.0, 1.0
 _WORDS_SECONDS = 0.3
 _COMPLETING_SECONDS = 1.0
+_MISSING_SECONDS = 2.0
+# While it is awaited nothing can be stopped, and it only says how to reach the nodes.
+_SINFO_SECONDS = 3.0
 _HET_SIZE = "SLURM_HET_SIZE"
 _TRIED_HOSTS = 4
 
@@ -162,6 +165,7 @@ class SlurmAllocation:
         self._steps: list[SlurmStep] = []
         self._query: StartedProgram | None = None
         self._completing: float | None = None
+        self._missing: float | None = None
         self._cancelled = False
         self._lock = threading.Lock()
         self._salloc = None if self._id else StartedProgram(_salloc(wish), self._environ, wish.cwd)
@@ -203,8 +207,11 @@ class SlurmAllocation:
         except (OSError, subprocess.SubprocessError, LaunchError) as error:
             return _silent(self._said, str(error))
         if job is None:
-            answered = code == 0 and (jobs or not answer.strip())
-            return gone if answered or "Invalid job id" in answer else _silent(self._said, answer)
+            unlisted = code == 0 and (bool(jobs) or not answer.strip())
+            if "Invalid job id" in answer or self._is_missing(unlisted=unlisted):
+                return gone
+            return _silent(self._said, answer.strip() or "squeue does not list it")
+        self._missing = None
         state, words = job.engine_state, job.state
         if state is EngineState.ENDING:
             # squeue shows the final state only once the job's processes are gone, which may take long.
@@ -225,6 +232,11 @@ class SlurmAllocation:
             hosts=self._hosts,
             preempted=words in _TAKEN_BACK,
         )
+
+    def _is_missing(self, *, unlisted: bool) -> bool:
+        """Return whether squeue has not listed the job for a while: a site's own may answer from a cache."""
+        self._missing = (self._missing or time.monotonic()) if unlisted else None
+        return self._missing is not None and time.monotonic() > self._missing + _MISSING_SECONDS
 
     def _squeue(self) -> tuple[int | None, str]:
         """Return squeue's exit status, and what it prints; `cancel` ends the wait for it."""
@@ -406,7 +418,7 @@ class SlurmEngine(Engine):
         job = wish.environ.get("SLURM_JOB_NODELIST")
         of_job = ("-n", job) if surrounding_job(wish.environ, wish.words) and job else ()
         try:
-            answer = _answer(wish, "sinfo", "-h", "-N", *of_job, "-o", "%o")
+            answer = _run(wish, "sinfo", "-h", "-N", *of_job, "-o", "%o", seconds=_SINFO_SECONDS)
         except (OSError, subprocess.SubprocessError):
             answer = ""
         return own_address(list(dict.fromkeys(answer.split()))[:_TRIED_HOSTS])

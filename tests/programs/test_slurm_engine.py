@@ -173,6 +173,27 @@ def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tm
     assert held.ended == []
 
 
+def test_a_squeue_that_does_not_list_the_job_for_a_moment_ends_nothing(
+    hosts, request_nodes, tmp_path, monkeypatch
+):
+    """A site's own may answer from a cache."""
+    stale = tmp_path / "squeue"
+    real = cluster.program("squeue", "slurm-client")
+    stale.write_text(f'#!/bin/sh\ntest -e {tmp_path}/stale && exit 0\nexec {real} "$@"\n')
+    stale.chmod(0o755)
+    environ = {**os.environ, **hosts.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    held = request_nodes(environ=environ)
+    held.run()
+    monkeypatch.setattr(slurm, "_MISSING_SECONDS", 60)
+    (tmp_path / "stale").touch()
+    held.asking.look()
+    held.until(lambda said: "does not list" in said.reason, "squeue does not list it", 10)
+    (tmp_path / "stale").unlink()
+    held.asking.look()
+    held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue lists it", 10)
+    assert held.ended == []
+
+
 def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(hosts, request_nodes, tmp_path):
     slow = tmp_path / "squeue"
     slow.write_text(f'#!/bin/sh\nsleep 1.2\nexec {cluster.program("squeue", "slurm-client")} "$@"\n')

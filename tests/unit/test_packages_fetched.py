@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from patience import eventually
@@ -47,7 +47,7 @@ class Lacking:
         self.cancelled = True
 
 
-def _begin(engine: Lacking, least: int, fetch: Callable[[], bool]) -> tuple[Asking, list[EngineSaid], list]:
+def _begin(engine: Any, least: int, fetch: Callable[[], bool]) -> tuple[Asking, list[EngineSaid], list[str]]:
     said: list[EngineSaid] = []
     ended: list[str] = []
     wish = Wish(least=least, most=2, nproc=1, name="nblaunch-1", environ={}, cwd="/", python="python")
