@@ -252,7 +252,7 @@ def ones(count):
     return np.ones(count)
 
 
-def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free):
+def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free, eventually):
     def waits(path):
         while not path.exists():
             time.sleep(0.01)
@@ -261,6 +261,7 @@ def test_all_who_wait_for_a_job_get_its_values_and_who_comes_later_is_told(free)
     with nblaunch.Session(nproc=2, display=False) as session:
         handle = session.submit(waits, (free,))
         with ThreadPoolExecutor(3) as pool:
+            eventually(lambda: session.jobs, "a thread has given the job")
             (job,) = session.jobs
             others = [pool.submit(job.result) for _ in range(3)]
             free.touch()
