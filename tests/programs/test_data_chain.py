@@ -419,6 +419,25 @@ def test_an_order_overtakes_a_payload(shaped, stations, runtime):
         runtime.hub.run(control.close)
 
 
+def test_the_end_of_a_node_that_was_refused_after_it_had_joined_is_told(runtime):
+    lost: list[bytes] = []
+    control = listener.Listener(
+        runtime.hub, "127.0.0.1", KEY, lambda node, *_: control.welcome(node), lost.append
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        end = connected(context, control.address)
+        eventually(lambda: control._known, "it has joined")
+        (node,) = control._known
+        end.send(b"no message")
+        assert end.poll(5000), "it is told why"
+        end.close(linger=0)
+        eventually(lambda: lost == [node], "its end is told")
+    finally:
+        context.destroy(linger=0)
+        runtime.hub.run(control.close)
+
+
 def connected(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     end = context.socket(zmq.DEALER)
     listener.encrypted(end, KEY, "node")

@@ -93,6 +93,20 @@ def test_a_model_that_cannot_forget_its_step_refuses_also_where_no_variable_lead
     cell(session, "del deep")
 
 
+def test_ddp_whose_ranks_have_arranged_buckets_and_have_not_is_named(session):
+    """Rank 1 fails in the step in which the others arrange theirs; NCCL lets them go on without it."""
+    cell(session, "model, _ = made('ddp'); model(torch.ones(1, 8)).sum().backward()")
+    broken = cell(
+        session,
+        "model._has_rebuilt_buckets = rank == 0\nif rank == 1: raise ValueError('a mistake')\nreduced()",
+    )
+    assert "model (model = DDP(model.module); it cannot forget its last step: its ranks" in broken.warnings[1]
+    refused = cell(session, "model(torch.ones(1, 8))")
+    assert "it cannot go on from there" in refused.root_cause.message
+    trained = cell(session, "model = DDP(model.module); model(torch.ones(1, 8)).sum().backward()")
+    assert trained.ok, trained.failures
+
+
 def test_groups_and_meshes_of_the_program_go_on(session):
     cell(
         session,

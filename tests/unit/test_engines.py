@@ -7,13 +7,14 @@ import shlex
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
 from patience import eventually
 
 from nblaunch._errors import OptionError
-from nblaunch.nodes import join, process
+from nblaunch.nodes import join, process, slurm
 from nblaunch.nodes.asking import _why_ended, _why_lost
 from nblaunch.nodes.byhand import JoinEngine
 from nblaunch.nodes.engine import NodeFate, NodeProgram, Wish, own_address, place_of
@@ -278,6 +279,45 @@ def test_why_no_more_nodes_come():
         engine="slurm", state=EngineState.ENDED, words="error: Invalid partition name specified"
     )
     assert _why_ended(said) == "slurm gives no nodes: error: Invalid partition name specified"
+
+
+REFUSES_ONCE = 'test -e "$0" && touch "$1" || { touch "$0"; exit 1; }'
+
+
+def test_a_node_gives_its_allocation_back_until_the_engine_takes_it(tmp_path, monkeypatch):
+    """The controller may be starting again."""
+    refused, given_back = tmp_path / "refused", tmp_path / "given-back"
+    command = ["sh", "-c", REFUSES_ONCE, str(refused), str(given_back)]
+    monkeypatch.setenv("NBLAUNCH_NODE_AT_END", shlex.join(command))
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(join, "_TRY_AGAIN_SECONDS", 0.01)
+    join._give_back(f"127.0.0.1:{nobodys_port()}")
+    assert refused.exists()
+    assert given_back.exists()
+
+
+def test_a_node_without_the_engines_program_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("NBLAUNCH_NODE_AT_END", "/nowhere/scancel 7")
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    join._give_back(f"127.0.0.1:{nobodys_port()}")
+    assert "the allocation could not be given back: [Errno 2]" in capsys.readouterr().err
+
+
+def nobodys_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_a_slow_sinfo_holds_up_nothing_for_long(tmp_path, monkeypatch):
+    slow = tmp_path / "sinfo"
+    slow.write_text("#!/bin/sh\nexec sleep 100\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(slurm, "_SINFO_SECONDS", 0.2)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    wish = Wish(least=1, most=1, nproc=1, name="n", environ=environ, cwd="/", python="python")
+    began = time.monotonic()
+    assert slurm.SlurmEngine.address(wish)
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("listens", [True, False], ids=["reachable", "gone"])

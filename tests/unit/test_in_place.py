@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
+import torch.cuda.nccl
+from torch.distributed import distributed_c10d
 
 from nblaunch.rank import in_place
 
@@ -68,6 +72,39 @@ def test_groups_go_on_where_each_is_there_on_all_of_its_ranks(told, can):
 )
 def test_a_model_forgets_a_step_in_which_some_rank_is(told, found):
     assert in_place.begun_on_some(told, 0) == found
+
+
+@pytest.mark.parametrize(
+    ("cuda", "version", "can"),
+    [("13.0", (2, 30, 7), True), ("13.0", (2, 27, 5), False), (None, (2, 30, 7), False)],
+    ids=["NCCL that revokes", "an older one", "AMD's"],
+)
+@pytest.mark.skipif(not in_place.torch_can(), reason="torch forms groups again in place from 2.14 on")
+def test_nccl_forms_groups_again_where_it_can_revoke(monkeypatch, cuda, version, can):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    in_place._makers.cache_clear()
+    assert ("_create_nccl2_process_group" in in_place._makers()) is can
+    in_place._makers.cache_clear()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_where_nccl_cannot_revoke_a_group_all_are_aborted_in_torchs_own_way(monkeypatch, broken):
+    class Backend:
+        aborted = False
+
+        def abort(self):
+            self.aborted = True
+            if broken:
+                raise RuntimeError("NCCL Revoke failed")
+
+    backends = Backend(), Backend()
+    named = types.SimpleNamespace(pg_names=dict.fromkeys(backends, "ours"))
+    monkeypatch.setattr(distributed_c10d, "_world", named)
+    monkeypatch.setattr(in_place, "_names", {"ours"})
+    monkeypatch.setattr(in_place, "_of_nccl", lambda group: [group])
+    assert in_place.revoke() is not broken
+    assert all(each.aborted for each in backends)
 
 
 HALF_A_STEP = """

@@ -49,3 +49,11 @@ def test_forms_of_nccl_that_torch_has_not_loaded_yet_are_known_where_it_has_nccl
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
     assert ("nccl-late" in placement.known_backends()) is built
+
+
+@pytest.mark.parametrize("name", ["ncclx", "mpich", "ucc_plus"])
+def test_a_registered_backend_is_known_whatever_its_name_begins_with(monkeypatch, name):
+    for theirs in ("nccl", "mpi", "ucc"):
+        monkeypatch.setattr(torch.distributed, f"is_{theirs}_available", lambda: False)
+    monkeypatch.setattr(torch.distributed.Backend, "backend_list", ["gloo", name])
+    placement.check_backend(name, {})
