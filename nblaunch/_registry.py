@@ -29,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from nblaunch import _locks
 from nblaunch._errors import OptionError
 from nblaunch._help import FailureKind
 
@@ -74,12 +75,10 @@ class Host(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls) -> Host:
         """Return this one."""
-        boot_id = namespace = ""
-        with contextlib.suppress(OSError):
-            boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = ""
         with contextlib.suppress(OSError):
             namespace = str(Path("/proc/self/ns/pid").readlink())
-        return cls(platform.node(), boot_id, namespace)
+        return cls(platform.node(), _locks.boot_id(), namespace)
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -258,7 +257,7 @@ def _replace(fd: int, entry: RuntimeEntry) -> int:
     new = f"{entry.file}.{secrets.token_hex(4)}"
     opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=fd)
     try:
-        held = _locked(opened)
+        held = _locks.lock(opened)
         with os.fdopen(os.dup(opened), "wb") as file:
             file.write(msgspec.json.encode(msgspec.structs.replace(entry, held=held)))
         os.rename(new, entry.file, src_dir_fd=fd, dst_dir_fd=fd)
@@ -267,16 +266,6 @@ def _replace(fd: int, entry: RuntimeEntry) -> int:
         os.unlink(new, dir_fd=fd)
         raise
     return opened
-
-
-def _locked(fd: int) -> bool:
-    """Lock a file, if nobody else has and the file system has locks; return whether that was possible."""
-    import fcntl  # only here: this module can be imported on Windows
-
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _is_held(fd: int, entry: RuntimeEntry) -> bool:
@@ -288,7 +277,7 @@ def _is_held(fd: int, entry: RuntimeEntry) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(opened)
+        return not _locks.lock(opened)
     finally:
         os.close(opened)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
-from nblaunch._runtime_lock import is_dead
+from nblaunch._locks import is_dead
 
 PREFIX = "nblaunch-"
 # sun_path holds 108 bytes with its closing zero on Linux, 104 on macOS; the longest name we add is

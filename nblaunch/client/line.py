@@ -62,6 +62,14 @@ def connect(path: Path) -> socket.socket:
     return connection
 
 
+def _handler() -> Callable[..., object] | None:
+    """Return SIGINT's handler, if it is a Python function; None on other threads than the main one."""
+    # `signal`'s own functions look for an enum member first, which takes ten times as long.
+    handler = _signal.getsignal(_SIGINT)
+    here = threading.current_thread() is threading.main_thread()
+    return handler if callable(handler) and here else None
+
+
 @contextlib.contextmanager
 def deferring_interrupts() -> Iterator[None]:
     """Hold SIGINT back until the end of the block, where its handler is called: KeyboardInterrupt, mostly.
@@ -69,9 +77,8 @@ def deferring_interrupts() -> Iterator[None]:
     Of several, one is kept. For blocks that do not wait. Where the handler is not a Python function, and on
     other threads than the main one, which no handler interrupts, it does nothing.
     """
-    # `signal`'s own functions look for an enum member first, which takes ten times as long.
-    handler = _signal.getsignal(_SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    handler = _handler()
+    if handler is None:
         yield
         return
     noted: list[FrameType | None] = []
@@ -99,8 +106,8 @@ def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
     Python drops what is raised within `__del__`, and within callbacks of gc and of weak references. On other
     threads than the main one, which no handler interrupts, this does nothing.
     """
-    handler = _signal.getsignal(_SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    handler = _handler()
+    if handler is None:
         yield
         return
 

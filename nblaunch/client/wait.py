@@ -162,7 +162,7 @@ class JobWait:
                     self.interrupted(interrupt)
 
     def _note_raised(self) -> None:
-        # A lock is none of a signal handler's business: it may be held by the code that it interrupts.
+        # A signal handler must take no lock: the code that it interrupts may hold that.
         self._raised = True
 
     def interrupted(self, interrupt: KeyboardInterrupt) -> None:

@@ -44,8 +44,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from nblaunch import _process_tree
+from nblaunch._locks import hold
 from nblaunch._process_tree import become_subreaper, die_with_parent
-from nblaunch._runtime_lock import hold
 from nblaunch.elastic import descriptors
 
 ORDER = struct.Struct("<cBH")

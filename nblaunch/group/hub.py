@@ -203,7 +203,7 @@ class Hub:
             self._poller.unregister(watched)
 
     def drain(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Handle the messages that have arrived already, until one is missing; only on the hub's thread.
+        """Handle the messages that have arrived already, until none is left; only on the hub's thread.
 
         Not for longer than `seconds`: a rank that never pauses must not hold up others, or an interrupt.
         """

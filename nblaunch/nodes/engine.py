@@ -42,7 +42,7 @@ _PLACES = (PLACE, "SLURM_NODEID")
 _JOB, _JOB_NODES, _JOB_HOST = "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"
 # Addresses reserved for documentation: the default route leads to them.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-_NEW_JOB = 'give options of salloc for the nodes of a new job: --slurm "-t 30", say'
+_NEW_JOB = 'give options of salloc for the nodes of a new job, for example --slurm "-t 30"'
 _WILDCARDS = ("0.0.0.0", "::", "::ffff:0.0.0.0", "*")  # noqa: S104 - what is refused
 
 

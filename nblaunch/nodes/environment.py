@@ -91,7 +91,7 @@ class Wheels:
         """Whether all are fetched."""
 
     def fetch(self) -> bool:
-        """Begin, or go on; return whether all are fetched. Raises `LaunchError` if they cannot be had."""
+        """Begin, or go on; return whether all are fetched. Raises `LaunchError` if they cannot be fetched."""
         if self._pip is None:
             self._pip = self._start()
         code = self._pip.exitcode

@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -31,6 +30,7 @@ from zmq.utils import monitor
 from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch._inherited import encoded
+from nblaunch._locks import boot_id
 from nblaunch._runtime_dir import remove_tree
 from nblaunch._version import __version__
 from nblaunch.elastic import descriptors, rendezvous
@@ -70,7 +70,7 @@ def this_machine(placement: Placement) -> Inventory:
         python=platform.python_version(),
         torch=str(torch.__version__),
         nblaunch=__version__,
-        boot=f"{_boot_id()} {platform.node()}",
+        boot=f"{boot_id() or psutil.boot_time()} {platform.node()}",
         backend=placement.backend,
         device_type=placement.device_type,
         nccl=".".join(map(str, nccl.version())) if torch.version.cuda else "",
@@ -93,12 +93,6 @@ def _gpus() -> tuple[str, tuple[str, ...]]:
         finally:
             nvml.nvmlShutdown()
     return "", ()
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return str(psutil.boot_time())
 
 
 class OutOfReachError(LaunchError):

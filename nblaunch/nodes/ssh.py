@@ -44,7 +44,7 @@ class SshAllocation(ProgramPerNode):
         if exitcode == _SSH_FAILED:
             trial = shlex.join([*_ssh(self.wish), *_to(self.hosts[place]), "true"])
             # Not with BatchMode, in which ssh asks neither for a password nor whether a host's key is right.
-            return f"Run this in a terminal, until it asks nothing any more: {trial}"
+            return f"Run this in a terminal until it succeeds without asking anything: {trial}"
         if exitcode in _NO_PROGRAM:
             return f"The host cannot run {self.wish.python}. Give its Python with --node-python."
         return ""

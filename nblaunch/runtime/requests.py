@@ -82,7 +82,7 @@ class RequestHandler:
         self._early: dict[int, bool] = {}
         """Jobs that wait for their ranks' numbers, and whether each was interrupted meanwhile."""
         self.connections: Connections
-        """Those of its clients, which are made with its methods."""
+        """The connections of its clients; set once this object exists, because they call its methods."""
         self._events: dict[int, EventLog] = {}
         """torchelastic's events of the last jobs to which no result refers."""
         self._local = local

@@ -316,7 +316,7 @@ def test_what_is_advised_where_ssh_refuses_a_host_makes_it_work(ssh_hosts, tmp_p
     finally:
         refused.close()
     assert "Host key verification failed" in why
-    advice = why.rpartition("until it asks nothing any more: ")[2]
+    advice = why.rpartition("until it succeeds without asking anything: ")[2]
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "r+b", buffering=0) as terminal, os.fdopen(theirs, "wb") as end:
         # A session of its own takes it as its terminal, of which ssh asks.

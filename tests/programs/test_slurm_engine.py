@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import cluster
 import pytest
@@ -154,52 +155,44 @@ def test_what_slurm_refuses_is_said_in_its_words(request_nodes):
     assert "Invalid partition name specified" in why
 
 
-def test_a_controller_that_does_not_answer_ends_nothing(hosts, request_nodes, tmp_path, monkeypatch):
-    """Only the nodes say then whether they are there."""
-    slow = tmp_path / "squeue"
-    real = cluster.program("squeue", "slurm-client")
-    slow.write_text(f'#!/bin/sh\ntest -e {tmp_path}/down && exec sleep 100\nexec {real} "$@"\n')
-    slow.chmod(0o755)
-    environ = {**os.environ, **hosts.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+@pytest.fixture
+def with_squeue(hosts, tmp_path):
+    """Return an environment in which squeue does first what a line of shell says."""
+
+    def environ(first: str) -> dict[str, str]:
+        real, played = cluster.program("squeue", "slurm-client"), tmp_path / "squeue"
+        played.write_text(f'#!/bin/sh\n{first}\nexec {real} "$@"\n')
+        played.chmod(0o755)
+        return {**os.environ, **hosts.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    return environ
+
+
+@pytest.mark.parametrize(
+    ("played", "words"),
+    [("exec sleep 100", "does not answer"), ("exit 0", "does not list it")],
+    ids=["a controller that does not answer", "a site's squeue that answers from a cache"],
+)
+def test_where_squeue_does_not_tell_of_the_job_the_nodes_say_whether_they_are_there(
+    with_squeue, request_nodes, monkeypatch, played, words
+):
+    environ = with_squeue(f'test -e "$0.down" && {played}')
     held = request_nodes(environ=environ)
     held.run()
     monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 1.0)
-    (tmp_path / "down").touch()
+    monkeypatch.setattr(slurm, "_MISSING_SECONDS", 60.0)
+    down = Path(environ["PATH"].partition(":")[0], "squeue.down")
+    down.touch()
     held.asking.look()
-    held.until(lambda said: "does not answer" in said.reason, "squeue does not answer", 10)
-    (tmp_path / "down").unlink()
+    held.until(lambda said: words in said.reason, "squeue does not tell of it", 10)
+    down.unlink()
     held.asking.look()
-    held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue answers", 10)
+    held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue tells of it", 10)
     assert held.ended == []
 
 
-def test_a_squeue_that_does_not_list_the_job_for_a_moment_ends_nothing(
-    hosts, request_nodes, tmp_path, monkeypatch
-):
-    """A site's own may answer from a cache."""
-    stale = tmp_path / "squeue"
-    real = cluster.program("squeue", "slurm-client")
-    stale.write_text(f'#!/bin/sh\ntest -e {tmp_path}/stale && exit 0\nexec {real} "$@"\n')
-    stale.chmod(0o755)
-    environ = {**os.environ, **hosts.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    held = request_nodes(environ=environ)
-    held.run()
-    monkeypatch.setattr(slurm, "_MISSING_SECONDS", 60)
-    (tmp_path / "stale").touch()
-    held.asking.look()
-    held.until(lambda said: "does not list" in said.reason, "squeue does not list it", 10)
-    (tmp_path / "stale").unlink()
-    held.asking.look()
-    held.until(lambda said: said is held.said[-1] and said.reason == "", "squeue lists it", 10)
-    assert held.ended == []
-
-
-def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(hosts, request_nodes, tmp_path):
-    slow = tmp_path / "squeue"
-    slow.write_text(f'#!/bin/sh\nsleep 1.2\nexec {cluster.program("squeue", "slurm-client")} "$@"\n')
-    slow.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    held = request_nodes(environ={**os.environ, **hosts.environ, "PATH": path})
+def test_nodes_are_got_from_a_cluster_whose_squeue_takes_seconds(with_squeue, request_nodes):
+    held = request_nodes(environ=with_squeue("sleep 1.2"))
     held.run()
     began = time.monotonic()
     held.asking.look()

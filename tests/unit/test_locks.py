@@ -7,24 +7,24 @@ import shutil
 
 import pytest
 
-from nblaunch import LaunchError, _runtime_lock
+from nblaunch import LaunchError, _locks
 from nblaunch._runtime_dir import RuntimeDirectory
 
 
 def test_a_directory_is_dead_once_who_held_it_has_let_go(tmp_path):
-    assert not _runtime_lock.is_dead(os.fspath(tmp_path)), "nobody has held it"
-    (fd,) = _runtime_lock.hold(os.fspath(tmp_path))
-    assert not _runtime_lock.is_dead(os.fspath(tmp_path))
+    assert not _locks.is_dead(os.fspath(tmp_path)), "nobody has held it"
+    (fd,) = _locks.hold(os.fspath(tmp_path))
+    assert not _locks.is_dead(os.fspath(tmp_path))
     os.close(fd)
-    assert _runtime_lock.is_dead(os.fspath(tmp_path))
+    assert _locks.is_dead(os.fspath(tmp_path))
 
 
 def test_another_machines_directory_is_left_alone(tmp_path, monkeypatch):
     """It may share the file system, and not its locks."""
-    (fd,) = _runtime_lock.hold(os.fspath(tmp_path))
+    (fd,) = _locks.hold(os.fspath(tmp_path))
     os.close(fd)
-    monkeypatch.setattr(_runtime_lock, "_boot_id", lambda: b"another start")
-    assert not _runtime_lock.is_dead(os.fspath(tmp_path))
+    monkeypatch.setattr(_locks, "boot_id", lambda: "another start")
+    assert not _locks.is_dead(os.fspath(tmp_path))
 
 
 def test_a_directory_that_goes_as_it_is_locked_ends_nothing(tmp_path, monkeypatch):
@@ -37,7 +37,7 @@ def test_a_directory_that_goes_as_it_is_locked_ends_nothing(tmp_path, monkeypatc
         return write(fd, data)
 
     monkeypatch.setattr(os, "write", cleaned)
-    (fd,) = _runtime_lock.hold(os.fspath(root))
+    (fd,) = _locks.hold(os.fspath(root))
     os.close(fd)
 
 
