@@ -323,7 +323,7 @@ def test_the_host_of_a_notebook_inside_an_allocation_is_one_node_with_here(hosts
 def test_a_notebook_inside_a_job_of_one_node_asks_for_more(hosts, batch, request_nodes):
     number = batch("-N1", "-n1")
     environ = inside(hosts, number, 1, SLURMD_NODENAME="alpha")
-    with pytest.raises(OptionError, match="a new job: --slurm"):
+    with pytest.raises(OptionError, match="a new job, for example --slurm"):
         of("-n 1 --on slurm --nnodes 2", environ)
     held = request_nodes(wish=of("-n 1 --on slurm --nnodes 2 --slurm '-t 1'", environ))
     held.run()

@@ -40,15 +40,19 @@ def test_where_a_package_adds_backends_any_name_may_be_one(monkeypatch):
 
 @pytest.mark.parametrize("built", [True, False])
 def test_forms_of_nccl_that_torch_has_not_loaded_yet_are_known_where_it_has_nccl(monkeypatch, built):
-    late = importlib.metadata.EntryPoint("nccl-late", "torch.distributed:load", "torch.distributed.backends")
+    late, other = (
+        importlib.metadata.EntryPoint(name, "torch.distributed:load", "torch.distributed.backends")
+        for name in ("nccl-late", "tin-late")
+    )
     found = importlib.metadata.entry_points
 
     def entry_points(**wanted):
-        return [late] if wanted == {"group": late.group} else found(**wanted)
+        return [late, other] if wanted == {"group": late.group} else found(**wanted)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: built)
     assert ("nccl-late" in placement.known_backends()) is built
+    assert "tin-late" in placement.known_backends()
 
 
 @pytest.mark.parametrize("name", ["ncclx", "mpich", "ucc_plus"])
