@@ -36,7 +36,11 @@ ALONE = {**ON_A_NODE, "SLURM_JOB_NUM_NODES": "1"}
         ("--on ssh=a,b --nnodes 3", {}, "--on names 2 hosts. Leave nnodes out"),
         ("--on ssh=a,b --nnodes 2 --here", {}, "--on names 2 hosts and this machine"),
         ("--queue-timeout 3", {}, "--queue-timeout was given, but no engine"),
-        ("--on slurm --nnodes 3", INSIDE, "inside Slurm's job 17, which has 2 nodes. .* a new job, for example --slurm"),
+        (
+            "--on slurm --nnodes 3",
+            INSIDE,
+            "inside Slurm's job 17, which has 2 nodes. .* a new job, for example --slurm",
+        ),
         ("--on slurm --here --nnodes 3", ON_A_NODE, "inside Slurm's job 17, which has 2 nodes"),
         ("--on slurm --here", ALONE, "inside Slurm's job 17, whose only node is this machine"),
         ("--on process --local-addr 0.0.0.0", {}, "--local-addr 0.0.0.0 is every address of this machine"),
