@@ -801,6 +801,6 @@ def of_this_machine(
         cwd=_inherited.working_directory() if cwd is None else cwd,
         path=_inherited.search_path(sys.path),
         umask=_inherited.umask(),
-        limits=_inherited.limits(placement.nproc),
+        limits=_inherited.with_descriptors(_inherited.limits(), placement.nproc),
         accelerators=placement.accelerators,
     )

@@ -35,7 +35,7 @@ from nblaunch.protocol.messages import (
 )
 from nblaunch.protocol.reports import HangReport
 
-CLIENT_PROTOCOL = 5
+CLIENT_PROTOCOL = 6
 """Raised with every change of a message below: a client of another version is refused."""
 PROTOCOL = CLIENT_PROTOCOL * 1000 + PROTOCOL_VERSION
 """What a client and a runtime compare: messages of ranks travel to clients as they are."""
@@ -315,17 +315,6 @@ class Done(AnswerToClient, frozen=True):
     """It has been done."""
 
 
-class Placed(AnswerToClient, frozen=True):
-    """Where a run would be; `added` are variables that the ranks get besides, `unheeded` is a warning.
-
-    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
-    """
-
-    placement: Placement
-    added: dict[str, str] = {}
-    unheeded: str = ""
-
-
 class Given(AnswerToClient, frozen=True):
     """The ranks have the job, or get it once they are ready."""
 
@@ -335,9 +324,14 @@ class Stale(AnswerToClient, frozen=True):
 
 
 class Opened(AnswerToClient, frozen=True):
-    """The session's ranks are being started."""
+    """Where the ranks will be; those of a session are being started. `unheeded` is a warning.
 
-    attempt: int
+    Where an engine places nodes, `placement` is provisional: the least nodes, and the backend as asked.
+    """
+
+    placement: Placement
+    unheeded: str = ""
+    attempt: int = 0
 
 
 class JobSnapshot(AnswerToClient, frozen=True):
@@ -419,52 +413,31 @@ class Introduce(Request[RuntimeWelcome], frozen=True):
     """Empty where it is not installed."""
 
 
-class PlaceRun(Request[Placed], frozen=True):
-    """Decide ranks, devices, backend and how processes start.
+class OpenRanks(Request[Opened], frozen=True):
+    """Decide ranks, devices, backend and how processes start; answered before any of them is ready.
 
-    `environ` is that of the ranks, `cwd` and `path` are the caller's directory and `sys.path`, `backends`
-    those that torch knows in the caller's process, empty if torch is not loaded there.
+    Requests and events name the ranks by `session`, which is unique in the runtime. Those of a session are
+    started at once; `name` is the user's, and two sessions may have the same. Without a name they are for one
+    job, which starts them. `prepare` is what the caller's process knows: the runtime adds the devices.
+    `backends` are those that torch knows in the caller's process, empty if torch is not loaded there.
     """
 
+    session: str
     options: LaunchOptions
-    environ: tuple[bytes, ...]
-    cwd: bytes = b""
-    path: tuple[bytes, ...] = ()
-    backends: tuple[str, ...] = ()
-
-
-class RunFresh(Request[Given], frozen=True):
-    """Run a job on fresh ranks; answered once they have it.
-
-    `standby` has the runtime prepare the next ranks ahead.
-    """
-
-    order: JobOrder
-    placement: Placement
     prepare: Prepare
+    backends: tuple[str, ...] = ()
+    name: str = ""
+    detached: bool = False
     standby: bool = False
+    """Whether the next ranks are prepared ahead."""
+    untouched: bool = False
+    """Whether ranks without a process group leave devices alone, as under torchrun."""
     join_key: str = ""
     environment: NodeEnvironment | None = None
 
 
-class OpenSession(Request[Opened], frozen=True):
-    """Make the ranks of a session; answered before they are ready.
-
-    Requests and events name it by `session`, which is unique in the runtime; `name` is the user's, and two
-    sessions may have the same.
-    """
-
-    session: str
-    name: str
-    options: LaunchOptions
-    placement: Placement
-    prepare: Prepare
-    detached: bool = False
-    environment: NodeEnvironment | None = None
-
-
 class GiveJob(Request[Given | Stale], frozen=True):
-    """Give a session a job; the answer is `Stale` if its ranks are not those of `attempt`.
+    """Give ranks a job; the answer is `Stale` if they are not those of `attempt`.
 
     Where no client gives jobs, this one does from now on.
     """
@@ -512,7 +485,7 @@ class CloseSession(Request[Done], frozen=True):
     session: str
 
 
-class RestartSession(Request[Opened], frozen=True):
+class RestartSession(Request[Done], frozen=True):
     """Replace a session's ranks; answered once the agent starts others.
 
     Refused while another client gives it jobs.
@@ -573,9 +546,9 @@ class Taken(Request[Never], frozen=True):
     job: int
 
 
-_OfJobs = PlaceRun | RunFresh | GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
+_OfJobs = GiveJob | WatchJob | UnwatchJob | InterruptJob | Reply | EventsOf | LateOf
 _OfSessions = (
-    OpenSession
+    OpenRanks
     | CloseSession
     | RestartSession
     | InterruptSession
@@ -602,7 +575,7 @@ class ReleaseJob(_Note, frozen=True):
 
 
 class DismissSession(_Note, frozen=True):
-    """The session was forgotten: its ranks leave."""
+    """The session, or the run that was not begun, was forgotten: its ranks leave."""
 
     session: str
 

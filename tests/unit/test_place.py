@@ -9,10 +9,11 @@ import psutil
 import pytest
 
 import nblaunch
-from nblaunch._inherited import JOIN_KEY, encoded
+from nblaunch._inherited import JOIN_KEY, decoded, encoded
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import Placed, Placement, PlaceRun
+from nblaunch.protocol.client import OpenRanks, Placement
+from nblaunch.protocol.messages import Prepare
 from nblaunch.runtime.place import place
 
 FREE_PORT = "127.0.0.1:0"
@@ -27,17 +28,20 @@ def local():
 
 def asked(environ=None, *, path=(), backends=(), **options):
     environ = dict(os.environ) if environ is None else environ
-    return PlaceRun(
-        options=LaunchOptions(nproc_per_node=2, **options),
-        environ=encoded(environ),
-        path=tuple(map(os.fsencode, path)),
-        backends=backends,
-    )
+    prepare = Prepare(environ=encoded(environ), cwd=b"", path=tuple(map(os.fsencode, path)))
+    wanted = LaunchOptions(nproc_per_node=2, **options)
+    return OpenRanks(session="run", options=wanted, prepare=prepare, backends=backends)
+
+
+def added(request, local):
+    """Return the names of the variables that the ranks get besides."""
+    return decoded(place(request, local).prepare.environ).keys() - decoded(request.prepare.environ).keys()
 
 
 def test_a_place_is_found_before_any_process_starts(local):
-    placed = place(asked(), local)
-    assert (placed.placement.nproc, placed.added, placed.unheeded) == (2, {}, "")
+    placed = place(request := asked(), local)
+    assert (placed.placement.nproc, placed.unheeded) == (2, "")
+    assert placed.prepare.environ == request.prepare.environ
     assert local.server.pid is None
 
 
@@ -89,7 +93,7 @@ def test_a_place_on_nodes_is_provisional_and_needs_nothing_of_this_machine(local
     no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     on_nodes = {"on": "process", "nnodes": "2:3"}
     placed = place(asked(no_gpu, **on_nodes), local)
-    assert placed == Placed(placement=Placement(4, "gloo", "cpu", 0))
+    assert (placed.placement, placed.unheeded) == (Placement(4, "gloo", "cpu", 0), "")
     for backend in ("nccl", "cpu:gloo,cuda:nccl-legacy"):
         placed = place(asked(no_gpu, **on_nodes, backend=backend, numa_binding="node"), local)
         assert placed.placement.backend == backend
@@ -113,10 +117,10 @@ def test_the_network_of_the_nodes_is_added_where_the_caller_has_chosen_none(loca
     if address is None:
         pytest.skip("this machine has no network")
     of_nodes = {"rdzv_endpoint": FREE_PORT, "local_addr": address}
-    assert place(asked(**of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert added(asked(**of_nodes), local) == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     chosen = {**os.environ, "NCCL_SOCKET_IFNAME": "eth7"}
-    assert place(asked(chosen, **of_nodes), local).added.keys() == {"GLOO_SOCKET_IFNAME"}
+    assert added(asked(chosen, **of_nodes), local) == {"GLOO_SOCKET_IFNAME"}
 
 
 def test_the_key_of_a_rendezvous_is_not_among_the_variables():
-    assert asked({JOIN_KEY: "k" * 40, "A": "b"}).environ == (b"A=b",)
+    assert asked({JOIN_KEY: "k" * 40, "A": "b"}).prepare.environ == (b"A=b",)
