@@ -1,4 +1,4 @@
-"""What a runtime, a node or the doctor has once to run ranks.
+"""What a runtime or a node has once to run ranks.
 
 Each part is made when it is first used, and stands on those above it:
 
@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.forkserver import Server
 
 # The rest is imported on first use: the fork server starts while this process imports torch.
@@ -43,9 +42,9 @@ class UsedByGroups(Protocol):
 class LocalRuntime:
     """The parts of one process; its methods may be called on any thread."""
 
-    def __init__(self, server: Server | None = None) -> None:
-        """Use the fork server of a runtime process, or start one with its keeper where it is needed."""
-        self.server = server or Server.own(RuntimeDirectory())
+    def __init__(self, server: Server) -> None:
+        """Use the fork server beside this process."""
+        self.server = server
         self.directory = self.server.directory
         self._lock = threading.RLock()
         self._hub: Hub | None = None

@@ -375,6 +375,12 @@ class LateWarnings(AnswerToClient, frozen=True):
     complete: bool = True
 
 
+class Forked(AnswerToClient, frozen=True):
+    """A process was forked, and has ended; `architectures` are the GPUs that its torch has code for."""
+
+    architectures: tuple[str, ...] = ()
+
+
 class Attached(AnswerToClient, frozen=True):
     """The session, and the variables that its ranks have."""
 
@@ -532,6 +538,12 @@ class AttachSession(Request[Attached], frozen=True):
     take: bool = False
 
 
+class TryFork(Request[Forked], frozen=True):
+    """Fork a process as a rank is forked, and wait for its end, at most `seconds`."""
+
+    seconds: float
+
+
 class ListenAgain(Request[Done], frozen=True):
     """Bind the clients' sockets again, whose files are gone from the temporary directory."""
 
@@ -557,7 +569,7 @@ _OfSessions = (
     | ListJobs
     | AttachSession
 )
-ClientRequest = Introduce | _OfJobs | _OfSessions | ListenAgain | Stop | Taken
+ClientRequest = Introduce | _OfJobs | _OfSessions | TryFork | ListenAgain | Stop | Taken
 
 
 # Notes: datagrams that finalizers send, never answered.

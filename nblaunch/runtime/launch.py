@@ -15,7 +15,7 @@ from nblaunch._help import FailureKind
 from nblaunch._inherited import JOIN_KEY, decoded
 from nblaunch._runtime_dir import remove_tree
 from nblaunch.elastic import descriptors, rendezvous
-from nblaunch.elastic.forkserver import GivenServer, Server
+from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.process_options import process_settings
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 from nblaunch.group.group import Connected, ConnectPeers, WorkerGroup
@@ -124,7 +124,7 @@ def _hold_nodes(local: LocalRuntime, request: OpenRanks, remark: Callable[[str],
         wish,
         directory=directory,
         remark=remark,
-        at_end=functools.partial(_at_end, local.server),
+        at_end=local.server.at_end,
         conf=conf,
     )
     held = HeldNodes(fleet, directory, options, local.server)
@@ -136,11 +136,6 @@ def _make_room_on_nodes(options: LaunchOptions, there: PlacedRanks) -> None:
     """Refuse more nodes than this process may be connected to."""
     least, _ = nodes_of(options, decoded(there.prepare.environ))
     descriptors.make_room_for_nodes(least, there.placement.nproc)
-
-
-def _at_end(server: Server, command: tuple[str, ...]) -> Callable[[], None]:
-    """Have the keeper run a command if this process is killed; return what takes that back."""
-    return server.at_end(command) if isinstance(server, GivenServer) else lambda: None
 
 
 class FreshRanks:

@@ -14,14 +14,14 @@ from nblaunch import _registry
 from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._registry import Host, Owner, ProcessIdentity, RuntimeEntry
 from nblaunch._version import __version__
-from nblaunch.elastic.forkserver import GivenServer
+from nblaunch.elastic.forkserver import Server
 from nblaunch.protocol.client import PROTOCOL, ClientRecord
 
 
 class Registration:
     """The entry, and the names of detached sessions; its methods may be called on any thread."""
 
-    def __init__(self, root: Path, token: str, server: GivenServer) -> None:
+    def __init__(self, root: Path, token: str, server: Server) -> None:
         """Nothing is written before the first session."""
         self._root = root
         self._token = token

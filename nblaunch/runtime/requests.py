@@ -21,7 +21,7 @@ from nblaunch._errors import LaunchError, NblaunchError
 from nblaunch._help import FailureKind
 from nblaunch._results import EventLog
 from nblaunch._runtime_dir import remove_tree
-from nblaunch.elastic.forkserver import GivenServer
+from nblaunch.elastic.forkserver import try_fork
 from nblaunch.group.lifecycle import Trigger
 from nblaunch.group.runtime import LocalRuntime
 from nblaunch.protocol import client as wire
@@ -108,6 +108,7 @@ class RequestHandler:
             wire.EventsOf: self._events_of,
             wire.LateOf: self._late_of,
             wire.AttachSession: self._attach,
+            wire.TryFork: self._try_fork,
             wire.ListenAgain: self._listen_again,
             wire.Stop: self._stop_all,
             wire.Taken: self._taken,
@@ -473,7 +474,7 @@ class RequestHandler:
         archive = Archive(self._journal, self._local.directory.root(), keep=request.detached)
         session = RuntimeSession(request, ranks, connection, archive)
         session.unused = self.changed.set
-        if request.detached and isinstance(self._local.server, GivenServer):
+        if request.detached:
             self._local.server.detach()
         self._hub.run(lambda: self._add_session(session, connection))
         return session.group.attempt
@@ -582,6 +583,9 @@ class RequestHandler:
                 "(%distributed start)."
             )
             raise LaunchError(msg, phase="runtime", kind=FailureKind.SESSION_ENDED)
+
+    def _try_fork(self, _: ClientConnection, request: wire.TryFork) -> _Served:
+        return lambda: wire.Forked(architectures=try_fork(self._local.server, request.seconds))
 
     def _listen_again(self, _: ClientConnection, __: wire.ListenAgain) -> _Served:
         self.listen()

@@ -7,12 +7,12 @@ import time
 from typing import Any, Self
 
 import pytest
+from no_server import NoServer
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from nblaunch._runtime_dir import RuntimeDirectory
 from nblaunch.elastic.agent import RankAgent
 from nblaunch.elastic.directed import DirectedRendezvous, DirectedRound
-from nblaunch.elastic.forkserver import Server
 from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
 
 LATE = 10.0
@@ -110,7 +110,7 @@ def test_an_agent_numbers_its_ranks_without_asking_the_other_nodes(tmp_path):
         log_dir=tmp_path,
         rdzv=RendezvousConfig("directed", "", 0, 1, 1, local_addr="127.0.0.1", hosting=False),
     )
-    server = Server.own(RuntimeDirectory())
+    server = NoServer(RuntimeDirectory(tmp_path))
     agent = RankAgent(settings, lambda _attempt: (), Silent(), server, asked.set)
     try:
         thread = threading.Thread(target=meet, args=[agent], daemon=True)

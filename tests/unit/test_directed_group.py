@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from no_server import NoServer
 
 from nblaunch._errors import LaunchError
 from nblaunch.elastic.settings import AgentSettings, Worker
@@ -151,7 +152,7 @@ class ScriptedNodes:
 
 @pytest.fixture
 def local():
-    runtime = LocalRuntime()
+    runtime = LocalRuntime(NoServer())
     yield runtime
     runtime.close()
 
