@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from nblaunch.protocol.client import Caller, Event
 
 
@@ -37,15 +39,14 @@ class AgentEvents(Protocol):
         """Handle the agent's end; `error` is set if it failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker process: its ranks, and where its output goes."""
+class Worker(msgspec.Struct, frozen=True):
+    """A worker process: its ranks, and where its output goes on this machine."""
 
     rank: int
     local_rank: int
     pid: int
-    stdout: str
-    stderr: str
+    stdout: str = ""
+    stderr: str = ""
 
 
 @dataclass(frozen=True, slots=True)

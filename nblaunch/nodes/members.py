@@ -268,7 +268,7 @@ class RemoteRanks:
         self._route, self.workers = {}, []
         self._unwritten.clear()
 
-    def started(self, node: NodeMember, records: Iterable[wire.WorkerRecord]) -> None:
+    def started(self, node: NodeMember, records: Iterable[Worker]) -> None:
         """Report the start of a node's ranks."""
         workers = []
         for record in records:
@@ -278,7 +278,7 @@ class RemoteRanks:
             stdout, stderr = self._files.add(
                 record.rank, self._events.log_directory / f"{node.name}-{record.rank}"
             )
-            workers.append(Worker(record.rank, record.local_rank, record.pid, stdout, stderr))
+            workers.append(msgspec.structs.replace(record, stdout=stdout, stderr=stderr))
         self.workers += workers
         self._events.node_started(tuple(workers))
 

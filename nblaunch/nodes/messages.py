@@ -14,16 +14,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from nblaunch.elastic.settings import ProcessSettings
+from nblaunch.elastic.settings import ProcessSettings, Worker
 from nblaunch.protocol.messages import PROTOCOL_VERSION, CodeManifest, ProtocolError, Stream, Usage
-
-
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """A rank's process on a node."""
-
-    rank: int
-    local_rank: int
-    pid: int
 
 
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +78,7 @@ class Workers(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Its ranks have been started."""
 
     attempt: int
-    workers: tuple[WorkerRecord, ...]
+    workers: tuple[Worker, ...]
     group: str = ""
 
 

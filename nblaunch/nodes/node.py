@@ -320,7 +320,7 @@ class NodeRelay:
         """Report the processes, and then what the first of them have sent meanwhile."""
 
         def report() -> None:
-            records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
+            records = tuple(Worker(each.rank, each.local_rank, each.pid) for each in workers)
             self._send(wire.Workers(group=self.name, attempt=number, workers=records))
             self._pids = {each.rank: each.pid for each in workers}
             self._logs = {

@@ -285,7 +285,7 @@ class Node:
     def start_ranks(self, group: str = "g", attempt: int = 0) -> wire.Meet:
         """Do what it is told at a rendezvous."""
         meet = self.wait_for(wire.Meet, group=group, attempt=attempt)
-        records = tuple(wire.WorkerRecord(meet.base_rank + local, local, 1000 + local) for local in range(2))
+        records = tuple(Worker(meet.base_rank + local, local, 1000 + local) for local in range(2))
         self.send(wire.Workers(group=group, attempt=attempt, workers=records))
         self.ranks = [each.rank for each in records]
         return meet
