@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         RankResult,
         RunResult,
         SessionInfo,
+        SessionStatus,
     )
     from nblaunch.checks.doctor import doctor
     from nblaunch.checks.report import DoctorReport
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from nblaunch.insight.profile import Profile
     from nblaunch.insight.report import Report
     from nblaunch.options.launch import LaunchOptions
-    from nblaunch.protocol.client import Event, RankStatus, SessionStatus
+    from nblaunch.protocol.client import Event, RankStatus
     from nblaunch.protocol.messages import MemoryUse
     from nblaunch.protocol.reports import HangReport
     from nblaunch.protocol.transcript import Display
@@ -62,7 +63,10 @@ _NAMES = {
     "_insight": ("diff", "log", "step"),
     "_metrics": ("Metrics",),
     "_preempt": ("on_preempt",),
-    "_results": ("Handle", "RankFailure", "RankResult", "RunResult", "SessionInfo"),
+    "_results": (
+        *("Handle", "RankFailure", "RankResult", "RunResult", "SessionInfo"),
+        "SessionStatus",
+    ),
     # It loads torch, which a user may ask it about because torch cannot be loaded.
     "checks.doctor": ("doctor",),
     "client.session": ("SessionJob",),
@@ -72,7 +76,7 @@ _NAMES = {
     "insight.profile": ("Profile",),
     "insight.report": ("Report",),
     "options.launch": ("LaunchOptions",),
-    "protocol.client": ("Event", "RankStatus", "SessionStatus"),
+    "protocol.client": ("Event", "RankStatus"),
     "protocol.messages": ("MemoryUse",),
     "protocol.reports": ("HangReport",),
     "protocol.transcript": ("Display",),

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nblaunch import _notebook
-from nblaunch._results import Handle, RunResult, SessionInfo
+from nblaunch._results import Handle, RunResult, SessionInfo, SessionStatus
 from nblaunch.client import directory
 from nblaunch.client.jobs import ClientJob
 from nblaunch.client.launch import prepare_call
@@ -20,7 +20,6 @@ from nblaunch.client.session import LiveSession, SessionJob, attach_session, sil
 from nblaunch.client.wait import SilentView
 from nblaunch.insight.difference import Difference
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import SessionStatus
 from nblaunch.protocol.messages import CellJob
 from nblaunch.protocol.reports import HangReport
 from nblaunch.view.display import view_of

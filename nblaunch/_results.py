@@ -19,16 +19,17 @@ from nblaunch._errors import NblaunchError, RunFailedError, RunPreemptedError
 from nblaunch._help import FailureKind
 from nblaunch._metrics import Metrics
 from nblaunch.insight.report import Report
-from nblaunch.protocol.client import ClientRecord, Event
-from nblaunch.protocol.messages import EngineSaid, FrameRecord, HeldMemory, MemoryUse, Phase
+from nblaunch.protocol.client import ClientRecord, Event, RankStatus
+from nblaunch.protocol.messages import EngineSaid, EngineState, FrameRecord, HeldMemory, MemoryUse, Phase
 from nblaunch.protocol.reports import (
     HangReport,
+    awaited_nodes,
+    by_host,
     format_ranks,
     nearest_frame,
-    nodes_line,
     place,
+    plural,
     ranks_on,
-    span,
 )
 from nblaunch.protocol.state import RunState, State
 from nblaunch.protocol.transcript import Display
@@ -515,9 +516,11 @@ class Handle:
         return f"<Handle: {error!r:.200}>" if error is not None else f"<Handle: {self._future.result()!r}>"
 
 
-# A session, as `nblaunch.sessions` and `%distributed sessions` show it.
+# A session, as `Session.status` and `%distributed status` show it.
 
 
+_RANKS_LISTED = 16
+"""Above this, ranks in the same state share one line."""
 _DEVICES_NAMED = 8
 
 
@@ -578,11 +581,11 @@ class SessionInfo:
             idle, ranks = "idle", [*ranks, *filter(None, [nodes])]
         doing = self.problem or (f"runs {self.running}" if self.running else idle)
         if self.running_since is not None:
-            doing += f" for {span(time.time() - self.running_since)}"
+            doing += f" for {_span(time.time() - self.running_since)}"
         if self.asking:
             doing += f", {format_ranks(self.asking)} {'asks' if len(self.asking) == 1 else 'ask'} for input"
         if self.linger_left is not None:
-            doing += f", ends in {span(self.linger_left)} unless it is used"
+            doing += f", ends in {_span(self.linger_left)} unless it is used"
         since = time.strftime("since %b %d %H:%M", time.localtime(self.started))
         of = Path(self.notebook).name or f"kernel {self.kernel}"
         return self.name, "detached" * self.detached, ", ".join(ranks), doing, f"{since}, {of}"
@@ -603,6 +606,99 @@ def sessions_table(sessions: Iterable[SessionInfo]) -> str:
 def _printable(text: str) -> str:
     """Return a text without characters that a terminal obeys: a job's title may have any."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _span(seconds: float) -> str:
+    if seconds >= 7200:  # noqa: PLR2004 - two hours
+        return f"{seconds / 3600:.0f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """What the session `name` is doing, with its `world_size`, its `backend` and a row for each of `ranks`.
+
+    `attempt` counts how often its worker group was formed with other ranks.
+
+    >>> print(session.status())                                            # doctest: +SKIP
+    session 'default': 2 ranks, gloo
+      rank 0: idle, cpu, 18 MB
+      rank 1: idle, cpu, 17 MB
+    """
+
+    name: str
+    world_size: int
+    backend: str
+    attempt: int
+    ranks: tuple[RankStatus, ...]
+    engine: EngineSaid | None = None
+    """What the engine reported last about the nodes; None without an engine."""
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
+        """Show the lines in a notebook."""
+        printer.text(str(self))
+
+    def __str__(self) -> str:
+        """Return a line for the session, and one for each rank."""
+        lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
+        if self.engine is not None:
+            lines.append(f"  {nodes_line(self.engine, time.time())}")
+        hosts = {each.rank: each.node for each in self.ranks if each.node}
+        hosts = hosts if len(set(hosts.values())) > 1 else {}
+        if len(self.ranks) > _RANKS_LISTED:
+            doing = {each.rank: ", ".join(filter(None, (each.state, each.waiting))) for each in self.ranks}
+            return "\n".join([*lines, *(f"  {line}" for line in (*by_host(doing, hosts), *self._used()))])
+        ranks = (f"  {ranks_on([each.rank], hosts)}: {each.words}" for each in self.ranks)
+        return "\n".join([*lines, *ranks])
+
+    def _used(self) -> list[str]:
+        """Return one line for what all ranks use together, none if it is not measured."""
+        memory = [each.memory for each in self.ranks if each.memory is not None]
+        cpu = [each.cpu for each in self.ranks if each.cpu is not None]
+        parts = (
+            [f"{sum(memory) / 1e9:.1f} GB of memory, {max(memory) / 1e6:.0f} MB at most"] if memory else []
+        )
+        parts += [f"CPU {sum(cpu):.0f} %"] if cpu else []
+        return [f"together: {', '.join(parts)}"] if parts else []
+
+
+# What an engine reports about the nodes that it places, in one line.
+
+_SHORT_SECONDS = 600.0
+_DAY_SECONDS = 72_000.0
+_HOSTS_NAMED = 4
+
+
+def nodes_line(said: EngineSaid, now: float) -> str:
+    """Describe the wait for nodes, or the nodes and the time left; `now` is `time.time()`.
+
+    >>> nodes_line(EngineSaid(engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA",), ends=1620), 0)
+    'slurm job 3 on hA, 27 min left'
+    """
+    if said.state.early:
+        return awaited_nodes(said, _expected(said.starts, now))
+    job = f"{said.engine} job {said.id}" if said.id else said.engine
+    if said.state is EngineState.ENDED:
+        return f"{job} has ended" + (f" ({said.reason})" if said.reason else "")
+    named, others = said.hosts[:_HOSTS_NAMED], len(said.hosts) - _HOSTS_NAMED
+    hosts = ",".join(named) + (f" and {others} more" if others > 0 else "")
+    where = f" on {hosts}" if hosts else f", {plural(said.joined, 'node')}" if said.joined else ""
+    if said.state is EngineState.ENDING:
+        return f"{job}{where}, ending"
+    return f"{job}{where}" + (f", {_span(said.ends - now)} left" if said.ends is not None else "")
+
+
+def time_is_short(said: EngineSaid, now: float) -> bool:
+    """Return whether the engine takes the nodes back in less than ten minutes."""
+    return not said.state.early and said.ends is not None and said.ends - now < _SHORT_SECONDS
+
+
+def _expected(starts: float | None, now: float) -> str:
+    """Return the expected start in words: `start about 18:50`; empty if it is not known, or past."""
+    if starts is None or starts < now:
+        return ""
+    form = "%H:%M" if starts - now < _DAY_SECONDS else "%b %d %H:%M"
+    return time.strftime(f"start about {form}", time.localtime(starts))
 
 
 # torchelastic's own events of a run.

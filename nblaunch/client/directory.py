@@ -69,25 +69,26 @@ def _connected(entry: RuntimeEntry) -> Iterator[Runtime]:
 
 
 def _info(entry: RuntimeEntry, session: SessionRecord) -> SessionInfo:
-    status, running = session.status, session.running
-    memory = [each.memory for each in status.ranks if each.memory is not None]
+    memory = [each.memory for each in session.ranks if each.memory is not None]
+    running = session.running
     return SessionInfo(
-        name=status.name,
-        world_size=status.world_size,
-        backend=status.backend,
+        name=session.name,
+        # If an engine places the nodes, the placement is provisional.
+        world_size=len(session.ranks) or session.placement.nproc,
+        backend=session.placement.backend,
         detached=session.detached,
         started=session.started,
         running=running.title if running is not None else "",
         running_since=running.started if running is not None else None,
-        asking=tuple(each.rank for each in status.ranks if each.asks is not None),
+        asking=tuple(each.rank for each in session.ranks if each.asks is not None),
         memory=sum(memory) if memory else None,
-        devices=tuple(dict.fromkeys(each.device for each in status.ranks if each.device)),
-        hosts=tuple(dict.fromkeys(each.node for each in status.ranks if each.node)),
+        devices=tuple(dict.fromkeys(each.device for each in session.ranks if each.device)),
+        hosts=tuple(dict.fromkeys(each.node for each in session.ranks if each.node)),
         kernel=entry.owner.pid,
         notebook=entry.owner.notebook,
         client=session.giver.pid if session.giver is not None else None,
         linger_left=session.linger_left,
-        engine=status.engine,
+        engine=session.engine,
         pid=entry.runtime.pid,
     )
 
@@ -147,7 +148,7 @@ def find_open(name: str) -> tuple[RuntimeEntry, SessionRecord]:
     for each in _described(reversed(known)):
         entry = each.found.entry
         for session in each.sessions:
-            if session.status.name == name:
+            if session.name == name:
                 return entry, session
         if entry.name == name and each.found.elsewhere:
             elsewhere = each.found.elsewhere

@@ -94,7 +94,7 @@ class ClientJob:
     deliveries: tuple[tuple[KnowledgeView, Delivery], ...] = ()
     captured_for: tuple[int, int] | None = None
     """The attempt, and the number of the session's jobs before this one; None: captured for any ranks."""
-    capture_again: Callable[[], object] = lambda: None
+    capture_again: Callable[[ClientJob], object] = lambda _: None
     """Captures once more, for ranks that have other things by now."""
     arrived: Callable[[], object] = lambda: None
     """Called once the payloads have arrived on all ranks, and they keep them."""

@@ -25,7 +25,7 @@ from nblaunch._errors import LaunchError, NblaunchError, OptionError, RunFailedE
 from nblaunch._help import FailureKind
 from nblaunch._notebook import ask_shell
 from nblaunch._registry import RuntimeEntry
-from nblaunch._results import Outcome, Perform, RunResult, held_by
+from nblaunch._results import Outcome, Perform, RunResult, SessionStatus, held_by
 from nblaunch.capture.capture import (
     Captured,
     capture_call,
@@ -145,7 +145,7 @@ def attach_session(
         runtime,
         line,
         known.placement,
-        known.status.attempt,
+        known.attempt,
         detached=True,
         names=names,
         notes=(_own_variables(entry.name),),
@@ -609,12 +609,15 @@ class LiveSession:
             payloads.append(RankPayload(captured, view.ranks, delivery.objects))
             deliveries.append((view, delivery))
         job.payloads, job.deliveries = tuple(payloads), tuple(deliveries)
-        job.capture_again = functools.partial(self._capture, job, capture, namespace, pushed)
+        # With the job it would be a cycle, which keeps what the job brings until it is collected.
+        job.capture_again = functools.partial(
+            self._capture, capture=capture, namespace=namespace, pushed=pushed
+        )
 
     def _capture_for_now(self, job: ClientJob) -> None:
         """Capture again what a job brings if the ranks have changed since; have what arrives remembered."""
         while job.captured_for != (self._attempt, self._jobs):
-            job.capture_again()
+            job.capture_again(job)
         job.attempt = self._attempt
         knowledge, deliveries = self._knowledge, job.deliveries
 
@@ -754,15 +757,23 @@ class LiveSession:
             looked = line.ask(wire.LookAtRanks(session=self._key, seconds=seconds))
         return looked.report
 
-    def status(self) -> wire.SessionStatus:
+    def status(self) -> SessionStatus:
         """Return what each rank is doing, and the memory that is its own."""
-        if self.open:
-            with self._runtime.line() as line:
-                answer = line.ask(wire.DescribeSessions(session=self._key))
-            if answer.sessions:
-                return answer.sessions[0].status
-        gone = tuple(map(_gone, range(self.world_size)))
-        return wire.SessionStatus(self.name, self.world_size, self.placement.backend, self._attempt, gone)
+        found = self._described() if self.open else None
+        ranks = map(_gone, range(self.world_size)) if found is None else found.ranks
+        return SessionStatus(
+            name=self.name,
+            world_size=self.world_size,
+            backend=self.placement.backend,
+            attempt=self._attempt if found is None else found.attempt,
+            engine=found.engine if found is not None else None,
+            ranks=tuple(ranks),
+        )
+
+    def _described(self) -> wire.SessionRecord | None:
+        with self._runtime.line() as line:
+            answer = line.ask(wire.DescribeSessions(session=self._key))
+        return answer.sessions[0] if answer.sessions else None
 
     def close(self) -> None:
         """End the ranks and wait until they have exited; does nothing the second time, or in a fork.

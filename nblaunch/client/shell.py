@@ -58,7 +58,7 @@ def _jobs(runtime: Runtime, session: str) -> tuple[wire.JobRecord, ...]:
 def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> wire.JobRecord:
     known = _jobs(runtime, session.session)
     if not known:
-        msg = f"session {session.status.name!r} has run no job yet."
+        msg = f"session {session.name!r} has run no job yet."
         raise NblaunchError(msg)
     if job is None:
         return known[-1]
@@ -66,7 +66,7 @@ def _chosen(runtime: Runtime, session: wire.SessionRecord, job: int | None) -> w
         if each.number == job:
             return each
     numbers = ", ".join(str(each.number) for each in known)
-    msg = f"job {job} is none of session {session.status.name!r}, which has {numbers}."
+    msg = f"job {job} is none of session {session.name!r}, which has {numbers}."
     raise NblaunchError(msg)
 
 

@@ -438,8 +438,10 @@ def try_fork(server: Server, seconds: float) -> tuple[str, ...]:
 
     Asked there: torch may initialise CUDA to answer. Raises `LaunchError` if it does not end in time.
     """
+    from nblaunch.elastic.placement import write_architectures  # not where ranks import this module
+
     answer = server.directory.make("forked-") / "architectures"
-    process = RankProcess(target=_write_architectures, args=(str(answer),), name="nblaunch-tried")
+    process = RankProcess(target=write_architectures, args=(str(answer),), name="nblaunch-tried")
     try:
         with server.forking():
             process.start()
@@ -452,14 +454,6 @@ def try_fork(server: Server, seconds: float) -> tuple[str, ...]:
         return tuple(json.loads(answer.read_text())) if answer.exists() else ()
     finally:
         remove_tree(answer.parent)
-
-
-def _write_architectures(path: str) -> None:
-    import torch
-
-    # The driver is asked how many GPUs there are, which is quicker than to initialise them.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    Path(path).write_text(json.dumps(torch.cuda.get_arch_list()))
 
 
 def kill_group(pid: int) -> None:

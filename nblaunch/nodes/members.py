@@ -259,7 +259,9 @@ class RemoteRanks:
             {numbers[rank]: size for rank, size in self._unwritten.items() if rank in numbers}
         )
         self.workers = [
-            replace(worker, rank=numbers[worker.rank]) for worker in self.workers if worker.rank in numbers
+            msgspec.structs.replace(worker, rank=numbers[worker.rank])
+            for worker in self.workers
+            if worker.rank in numbers
         ]
 
     def close(self) -> None:

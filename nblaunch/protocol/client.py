@@ -12,7 +12,6 @@ import builtins
 import contextlib
 import functools
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Never, TypeVar, get_args
@@ -34,7 +33,7 @@ from nblaunch.protocol.messages import (
     Prepare,
     decoded,
 )
-from nblaunch.protocol.reports import HangReport, by_host, nodes_line, ranks_on
+from nblaunch.protocol.reports import HangReport
 
 CLIENT_PROTOCOL = 6
 """Raised with every change of a message below: a client of another version is refused."""
@@ -225,69 +224,21 @@ class RankStatus(msgspec.Struct, frozen=True):
         return ", ".join(filter(None, (self.state, self.device, memory, cpu, self.waiting)))
 
 
-_RANKS_LISTED = 16
-"""Above this, ranks in the same state share one line."""
-
-
-class SessionStatus(msgspec.Struct, frozen=True):
-    """What the session `name` is doing, with its `world_size`, its `backend` and a row for each of `ranks`.
-
-    `attempt` counts how often its worker group was formed with other ranks.
-
-    >>> print(session.status())                                            # doctest: +SKIP
-    session 'default': 2 ranks, gloo
-      rank 0: idle, cpu, 18 MB
-      rank 1: idle, cpu, 17 MB
-    """
-
-    name: str
-    world_size: int
-    backend: str
-    attempt: int
-    ranks: tuple[RankStatus, ...]
-    engine: EngineSaid | None = None
-    """What the engine reported last about the nodes; None without an engine."""
-
-    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # noqa: FBT001 - IPython's own protocol
-        """Show the lines in a notebook."""
-        printer.text(str(self))
-
-    def __str__(self) -> str:
-        """Return a line for the session, and one for each rank."""
-        lines = [f"session {self.name!r}: {self.world_size} ranks, {self.backend}"]
-        if self.engine is not None:
-            lines.append(f"  {nodes_line(self.engine, time.time())}")
-        hosts = {each.rank: each.node for each in self.ranks if each.node}
-        hosts = hosts if len(set(hosts.values())) > 1 else {}
-        if len(self.ranks) > _RANKS_LISTED:
-            doing = {each.rank: ", ".join(filter(None, (each.state, each.waiting))) for each in self.ranks}
-            return "\n".join([*lines, *(f"  {line}" for line in (*by_host(doing, hosts), *self._used()))])
-        ranks = (f"  {ranks_on([each.rank], hosts)}: {each.words}" for each in self.ranks)
-        return "\n".join([*lines, *ranks])
-
-    def _used(self) -> list[str]:
-        """Return one line for what all ranks use together, none if it is not measured."""
-        memory = [each.memory for each in self.ranks if each.memory is not None]
-        cpu = [each.cpu for each in self.ranks if each.cpu is not None]
-        parts = (
-            [f"{sum(memory) / 1e9:.1f} GB of memory, {max(memory) / 1e6:.0f} MB at most"] if memory else []
-        )
-        parts += [f"CPU {sum(cpu):.0f} %"] if cpu else []
-        return [f"together: {', '.join(parts)}"] if parts else []
-
-
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A session, as any client may see it; `session` is unique in the runtime."""
+    """A session, as any client may see it; `session` is unique in the runtime, `name` is the user's."""
 
     session: str
-    status: SessionStatus
+    name: str
     placement: Placement
+    attempt: int
     open: bool
     detached: bool = False
     linger_left: float | None = None
     giver: ClientRecord | None = None
     running: JobRecord | None = None
+    ranks: tuple[RankStatus, ...] = ()
     started: float = 0.0
+    engine: EngineSaid | None = None
     grace: float = 0.0
     """How long its ranks, or those of its job, have after an interrupt, in seconds."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nblaunch.protocol.messages import Collective, EngineSaid, EngineState, FrameRecord, HeldMemory
+from nblaunch.protocol.messages import Collective, EngineSaid, FrameRecord, HeldMemory
 
 _Answer = TypeVar("_Answer", bound=Hashable)
 _GIB = 1 << 30
@@ -360,49 +359,3 @@ def session_busy(name: str, *, looked_at_by: str = "") -> str:
         f"session {name!r} takes one job at a time, and is at work on another one. Wait for it "
         "(handle.result()), stop it (handle.cancel()), or use fresh ranks (--fresh)."
     )
-
-
-# What an engine reports about the nodes that it places, in one line.
-
-_SHORT_SECONDS = 600.0
-_DAY_SECONDS = 72_000.0
-_HOSTS_NAMED = 4
-
-
-def nodes_line(said: EngineSaid, now: float) -> str:
-    """Describe the wait for nodes, or the nodes and the time left; `now` is `time.time()`.
-
-    >>> nodes_line(EngineSaid(engine="slurm", state=EngineState.RUNNING, id="3", hosts=("hA",), ends=1620), 0)
-    'slurm job 3 on hA, 27 min left'
-    """
-    if said.state.early:
-        return awaited_nodes(said, _expected(said.starts, now))
-    job = f"{said.engine} job {said.id}" if said.id else said.engine
-    if said.state is EngineState.ENDED:
-        return f"{job} has ended" + (f" ({said.reason})" if said.reason else "")
-    named, others = said.hosts[:_HOSTS_NAMED], len(said.hosts) - _HOSTS_NAMED
-    hosts = ",".join(named) + (f" and {others} more" if others > 0 else "")
-    where = f" on {hosts}" if hosts else f", {plural(said.joined, 'node')}" if said.joined else ""
-    if said.state is EngineState.ENDING:
-        return f"{job}{where}, ending"
-    return f"{job}{where}" + (f", {span(said.ends - now)} left" if said.ends is not None else "")
-
-
-def time_is_short(said: EngineSaid, now: float) -> bool:
-    """Return whether the engine takes the nodes back in less than ten minutes."""
-    return not said.state.early and said.ends is not None and said.ends - now < _SHORT_SECONDS
-
-
-def _expected(starts: float | None, now: float) -> str:
-    """Return the expected start in words: `start about 18:50`; empty if it is not known, or past."""
-    if starts is None or starts < now:
-        return ""
-    form = "%H:%M" if starts - now < _DAY_SECONDS else "%b %d %H:%M"
-    return time.strftime(f"start about {form}", time.localtime(starts))
-
-
-def span(seconds: float) -> str:
-    """Return a time in words, roughly: `27 min`."""
-    if seconds >= 7200:  # noqa: PLR2004 - two hours
-        return f"{seconds / 3600:.0f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{max(seconds, 0):.0f} s"  # noqa: PLR2004 - two minutes

@@ -33,7 +33,6 @@ from nblaunch.protocol.client import (
     RuntimeEvent,
     SessionEnded,
     SessionRecord,
-    SessionStatus,
 )
 from nblaunch.protocol.messages import Names, Prepare
 from nblaunch.protocol.reports import session_busy, session_ended
@@ -200,36 +199,24 @@ class RuntimeSession:
         self._leave_nodes()
 
     def record(self) -> SessionRecord:
-        """Return what any client may see of the session."""
-        running, giver = self.running, self.giver
-        return SessionRecord(
-            session=self.key,
-            status=self._status(),
-            placement=self.placement,
-            open=self.open,
-            detached=self.detached,
-            linger_left=self.linger_left,
-            giver=None if giver is None else giver.record,
-            running=None if running is None or running.order.internal else running.record,
-            started=self.started,
-            grace=self.grace,
-        )
-
-    def _status(self) -> SessionStatus:
         """Return what each rank is doing, and the memory that is its own."""
-        members, running = self.group.state, self.running
+        members, running, giver = self.group.state, self.running, self.giver
         memory = self.group.memory()
         ranks = {} if running is None or running.end is not None else running.job.state.ranks
         open_questions = () if running is None else tuple(running.job.questions)
         prompts = {each.rank: each.prompt for each in reversed(open_questions)}
         asks = {rank: f"asks {prompt!r:.60}" for rank, prompt in prompts.items()}
         doing = running.job.state.doing if running is not None and running.end is None else ""
-        return SessionStatus(
+        return SessionRecord(
+            session=self.key,
             name=self.name,
-            # If an engine places the nodes, the placement is provisional.
-            world_size=len(members.ranks) or self.placement.nproc,
-            backend=self.placement.backend,
+            placement=self.placement,
             attempt=self.group.attempt,
+            open=self.open,
+            detached=self.detached,
+            linger_left=self.linger_left,
+            giver=None if giver is None else giver.record,
+            running=None if running is None or running.order.internal else running.record,
             ranks=tuple(
                 RankStatus(
                     rank=rank,
@@ -244,7 +231,9 @@ class RuntimeSession:
                 )
                 for rank, known in sorted(members.ranks.items())
             ),
+            started=self.started,
             engine=self.group.engine,
+            grace=self.grace,
         )
 
     def _cpu(self, rank: int, job: RankState | None) -> float | None:

@@ -21,9 +21,9 @@ import msgspec
 from nblaunch import _notebook
 from nblaunch._errors import OptionError
 from nblaunch._notebook import DISPLAY_MODES, DISPLAY_VARIABLE, TESTED_VARIABLE
+from nblaunch._results import nodes_line
 from nblaunch.insight.curves import Curves
 from nblaunch.protocol.messages import EngineSaid
-from nblaunch.protocol.reports import nodes_line
 from nblaunch.protocol.state import RunState, View
 from nblaunch.view.html import ROOT_STYLE, render_html
 from nblaunch.view.markup import escaped

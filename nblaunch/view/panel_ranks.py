@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
 
+from nblaunch._results import nodes_line, time_is_short
 from nblaunch.diagnose.failures import blame
 from nblaunch.insight.curves import Curves
 from nblaunch.protocol.messages import FailureRecord
-from nblaunch.protocol.reports import HangReport, by_host, nodes_line, plural, ranks_on, time_is_short
+from nblaunch.protocol.reports import HangReport, by_host, plural, ranks_on
 from nblaunch.protocol.state import AttemptState, RankState, RunState, State, hosts_of
 from nblaunch.view import summary
 from nblaunch.view.markup import ICONS, clipped, cost_of_text, shortened

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
+from nblaunch._results import nodes_line
 from nblaunch.protocol.messages import Stream
-from nblaunch.protocol.reports import HangReport, by_host, nodes_line
+from nblaunch.protocol.reports import HangReport, by_host
 from nblaunch.protocol.state import RunState, State, hosts_of
 from nblaunch.protocol.transcript import Display, Transcript
 from nblaunch.view.output import display_text, latest, size_of

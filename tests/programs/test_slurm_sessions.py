@@ -25,8 +25,7 @@ from patience import PATIENCE, eventually
 
 import nblaunch
 from nblaunch import LaunchError, NblaunchError, RunFailedError, RunPreemptedError
-from nblaunch._results import Handle, Outcome
-from nblaunch.protocol.reports import time_is_short
+from nblaunch._results import Handle, Outcome, time_is_short
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.full, pytest.mark.usefixtures("own_runtime")]
 

@@ -14,13 +14,16 @@ from nblaunch._results import (
     RankResults,
     RunResult,
     SessionInfo,
+    SessionStatus,
+    nodes_line,
     sessions_table,
+    time_is_short,
 )
 from nblaunch.client.result import describe
 from nblaunch.diagnose import hang
 from nblaunch.diagnose.failures import blame
 from nblaunch.options.launch import LaunchOptions
-from nblaunch.protocol.client import RankStatus, SessionStatus
+from nblaunch.protocol.client import RankStatus
 from nblaunch.protocol.messages import (
     DEFAULT_GROUP,
     Collective,
@@ -37,7 +40,7 @@ from nblaunch.protocol.messages import (
     Started,
     Where,
 )
-from nblaunch.protocol.reports import LocatedAll, nodes_line, ranks_on, time_is_short
+from nblaunch.protocol.reports import LocatedAll, ranks_on
 from nblaunch.protocol.state import RunState, advance, decode_state, encode_state, hosts_of
 from nblaunch.view import display
 from nblaunch.view.display import TextView, html_and_text

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from nblaunch._results import SessionInfo, sessions_table
+from nblaunch._results import SessionInfo, SessionStatus, sessions_table
 from nblaunch.diagnose import hang
-from nblaunch.protocol.client import RankStatus, SessionStatus
+from nblaunch.protocol.client import RankStatus
 from nblaunch.protocol.messages import (
     AttemptStarted,
     EngineSaid,
