@@ -121,7 +121,8 @@ def join(arguments: Sequence[str]) -> int:
         handled = {signal.Signals[name] for name in parsed.options.signals_to_handle.split(",")}
         status = _run(order, handled.union(NOTICES if endpoint else ()))
         if status == CUT_OFF:
-            _give_back(endpoint)
+            if endpoint:
+                _give_back(endpoint)
             status = 1
     except OptionError as error:
         return failed(str(error), 2)

@@ -22,11 +22,10 @@ from nblaunch._errors import LaunchError
 from nblaunch._help import FailureKind
 from nblaunch.elastic.rendezvous import first_free
 from nblaunch.group.hub import Hub
-from nblaunch.nodes.key import curve_secret, refusal_of
+from nblaunch.nodes.key import curve_secret
 from nblaunch.nodes.messages import (
     Arriving,
     FromNode,
-    Joining,
     Ping,
     Refused,
     ToNode,
@@ -125,16 +124,15 @@ class Listener:
         receive: Callable[[bytes, FromNode, memoryview], None],
         lost: Callable[[bytes], None],
         *,
-        first: type[Joining | Arriving] = Joining,
         silence: float = SILENCE_SECONDS,
         ports: range = range(1),
     ) -> None:
         """Listen at a free one of the ports of `host`.
 
-        `receive` gets messages, `lost` the id of a node that is gone. `first` is the type of a node's first
-        message. Raises `LaunchError` if `host` is not an address of this machine, or no port is free.
+        `receive` gets messages, `lost` the id of a node that is gone. Raises `LaunchError` if `host` is not
+        an address of this machine, or no port is free.
         """
-        self._hub, self._receive, self._lost, self._first = hub, receive, lost, first
+        self._hub, self._receive, self._lost = hub, receive, lost
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._authenticator = admitting(self._context, encrypted(self._socket, key, "notebook", silence))
@@ -227,10 +225,8 @@ class Listener:
         except ProtocolError as error:
             self.refuse(node, str(error))
             return
-        begins = isinstance(message, self._first)
-        if isinstance(message, Joining) and (why := refusal_of(message)):
-            self.refuse(node, why)
-        elif isinstance(message, Arriving) and message.version != PROTOCOL_VERSION:
+        begins = isinstance(message, Arriving)
+        if isinstance(message, Arriving) and message.version != PROTOCOL_VERSION:
             self.refuse(
                 node, f"{message.name} has another version of nblaunch. Install the notebook's there."
             )

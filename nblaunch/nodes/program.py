@@ -10,37 +10,26 @@ import contextlib
 import ctypes
 import gc
 import os
-import platform
 import shlex
 import signal
 import socket as sockets
 import sys
 import threading
-import time
-import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
-import zmq
-from zmq.utils import monitor
 
-from nblaunch._errors import LaunchError, NblaunchError, OptionError
-from nblaunch._help import FailureKind
+from nblaunch._errors import NblaunchError, OptionError
 from nblaunch._inherited import check_start_method
 from nblaunch.elastic import rendezvous
 from nblaunch.elastic.forkserver import server_of_fork
 from nblaunch.elastic.placement import place_ranks
-from nblaunch.elastic.process_options import check_process_options, process_settings
-from nblaunch.elastic.settings import AgentSettings, RendezvousConfig
+from nblaunch.elastic.process_options import check_process_options
 from nblaunch.group.runtime import LocalRuntime
-from nblaunch.nodes import messages as wire
 from nblaunch.nodes.host import CutOffError, NodeHost, OutOfReachError
 from nblaunch.nodes.join import CUT_OFF, HEEDED, READY, ProgramOrder, failed
-from nblaunch.nodes.key import KEY_FILE, versions
-from nblaunch.nodes.listener import REFUSALS, encrypted
-from nblaunch.nodes.node import JoinedRelay, of_this_machine
 from nblaunch.options.launch import LaunchOptions
 from nblaunch.options.line import parse_line
 
@@ -148,124 +137,14 @@ def _joined(name: str, nproc: int) -> None:
 def _join_run(
     runtime: LocalRuntime, options: LaunchOptions, key: bytes, signals: list[int], stopped: threading.Event
 ) -> int:
+    """Be a node of the run at an endpoint, whose store or etcd server has the address of the listener."""
     rdzv = rendezvous.config_of(options, joining=True)
     assert rdzv is not None  # noqa: S101 - without an endpoint there is an error
     rdzv = replace(rdzv, key=key)
-    run_id = options.rdzv_id or ""
-    listener = rendezvous.read_listener(rdzv, run_id, stopped)
-    runtime.server.ensure_running()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    events = _connect(socket, listener, key)
-    try:
-        welcome = _request(socket, events, options, stopped)
-        relay = _relay(runtime, options, rdzv, welcome, socket)
-        relay.start()
-        return _wait(relay, events, signals)
-    finally:
-        socket.disable_monitor()
-        events.close(0)
-        context.destroy(linger=2000)
-        runtime.close()
+    listener = rendezvous.read_listener(rdzv, options.rdzv_id or "", stopped).removeprefix("tcp://")
 
+    def joined(_: str, nproc: int) -> None:
+        text = f"nblaunch join: {nproc} ranks of this machine take part in {options.rdzv_id}"
+        print(text, flush=True)  # noqa: T201 - a command line
 
-def _connect(socket: zmq.Socket[bytes], listener: str, key: bytes) -> zmq.Socket[bytes]:
-    """Connect, once; return the socket that reports the end of the connection."""
-    encrypted(socket, key, "node")
-    socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    socket.setsockopt(zmq.IPV6, 1)
-    events: zmq.Socket[bytes] = socket.get_monitor_socket(REFUSALS | zmq.EVENT_DISCONNECTED)
-    socket.connect(listener)
-    return events
-
-
-def _request(
-    socket: zmq.Socket[bytes],
-    events: zmq.Socket[bytes],
-    options: LaunchOptions,
-    stopped: threading.Event,
-) -> wire.Welcome:
-    """Ask to join, and wait for the answer. Raises `LaunchError` with the reason if it is no."""
-    nproc = place_ranks(options.nproc_per_node, "gloo", os.environ).nproc
-    python, torch = versions()
-    hello = wire.Joining(name=platform.node(), nproc=nproc, python=python, torch=torch)
-    socket.send(wire.encode(hello))
-    poller = zmq.Poller()
-    for each in (socket, events):
-        poller.register(each, zmq.POLLIN)
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < deadline and not stopped.is_set():
-        ready = dict(poller.poll(100))
-        if socket in ready:
-            answer = wire.decode_to_node(socket.recv_multipart()[0])
-            if isinstance(answer, wire.Welcome):
-                return answer
-            if isinstance(answer, wire.Refused):
-                msg = f"the notebook does not let this node in: {answer.why}"
-                raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
-        elif events in ready:
-            monitor.recv_monitor_message(events)
-            msg = (
-                "the notebook does not let this node in: its key is wrong. Copy the notebook's key file, "
-                f"and set {KEY_FILE} to its path."
-            )
-            raise LaunchError(msg, phase="connect", kind=FailureKind.NODE_REFUSED)
-    msg = (
-        "it was told to stop"
-        if stopped.is_set()
-        else "the notebook, which has told its address, does not answer"
-    )
-    raise LaunchError(msg, phase="connect")
-
-
-def _relay(
-    runtime: LocalRuntime,
-    options: LaunchOptions,
-    rdzv: RendezvousConfig,
-    welcome: wire.Welcome,
-    socket: zmq.Socket[bytes],
-) -> JoinedRelay:
-    env = dict(welcome.env)
-    env |= rendezvous.network_variables(rdzv, {**os.environ, **env})
-    environ = {**os.environ, **env}
-    placement = place_ranks(options.nproc_per_node, welcome.backend, environ)
-    directory = Path(options.log_dir).absolute() if options.log_dir else runtime.directory.make("logs-")
-    directory.mkdir(parents=True, exist_ok=True)
-    settings = AgentSettings(
-        nproc=placement.nproc,
-        role=options.role,
-        # The notebook's agent decides when to give up.
-        max_restarts=_UNLIMITED,
-        monitor_interval=welcome.monitor_interval,
-        grace=welcome.grace,
-        shutdown_timeout=welcome.shutdown_timeout,
-        run_id=options.rdzv_id or "",
-        log_dir=directory,
-        private_logs=not options.log_dir,
-        processes=process_settings(options, environ, runtime.server.loaded_under()),
-        rdzv=replace(rdzv, least=welcome.least, most=welcome.most),
-    )
-    relay = JoinedRelay(runtime, socket, settings, lambda prepare: of_this_machine(prepare, env, placement))
-    print(  # noqa: T201 - a command line
-        f"nblaunch join: {placement.nproc} ranks of this machine take part in {options.rdzv_id}", flush=True
-    )
-    return relay
-
-
-def _wait(relay: JoinedRelay, events: zmq.Socket[bytes], signals: list[int]) -> int:
-    """Wait for the end of the run, of the connection, or for signals; return the exit status."""
-    leaving = False
-    while not relay.ended.wait(0.05):
-        if signals and not leaving:
-            leaving = True
-            relay.left = f"left after {signal.Signals(signals[0]).name}"
-            relay.leave()
-        elif len(signals) > 1:
-            relay.stop(relay.left)
-        if events.poll(0):
-            monitor.recv_monitor_message(events)
-            if not relay.succeeded:
-                relay.stop("the notebook is gone, or out of reach")
-    relay.join()
-    return 0 if relay.succeeded and not relay.left else failed(relay.left or "the run did not succeed", 1)
+    return NodeHost(runtime, listener, key, options, rdzv).serve(signals, joined)

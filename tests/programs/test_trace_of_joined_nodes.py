@@ -67,7 +67,7 @@ class Scene:
         placement = Placement(1, "gloo", "cpu", 0)
         prepare = prepare_of(options, placement, dict(os.environ))
         settings = launch.settings_of(options, placement, {}, Caller(), self.local)
-        peers = launch._peers(self.local, prepare, KEY, lambda _: None)
+        peers = launch._peers(self.local, options, prepare, KEY, lambda _: None)
         self.group: WorkerGroup = launch.new_group(self.local, settings, peers).group
         self._follow(self.group)
         with shared_memory.put(pickling.dumps({}), Path) as sent:
