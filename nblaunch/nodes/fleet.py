@@ -48,15 +48,13 @@ from nblaunch.nodes import director
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.asking import Asking
 from nblaunch.nodes.code import JobCode
-from nblaunch.nodes.data import DataSocket
 from nblaunch.nodes.director import DirectorAction, DirectorEvent, DirectorStage, DirectorState
 from nblaunch.nodes.engine import HERE, HERE_PLACE, Engine, NodeProgram, Wish, address_of
 from nblaunch.nodes.environment import Wheels, made_before
-from nblaunch.nodes.listener import Listener
+from nblaunch.nodes.link import DataSocket, IncomingTransfer, Listener, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.members import NodeMember, RemoteRanks, for_another_machine
 from nblaunch.nodes.process import ProcessEngine
 from nblaunch.nodes.reach import ReachCheck
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, cut, number_of
 from nblaunch.nodes.versions import compare, shared_gpu
 from nblaunch.options.kinds import port_range
 from nblaunch.protocol.client import NodeEnvironment
@@ -97,6 +95,7 @@ class FleetSettings:
     directed: bool = True
     """Whether the fleet decides who takes part; else torch's rendezvous, at an endpoint."""
     here: bool = False
+    """Whether this machine has a node program of its own."""
     local_addr: str | None = None
     """None: the engine's `address`."""
     ports: str | None = None
@@ -107,6 +106,11 @@ class FleetSettings:
     check_reach: bool = True
     environment: NodeEnvironment | None = None
     """The environment that nodes make before they begin, except this machine's; None: they use their own."""
+
+    @property
+    def own(self) -> int:
+        """How many nodes have no connection: this process, where torch's rendezvous decides."""
+        return 0 if self.directed else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +150,6 @@ class NodeFleet:
         self.engine, self.wish = engine, wish
         self._remark, self._at_end = remark, at_end
         self._key = key or secrets.token_hex(32).encode()
-        self._own = 0 if conf.directed else 1
-        """Whether this process is a node, which has no connection."""
         self._lock = threading.Lock()
         self._listener: Listener | None = None
         self._data: DataSocket | None = None
@@ -220,13 +222,14 @@ class NodeFleet:
             silence=self.conf.silence,
             ports=port_range(self.conf.ports),
         )
-        self._data = DataSocket(
-            hub,
-            self._key,
-            silence=self.conf.silence,
-            # Later: it may be lost before `send` has returned its number.
-            lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
-        )
+        if self.conf.directed:
+            self._data = DataSocket(
+                hub,
+                self._key,
+                silence=self.conf.silence,
+                # Later: it may be lost before `send` has returned its number.
+                lost=lambda group, number: hub.call(lambda: self._payload_lost(group, number)),
+            )
         hub.call(lambda: hub.after_turn.append(self._turn))
         return listener
 
@@ -340,7 +343,7 @@ class NodeFleet:
 
     def enough(self, count: int) -> bool:
         """Whether a run can go on with so many connected nodes, after one was lost."""
-        return self.conf.least <= count + self._own and self.conf.least < self.conf.most
+        return self.conf.least <= count + self.conf.own and self.conf.least < self.conf.most
 
     def send(self, identity: bytes, message: wire.ToNode, data: memoryview | None = None) -> None:
         """Send to a node."""
@@ -563,7 +566,7 @@ class NodeFleet:
         name, most = arriving.name, self.conf.most
         if self._closed:
             return f"{name}: the run is over"
-        if len(self._nodes) + self._own >= most:
+        if len(self._nodes) + self.conf.own >= most:
             return f"{name}: the run has all {most} nodes that it takes. Start it with more: --nnodes."
         loopback = arriving.address.startswith(_LOOPBACK)
         if loopback != self._address.startswith(_LOOPBACK):  # else nodes could not reach each other
@@ -742,7 +745,7 @@ class NodeGroup(Peers):
             held[1].append(rank)
             return True
         if held is not None:
-            self._flush()
+            self.flush()
         self._held[node.name] = (message, [rank])
         return True
 
@@ -785,11 +788,11 @@ class NodeGroup(Peers):
             self._send_to(name, message)
 
     def _send_to(self, name: str, message: wire.ToNode) -> None:
-        self._flush()
+        self.flush()
         if name in self._members:
             self._fleet.send(self._members[name].identity, message)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Send the held messages: one frame for all ranks of a node that get the same message."""
         held, self._held = self._held, {}
         tickets: list[tuple[Payload, Payload]] = []
@@ -853,7 +856,7 @@ class NodeGroup(Peers):
 
     def turn(self) -> None:
         """Send what is held, and do what is due."""
-        self._flush()
+        self.flush()
 
     def feed(self, event: DirectorEvent) -> None:
         """Do nothing: nobody here directs these nodes."""
@@ -917,19 +920,20 @@ class NodeGroup(Peers):
             case wire.Workers() | wire.RankMessages() | wire.Wrote() | wire.Gone() | wire.RanksMeasured() if (
                 message.attempt == self.events.attempt
             ):
-                self._of_attempt(member, message, data)
+                self.of_attempt(member, message, data)
             case _:
                 pass  # the attempt has been abandoned
 
     def _node_ended(self, node: FleetNode, error: str) -> None:
         self._fleet.forget(node.identity, f"ended: {error}" if error else "has ended")
 
-    def _of_attempt(
+    def of_attempt(
         self,
         member: NodeMember,
         message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
         data: memoryview,
     ) -> None:
+        """Handle a message of the current attempt."""
         match message:
             case wire.Workers(workers=workers):
                 self._ranks.started(member, workers)
@@ -1060,10 +1064,11 @@ class FleetGroup(NodeGroup, Agent):
             self._lost_payload = math.inf, ""
         return super().send(rank, message)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send the held messages."""
         if any(isinstance(message, Recover) for message, _ in self._held.values()):
             self._forget_timeout()
-        super()._flush()
+        super().flush()
 
     def close(self, *, succeeded: bool) -> None:
         """Forget all state: the group has ended."""
@@ -1089,7 +1094,7 @@ class FleetGroup(NodeGroup, Agent):
 
     def turn(self) -> None:
         """Send what is held, and do what is due."""
-        self._flush()
+        self.flush()
         if time.monotonic() >= self._state.due:
             self.feed(director.Tick())
         if time.monotonic() >= self._lost_payload[0]:
@@ -1161,7 +1166,7 @@ class FleetGroup(NodeGroup, Agent):
 
     def _renumber(self, kept: Mapping[int, int]) -> None:
         """Go on with these ranks under new numbers; messages under former numbers may still arrive."""
-        self._flush()
+        self.flush()
         numbers = {before: rank for rank, before in kept.items()}
         self._ranks.renumber(self._members.values(), numbers)
         self._renumbered = {
@@ -1249,13 +1254,14 @@ class FleetGroup(NodeGroup, Agent):
     def _node_ended(self, node: FleetNode, error: str) -> None:
         self.feed(director.NodeHasEnded(node.name, error))
 
-    def _of_attempt(
+    def of_attempt(
         self,
         member: NodeMember,
         message: wire.Workers | wire.RankMessages | wire.Wrote | wire.Gone | wire.RanksMeasured,
         data: memoryview,
     ) -> None:
-        super()._of_attempt(member, message, data)
+        """Handle a message of the current attempt, and have the director know."""
+        super().of_attempt(member, message, data)
         match message:
             case wire.Workers(attempt=attempt):
                 self.feed(director.WorkersStarted(member.name, attempt))

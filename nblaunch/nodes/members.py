@@ -20,7 +20,7 @@ from nblaunch.diagnose.failures import NODE_LOST, value_lost
 from nblaunch.elastic.settings import Worker
 from nblaunch.group.group import WorkerGroup
 from nblaunch.nodes import messages as wire
-from nblaunch.nodes.transfer import IncomingTransfer, payload_of, with_payload
+from nblaunch.nodes.link import IncomingTransfer, payload_of, with_payload
 from nblaunch.protocol.messages import (
     Exited,
     Prepare,

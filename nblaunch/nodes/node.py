@@ -34,7 +34,7 @@ from nblaunch.group.stacks import ExitReasons, stacks_of_silent
 from nblaunch.group.usage import SeenGpus, measuring
 from nblaunch.nodes import messages as wire
 from nblaunch.nodes.code import NodeCode
-from nblaunch.nodes.transfer import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
+from nblaunch.nodes.link import IncomingTransfer, OutgoingTransfer, payload_of, with_payload
 from nblaunch.protocol.client import Event, Placement
 from nblaunch.protocol.messages import (
     Abort,
@@ -119,34 +119,16 @@ class NodeRelay:
         self._log_directory, self._private_logs = settings.log_dir, settings.private_logs
         self._exit_reasons = ExitReasons(self._directory)
         self._outgoing, self._incoming = OutgoingTransfer(), IncomingTransfer(self._directory)
-        self._tickets: dict[int, Payload] = {}
-        """The payload's ticket in each rank's last job."""
-        self._claimed: dict[str, Payload | Exception] = {}
-        """What these tickets, by path, are for."""
         self._titles: dict[str, str] = {}
-        self._pids: dict[int, int] = {}
-        """The processes of this attempt that have not ended, by rank."""
         self._logs: dict[int, list[_Log]] = {}
-        self._early: list[tuple[FromRank, bytes]] = []
-        """Messages of an attempt whose processes the notebook does not know yet."""
         self._waits: list[bytes] = []
         """Messages of ranks to send with the hub's next turn, or before any other message."""
-        self._nproc, self._base, self._shift = settings.nproc, 0, 0
-        """The first rank of the last `Meet`, and how far the ranks' numbers are from those of the agent."""
-        self._started = self._ending = False
         self._prepared: Prepare | None = None
         """As the ranks of this machine got it last."""
-        self._processes, self._keep = settings.processes, opened.keep
-        self._held: dict[int, deque[ToRank]] = {}
-        """Messages that wait for each rank, behind a job whose payload is incomplete."""
-        self._whole: set[Payload] = set()
-        """Tickets of held jobs whose payloads have arrived since."""
-        self._ranks: dict[int, RankState] = {}
-        """The processes of this attempt that have not ended."""
+        self._processes, self._keep, self._nproc = settings.processes, opened.keep, settings.nproc
         self._aborting: set[int] = set()
         """Ranks that are to be ended, but are still inside NCCL."""
-        self._saving: set[int] | None = None
-        """Ranks that were ordered to save, and have not saved yet; None before the first order."""
+        self._clear(0)
         self._may_end, self._measuring = threading.Event(), contextlib.ExitStack()
         try:
             self._agent = AgentThread(
@@ -155,6 +137,26 @@ class NodeRelay:
         except BaseException:
             remove_tree(self._directory)
             raise
+
+    def _clear(self, base: int) -> None:
+        """Have the state of an attempt whose processes are to come."""
+        self._started = self._ending = False
+        self._base, self._shift = base, 0
+        """The first rank, and by how much the ranks' numbers differ from those that the agent knows."""
+        self._ranks: dict[int, RankState] = {}
+        """The processes that have not ended."""
+        self._early: list[tuple[FromRank, bytes]] = []
+        """Messages of ranks before the notebook knows their processes."""
+        self._tickets: dict[int, Payload] = {}
+        """The payload's ticket in each rank's last job."""
+        self._claimed: dict[str, Payload | Exception] = {}
+        """What these tickets, by path, are for."""
+        self._held: dict[int, deque[ToRank]] = {}
+        """Messages that wait for each rank, behind a job whose payload is incomplete."""
+        self._whole: set[Payload] = set()
+        """Tickets of held jobs whose payloads have arrived since."""
+        self._saving: set[int] | None = None
+        """Ranks that were ordered to save, and have not saved yet; None before the first order."""
 
     def start(self) -> None:
         """Meet the other nodes, and start the ranks; from any thread."""
@@ -294,9 +296,9 @@ class NodeRelay:
     def _find_out(self, ranks: tuple[int, ...]) -> None:
         """Report the stacks of these ranks, which do not answer; on a thread, because it may block."""
         # Processes and their dump files have the numbers with which the ranks began.
-        shift, known = self._shift, self._pids
-        pids = {rank - shift: known[rank - shift] for rank in ranks if rank - shift in known}
-        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank - shift not in known}
+        shift, known = self._shift, self._ranks
+        pids = {rank - shift: known[rank].pid or 0 for rank in ranks if rank in known}
+        titles, gone = self._titles.copy(), {rank: _GONE for rank in ranks if rank not in known}
 
         def look() -> None:
             found = stacks_of_silent(pids, str(self._directory), titles)
@@ -504,12 +506,10 @@ class NodeRelay:
     def _begin(self, number: int, base: int = 0) -> None:
         self.flush()
         self._close_logs()
-        self.attempt, self._started, self._early, self._pids = number, False, [], {}
-        self._base, self._shift, self._saving = base, 0, None
-        self._held, self._whole, self._ranks, self._ending = {}, set(), {}, False
         for ticket in set(self._tickets.values()):
             self._incoming.drop(ticket)
-        self._tickets, self._claimed = {}, {}
+        self.attempt = number
+        self._clear(base)
         # On this thread: orders for the new attempt must not be dropped with the old ones.
         self._agent.forget_orders()
 
@@ -519,7 +519,6 @@ class NodeRelay:
         def report() -> None:
             records = tuple(wire.WorkerRecord(each.rank, each.local_rank, each.pid) for each in workers)
             self._send(wire.Workers(group=self.name, attempt=number, workers=records))
-            self._pids = {each.rank: each.pid for each in workers}
             self._ranks = {each.rank: RankState(each.rank, each.local_rank, pid=each.pid) for each in workers}
             self._logs = {
                 each.rank: [
@@ -540,7 +539,7 @@ class NodeRelay:
 
         def report() -> None:
             self._hub.drain()
-            self._pids.pop(rank, None)
+            self._ranks.pop(rank + self._shift, None)
             self._send_logs(rank + self._shift)
             exited = Exited(rank=rank, exitcode=exitcode, time=0, expected=expected, reason=reason)
             exited = self._exit_reasons.explained(exited, self._titles)
@@ -554,7 +553,6 @@ class NodeRelay:
                 details=exited.details,
             )
             self._send(gone)
-            self._ranks.pop(rank + self._shift, None)
             self._released(rank + self._shift)
             self._has_saved(rank + self._shift)
 

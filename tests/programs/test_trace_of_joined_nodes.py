@@ -140,7 +140,7 @@ def _told(event: Any) -> str:
         case lifecycle.NodeLeaving(asked=asked, enough=enough, ranks=ranks):
             return f"leaves asked={asked} enough={enough} with {len(ranks)}"
         case Trigger.MEMBERSHIP_CHANGING | Trigger.AGENT_ENDED | Trigger.RANKS_ENDING:
-            return event.name
+            return str(event.name)
         case _:
             return ""
 
